@@ -1,0 +1,54 @@
+"""attnbench: find out which attention to run, prove that it is right, run it, and never let it get slower.
+
+Names are loaded on first use: `import attnbench` imports neither torch nor jax.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnbench.dispatch.attention import attention as attention
+    from attnbench.dispatch.explain import explain as explain
+    from attnbench.measuring.memory import MemoryProfiler as MemoryProfiler
+    from attnbench.registry import names as implementations  # noqa: F401
+    from attnbench.registry import register as register
+    from attnbench.runner import BenchmarkRunner as BenchmarkRunner
+    from attnbench.runner import compare_implementations as compare_implementations
+    from attnbench.runner import measure as measure
+    from attnbench.runner import verify as verify
+    from attnbench.spec import Environment as Environment
+    from attnbench.spec import Implementation as Implementation
+    from attnbench.spec import Workload as Workload
+    from attnbench.workloads import masks as masks
+
+_HOME = {  # public name -> where it lives
+    "attention": ("attnbench.dispatch.attention", "attention"),
+    "explain": ("attnbench.dispatch.explain", "explain"),
+    "MemoryProfiler": ("attnbench.measuring.memory", "MemoryProfiler"),
+    "implementations": ("attnbench.registry", "names"),
+    "register": ("attnbench.registry", "register"),
+    "BenchmarkRunner": ("attnbench.runner", "BenchmarkRunner"),
+    "compare_implementations": ("attnbench.runner", "compare_implementations"),
+    "measure": ("attnbench.runner", "measure"),
+    "verify": ("attnbench.runner", "verify"),
+    "Environment": ("attnbench.spec", "Environment"),
+    "Implementation": ("attnbench.spec", "Implementation"),
+    "Workload": ("attnbench.spec", "Workload"),
+}
+
+__all__ = [*_HOME, "masks"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "masks":
+        return import_module("attnbench.workloads.masks")
+    if name not in _HOME:
+        raise AttributeError(f"module 'attnbench' has no attribute '{name}'")
+    module, attribute = _HOME[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

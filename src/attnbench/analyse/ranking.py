@@ -1,0 +1,111 @@
+"""Records of one workload -> rows in order of time, ranked apart only where the difference is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeGuard
+
+from msgspec import Struct
+
+from attnbench.analyse.ratios import Ratio, paired_ratio
+from attnbench.spec import Ok, Record
+
+LEAST_DIFFERENCE = 1.01
+"""Nothing closer than 1 % is ranked apart, however tight the interval."""
+RANK_LEVEL = 0.99
+"""Stricter than the 95 % that is printed: a table of ten asks nine questions."""
+BASELINES = ("torch.eager", "jax.einsum", "numpy.float32")
+ANCHOR = "anchor."
+NOT_TIMED = "verified, not timed"
+"""How the note begins of a record that may be checked but not timed (an interpreter, say)."""
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One line of a ranking. `rank` is None for what is not ranked: `reason` says why."""
+
+    implementation: str
+    record: Record
+    rank: int | None = None
+    tied: bool = False
+    """Shares its rank with the row above: too close to tell."""
+    speedup: Ratio | None = None
+    """Time of the baseline / time of this one."""
+    reason: str = ""
+
+
+def label(record: Record) -> str:
+    """Name in tables: the implementation, and the tunables where they are not the default."""
+    config = ",".join(f"{k}={v}" for k, v in sorted(record.config.items()))
+    return f"{record.implementation}[{config}]" if config else record.implementation
+
+
+def is_timed(record: Record) -> TypeGuard[Ok]:
+    """Whether the record has a speed."""
+    return isinstance(record, Ok) and record.time is not None
+
+
+def by_workload(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Workload id -> its records, in the order they were made, without the anchors."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if not record.implementation.startswith(ANCHOR):
+            groups.setdefault(record.workload.id, []).append(record)
+    return groups
+
+
+def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | None:
+    """Name of what the rest is compared with: the one named by `against`, else the plain one of the first framework."""
+    timed = {r.implementation for r in records if is_timed(r) and not r.approximate}
+    timed = {name for name in timed if not name.startswith(ANCHOR)}
+    named = {name for name in timed if any(matches(name, one) for one in against)}
+    choices = named or timed
+    if len(choices) == 1 and named:
+        return choices.pop()
+    return next((name for name in BASELINES if name in choices), min(choices, default=None))
+
+
+def matches(name: str, wanted: str) -> bool:
+    """Whether an implementation is the one named, or one of the framework or family named."""
+    return name == wanted or name.startswith((f"{wanted}.", f"{wanted}-"))
+
+
+def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
+    """Rows of one workload: exact and timed ones by time, then approximate ones, then the rest with their reasons."""
+    shown = [r for r in records if not r.implementation.startswith(ANCHOR)]
+    timed = sorted((r for r in shown if is_timed(r)), key=_median)
+    reference = next((r for r in timed if r.implementation == base), None)
+    rows = _ranked([r for r in timed if not r.approximate], reference)
+    for record in timed:
+        if record.approximate:
+            rows.append(_row(record, reference, reason="approximate: not ranked among exact ones"))
+    for record in shown:
+        if not is_timed(record):
+            rows.append(Row(implementation=label(record), record=record, reason=_why_no_time(record)))
+    return rows
+
+
+def _why_no_time(record: Record) -> str:
+    if not isinstance(record, Ok):
+        return record.reason
+    return next((note for note in record.notes if note.startswith(NOT_TIMED)), NOT_TIMED)
+
+
+def _ranked(timed: Sequence[Ok], reference: Ok | None) -> list[Row]:
+    rows: list[Row] = []
+    leader, place = None, 0
+    for position, record in enumerate(timed, start=1):
+        apart = leader is None or paired_ratio(leader, record, RANK_LEVEL).low > LEAST_DIFFERENCE
+        if apart:
+            leader, place = record, position
+        rows.append(_row(record, reference, rank=place, tied=not apart))
+    return rows
+
+
+def _row(record: Ok, reference: Ok | None, rank: int | None = None, tied: bool = False, reason: str = "") -> Row:
+    speedup = None if reference is None else paired_ratio(record, reference)
+    return Row(implementation=label(record), record=record, rank=rank, tied=tied, speedup=speedup, reason=reason)
+
+
+def _median(record: Ok) -> float:
+    assert record.time is not None
+    return record.time.median_ns

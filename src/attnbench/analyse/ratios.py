@@ -1,0 +1,109 @@
+"""How much slower one timed record is than another, with an interval: what rankings and closing sentences stand on.
+
+Implementations of a workload are sampled in interleaved rounds, so rounds are paired: whatever slowed the machine down
+in a round slowed both. Records that share no rounds (another run, another worker) are compared unpaired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from attnbench.spec import Ok, Time
+
+DRAWS = 2000
+SEED = 20240229
+FEW_ROUNDS = 6
+"""Below this a percentile bootstrap of the median is far too narrow; Student's t takes its place."""
+
+
+class Ratio(Struct, frozen=True):
+    """A ratio of times and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def inverse(self) -> Ratio:
+        """The other way round: seconds of a per second of b."""
+        return Ratio(1 / self.value, 1 / self.high, 1 / self.low)
+
+
+class LogRatio(Struct, frozen=True):
+    """Logarithm of a ratio, and draws from its sampling distribution."""
+
+    point: float
+    draws: np.ndarray
+
+    def ratio(self, level: float = 0.95) -> Ratio:
+        """Back from logarithms, at that confidence."""
+        tail = (1 - level) / 2
+        low, high = np.quantile(self.draws, [tail, 1 - tail])
+        return Ratio(*(float(np.exp(x)) for x in (self.point, min(low, self.point), max(high, self.point))))
+
+
+def paired_ratio(a: Ok, b: Ok, level: float = 0.95) -> Ratio:
+    """Time of b / time of a."""
+    return log_ratio(a, b).ratio(level)
+
+
+def log_ratio(a: Ok, b: Ok, seed: int = SEED) -> LogRatio:
+    """ln(time of b / time of a). The same seed gives the same draws, so that a table prints the same twice."""
+    first, second = _timed(a), _timed(b)
+    rng = np.random.default_rng(seed)
+    rounds_a, rounds_b = round_medians(first), round_medians(second)
+    if len(rounds_a) == len(rounds_b) >= 2:
+        return _paired(np.log(rounds_b) - np.log(rounds_a), rng)
+    spread_a, spread_b = (_median_draws(np.log(t.samples_ns), rng) for t in (first, second))
+    return LogRatio(float(np.log(second.median_ns / first.median_ns)), spread_b - spread_a)
+
+
+def mean_log_ratio(pairs: Sequence[tuple[Ok, Ok]]) -> LogRatio:
+    """Geometric mean of ratios b / a over workloads; the draws resample workloads and, within each, rounds."""
+    each = [log_ratio(a, b, SEED + index) for index, (a, b) in enumerate(pairs)]
+    points = np.array([one.point for one in each])
+    draws = np.stack([one.draws for one in each])
+    chosen = np.random.default_rng(SEED).integers(len(each), size=(len(each), DRAWS))
+    return LogRatio(float(points.mean()), draws[chosen, np.arange(DRAWS)].mean(axis=0))
+
+
+def round_medians(time: Time) -> np.ndarray:
+    """Median of each interleaving round, in order; empty when the samples do not come in rounds."""
+    if not time.rounds or sum(time.rounds) != len(time.samples_ns):
+        return np.empty(0)
+    samples = np.asarray(time.samples_ns)
+    if len(time.rounds) == len(samples):
+        return samples
+    parts = np.split(samples, np.cumsum(time.rounds)[:-1])
+    return np.array([np.median(part) for part in parts if len(part)])
+
+
+def _paired(logs: np.ndarray, rng: np.random.Generator) -> LogRatio:
+    point = float(np.median(logs))
+    if len(logs) >= FEW_ROUNDS:
+        return LogRatio(point, _median_draws(logs, rng))
+    error = float(logs.std(ddof=1)) / len(logs) ** 0.5
+    return LogRatio(point, point + error * rng.standard_t(len(logs) - 1, DRAWS))
+
+
+def _median_draws(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    if len(values) == 1:
+        # One sample says nothing about its own spread: an interval without end, never a confident one.
+        return values[0] + 50 * rng.standard_normal(DRAWS)
+    # The median of n resampled values is the sorted value at the median of n uniforms, whose law is a Beta: this gives
+    # exactly the percentile bootstrap without drawing n values two thousand times.
+    count, ordered = len(values), np.sort(values)
+    half = (count + 1) // 2
+    low = rng.beta(half, count - half + 1, DRAWS)
+    high = low if count % 2 else low + (1 - low) * rng.beta(1, count - half, DRAWS)
+    low_index, high_index = (np.minimum((edge * count).astype(int), count - 1) for edge in (low, high))
+    return (ordered[low_index] + ordered[high_index]) / 2
+
+
+def _timed(record: Ok) -> Time:
+    if record.time is None:
+        raise ValueError(f"{record.cell.id} was verified but not timed")
+    return record.time

@@ -1,0 +1,175 @@
+"""Records of a run -> the sentence that answers the question, and what must be said beside it.
+
+Pure functions; the terminal and `--json` print the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from attnbench.analyse.ranking import NOT_TIMED, Row, baseline, by_workload, is_timed, label, rank
+from attnbench.analyse.ratios import Ratio, mean_log_ratio
+from attnbench.spec import Incorrect, Ok, Record, Unsupported
+
+__all__ = ["ADVICE", "Row", "baseline", "by_workload", "closing", "count_notes", "format_ratio", "not_run", "rank"]
+
+ADVICE = {
+    "unstable": "samples vary; close other programs, raise --budget or set --threads",
+    "clocks changed": "the device changed speed; let it cool down or run again",
+    "other process": "another process used the device; run again when it is idle",
+    "compile in the timed region": "something compiled while it was timed; run again or report it",
+    "above the roofline": "faster than the measured ceiling; do not publish it",
+    "baseline from another machine": "absolute times of two machines do not compare; measure both on one",
+}
+"""The closed list of honest warnings: how a note begins -> what to do about it."""
+
+
+Rankings = dict[str, list[Row]]
+"""Workload id -> its ranked rows."""
+
+
+def closing(records: Sequence[Record], against: Sequence[str] = (), focus: Sequence[str] = ()) -> str:
+    """The sentence that answers the question, after what must be said first about wrong ones.
+
+    `focus` names what the user came to look at: where it is not in front, how far behind it is.
+    """
+    groups = by_workload(records)
+    kept = [r for group in groups.values() for r in group]
+    sentences = wrong_sentences(kept)
+    rankings = {key: [row for row in rank(group) if row.rank is not None] for key, group in groups.items()}
+    rankings = {key: rows for key, rows in rankings.items() if rows}
+    if not rankings:
+        return " ".join([*sentences, _nothing_timed(kept)])
+    return " ".join([*sentences, _verdict(rankings, baseline(kept, against), focus)])
+
+
+def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
+    first = {key: [row.implementation for row in rows if row.rank == 1] for key, rows in rankings.items()}
+    in_front = Counter(name for names in first.values() for name in names)
+    most = max(in_front.values())
+    champion = max((name for name, n in in_front.items() if n == most), key=lambda name: _total_gain(rankings, name))
+    alone = Counter(names[0] for names in first.values() if len(names) == 1)
+    others = [f"{name} wins {n}" for name, n in alone.most_common() if name != champion]
+    tail = f"; {', '.join(others)}" if others else ""
+    measured = {row.implementation for rows in rankings.values() for row in rows}
+    for name in focus:
+        if name in measured and name not in (champion, base):
+            tail += f". {_comparison(name, champion, rankings)}"
+    if not alone[champion]:
+        return f"{_no_winner(first, champion, rankings, base)}{tail}."
+    return f"{_against_baseline(champion, rankings, base)}{tail}."
+
+
+def _total_gain(rankings: Rankings, name: str) -> float:
+    """How far ahead of the slowest exact one, over all workloads: breaks ties between champions."""
+    gain = 0.0
+    for rows in rankings.values():
+        mine = next((row for row in rows if row.implementation == name), None)
+        if mine is not None:
+            gain += _median_of(rows[-1]) / _median_of(mine)
+    return gain
+
+
+def _median_of(row: Row) -> float:
+    assert row.record.time is not None
+    return row.record.time.median_ns
+
+
+def _no_winner(first: dict[str, list[str]], champion: str, rankings: Rankings, base: str | None) -> str:
+    rivals = Counter(name for names in first.values() if champion in names for name in names if name != champion)
+    near = ", ".join(name for name, _ in rivals.most_common(3))
+    text = f"No confident winner over {_shapes(len(first))}: {champion} is within the noise of {near}"
+    if base is None or base == champion or base in rivals:
+        return text
+    return f"{text}; {_against_baseline(champion, rankings, base)}"
+
+
+def _against_baseline(champion: str, rankings: Rankings, base: str | None) -> str:
+    every = len(rankings)
+    if base is None or base == champion:
+        other = _runner_up(champion, rankings)
+        if other is None:
+            return f"{champion} is the only one that was ranked, over {_shapes(every)}"
+        return _comparison(champion, other, rankings)
+    return _comparison(champion, base, rankings)
+
+
+def _runner_up(champion: str, rankings: Rankings) -> str | None:
+    seconds = Counter(
+        next((row.implementation for row in rows if row.implementation != champion), None) for rows in rankings.values()
+    )
+    seconds.pop(None, None)
+    return seconds.most_common(1)[0][0] if seconds else None
+
+
+def _comparison(champion: str, other: str, rankings: Rankings) -> str:
+    pairs: list[tuple[Ok, Ok]] = []
+    for rows in rankings.values():
+        found = {row.implementation: row.record for row in rows}
+        a, b = found.get(champion), found.get(other)
+        if a is not None and b is not None and is_timed(a) and is_timed(b):
+            pairs.append((a, b))
+    if not pairs:
+        return f"{champion} was never measured where {other} was"
+    ratio = mean_log_ratio(pairs).ratio()
+    shapes = _shapes(len(rankings)) if len(pairs) == len(rankings) else f"{len(pairs)} of {_shapes(len(rankings))}"
+    if ratio.low <= 1 <= ratio.high:
+        return f"{champion} and {other} cannot be told apart ({format_ratio(ratio)}) over {shapes}"
+    if ratio.value < 1:
+        return f"{champion} is {format_ratio(ratio.inverse)} slower than {other} over {shapes}"
+    return f"{champion} is {format_ratio(ratio)} faster than {other} over {shapes}"
+
+
+def format_ratio(ratio: Ratio) -> str:
+    """1.96x (1.94-1.98), with as many digits as the size deserves."""
+    digits = 2 if ratio.value < 10 else 1 if ratio.value < 100 else 0
+    return f"{ratio.value:.{digits}f}x ({ratio.low:.{digits}f}-{ratio.high:.{digits}f})"
+
+
+def _shapes(count: int) -> str:
+    return f"{count} shape{'' if count == 1 else 's'}"
+
+
+def _nothing_timed(records: Sequence[Record]) -> str:
+    verified = sum(isinstance(r, Ok) for r in records)
+    if verified:
+        return f"{verified} cells verified, none was timed."
+    counts = Counter(r.status.replace("_", " ") for r in records)
+    told = ", ".join(f"{n} {status}" for status, n in counts.most_common())
+    return f"Nothing could be measured ({told or 'no cells'})."
+
+
+def wrong_sentences(records: Iterable[Record]) -> list[str]:
+    """One sentence per implementation that computed something else: it is not ranked, and why."""
+    wrong: dict[str, list[Incorrect]] = {}
+    for record in records:
+        if isinstance(record, Incorrect):
+            wrong.setdefault(record.implementation, []).append(record)
+    sentences = []
+    for name, found in wrong.items():
+        where = "" if len(found) == 1 else f" (wrong on {_shapes(len(found))})"
+        sentences.append(f"{name} is not ranked{where}: {found[0].reason.rstrip('.')}.")
+    return sentences
+
+
+def count_notes(records: Iterable[Record]) -> list[str]:
+    """Honest warnings of the closed list with how many cells they befell and what to do; others as they are."""
+    counts: Counter[str] = Counter()
+    for record in records:
+        if isinstance(record, Ok):
+            notes = [note for note in record.notes if not note.startswith(NOT_TIMED)]
+            counts.update({next((k for k in ADVICE if note.startswith(k)), note) for note in notes})
+    cells = ((note, f"{n} cell{'' if n == 1 else 's'}") for note, n in counts.most_common())
+    return [f"{note}: {many}" + (f" ({ADVICE[note]})" if note in ADVICE else "") for note, many in cells]
+
+
+def not_run(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
+    """Reason -> implementations that were refused for it, each once; the reason most share first."""
+    groups: dict[str, list[str]] = {}
+    for record in records:
+        if isinstance(record, Unsupported):
+            names = groups.setdefault(record.reason, [])
+            if label(record) not in names:
+                names.append(label(record))
+    return sorted(groups.items(), key=lambda item: -len(item[1]))

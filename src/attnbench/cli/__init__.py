@@ -1,0 +1,75 @@
+"""The command line. Commands parse, call and print; this file gathers them and turns errors into exit codes.
+
+0 fine · 1 a check says no · 2 usage · 3 nothing could be measured · 130 interrupted
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from cyclopts import App, CycloptsError
+
+from attnbench.cli.doctor import doctor
+from attnbench.cli.listing import listing
+from attnbench.cli.run import run
+from attnbench.cli.show import show
+from attnbench.cli.verify import verify
+from attnbench.errors import AttnBenchError, NothingMeasured
+
+USAGE, NOTHING, INTERRUPTED = 2, 3, 130
+
+
+def installed_version() -> str:
+    """Version of the distribution; a bare source tree has none."""
+    try:
+        return version("attnbench")
+    except PackageNotFoundError:
+        return "0 (not installed)"
+
+
+app = App(
+    name="attnbench",
+    help="Find out which attention to run, prove that it is right, and see how fast it is.",
+    version=installed_version,
+    version_flags=["--version"],
+    suppress_keyboard_interrupt=False,
+    result_action="return_value",
+)
+app.command(doctor)
+app.command(listing, name="list")
+app.command(verify)
+app.command(run)
+app.command(show)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the script: run a command and exit with its code."""
+    sys.exit(execute(sys.argv[1:] if arguments is None else arguments))
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Run a command; returns the exit code. An expected error is one line on stderr, never a traceback."""
+    try:
+        code = app(list(arguments), exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _tell(" ".join(str(error).split()), USAGE)
+    except NothingMeasured as error:
+        return _tell(str(error), NOTHING)
+    except AttnBenchError as error:
+        return _tell(str(error), USAGE)
+    except KeyboardInterrupt:
+        return _tell("interrupted.", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; the interpreter must not complain about it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code if isinstance(code, int) else 0
+
+
+def _tell(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,91 @@
+"""Options that several commands share. Plain data: what they mean is decided in selection.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+SHAPE = Group(
+    "Shape", help="Without SUITE these make a grid of their own; with it they replace that axis of the suite."
+)
+CHOICE = Group("What to run")
+SAMPLING = Group("How to measure")
+
+Many = Parameter(consume_multiple=True, negative="")
+"""`--batch 1 4` and `--batch 1 --batch 4` mean the same."""
+Json = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout and nothing else.")]
+Quiet = Annotated[bool, Parameter(name="--quiet", negative="", help="No progress on stderr.")]
+
+
+@Parameter(name="*", group=SHAPE)
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Axes of workloads; an empty one was not given."""
+
+    seq_len: Annotated[tuple[int, ...], Many, Parameter(help="Query tokens.")] = ()
+    kv_len: Annotated[tuple[int, ...], Many, Parameter(help="Key tokens, where they are not the query's.")] = ()
+    batch: Annotated[tuple[int, ...], Many, Parameter(help="Sequences.")] = ()
+    heads: Annotated[tuple[str, ...], Many, Parameter(help="Query heads, or query:key/value heads such as 32:8.")] = ()
+    head_dim: Annotated[tuple[int, ...], Many, Parameter(help="Width of a head.")] = ()
+    v_head_dim: Annotated[tuple[int, ...], Many, Parameter(help="Width of the values, where it differs.")] = ()
+    dtype: Annotated[tuple[str, ...], Many, Parameter(help="float32, bfloat16, float16 or float64.")] = ()
+    mask: Annotated[
+        tuple[str, ...], Many, Parameter(help="full, causal, window:128:0, prefix:816, lengths:512,300, A&B ...")
+    ] = ()
+    causal: Annotated[bool, Parameter(negative="", help="Short for --mask causal; with --mask, both.")] = False
+    pass_: Annotated[
+        tuple[Literal["forward", "backward", "train"], ...], Many, Parameter(name="--pass", help="Which pass is timed.")
+    ] = ()
+    scale: Annotated[tuple[float, ...], Many, Parameter(help="Softmax scale, where it is not head_dim ** -0.5.")] = ()
+    softcap: Annotated[tuple[float, ...], Many, Parameter(help="Soft cap on the logits.")] = ()
+
+
+def spell(shape: Shape) -> list[str]:
+    """The options again as words, for a command that we suggest."""
+    words: list[str] = []
+    for one in fields(shape):
+        value = getattr(shape, one.name)
+        if value:
+            words.append(f"--{one.name.rstrip('_').replace('_', '-')}")
+            words += [] if value is True else [str(item) for item in value]
+    return words
+
+
+@Parameter(name="*", group=CHOICE)
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which implementations and which of the workloads."""
+
+    impl: Annotated[
+        tuple[str, ...], Many, Parameter(help="Names, a framework, file.py:function or package.module:function.")
+    ] = ()
+    against: Annotated[
+        tuple[str, ...], Many, Parameter(help="What --impl is compared with: names or a framework.")
+    ] = ()
+    framework: Annotated[
+        str | None, Parameter(help="Framework of bare functions (torch); without --impl, the only one that runs.")
+    ] = None
+    device: Annotated[str | None, Parameter(help="cpu, cuda, ...; the best of each framework when not given.")] = None
+    words: Annotated[
+        str, Parameter(name=["--filter", "-k"], help="Words that implementation names or workload ids must contain.")
+    ] = ""
+    tag: Annotated[tuple[str, ...], Many, Parameter(help="Only workloads that carry one of these tags.")] = ()
+    shard: Annotated[str | None, Parameter(help="i/n: the i-th of n parts of the workloads (from 1).")] = None
+
+
+@Parameter(name="*", group=SAMPLING)
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How long and how; None leaves it to the settings (attnbench.toml, ATTNBENCH_*)."""
+
+    trials: Annotated[int | None, Parameter(help="Exactly this many samples instead of the stop rule.")] = None
+    budget: Annotated[float | None, Parameter(help="Seconds of sampling per cell.")] = None
+    precision: Annotated[float | None, Parameter(help="Stop when the 95 % interval is within this share.")] = None
+    timeout: Annotated[float | None, Parameter(help="Seconds that a stage of a cell may take.")] = None
+    threads: Annotated[int | None, Parameter(help="CPU threads.")] = None
+    seed: Annotated[int | None, Parameter(help="Seed of the order and the inputs.")] = None
+    clock: Annotated[str | None, Parameter(help="Another clock of the device, such as graph.")] = None
+    trace: Annotated[Path | None, Parameter(help="Folder for a profiler trace of one call per cell.")] = None

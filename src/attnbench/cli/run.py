@@ -1,0 +1,44 @@
+"""`attnbench run`: measure, write a run file, rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from attnbench.cli.options import Choice, Json, Quiet, Sampling, Shape
+
+Flag = Parameter(negative="")
+
+
+def run(
+    suite: Annotated[
+        str | None, Parameter(help="A suite by name or a TOML file; `quick` when no shape is given.")
+    ] = None,
+    /,
+    *,
+    quick: Annotated[bool, Flag, Parameter(help="Cap shapes and sampling time of the suite.")] = False,
+    shape: Shape = Shape(),  # noqa: B008 (frozen)
+    choice: Choice = Choice(),  # noqa: B008
+    sampling: Sampling = Sampling(),  # noqa: B008
+    list_: Annotated[
+        bool, Flag, Parameter(name="--list", help="Only list the cells, and why some would not run.")
+    ] = False,
+    resume: Annotated[Path | None, Parameter(help="A run file to go on with; what it holds is not run again.")] = None,
+    out: Annotated[Path | None, Parameter(help="Folder of run files.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Verify and time every implementation that works here, and rank them.
+
+    Examples: `attnbench run --quick` · `attnbench run --impl my_kernel.py:my_attention --seq-len 2048 --causal`
+    """
+    from attnbench.cli import session
+    from attnbench.cli.order import Order, prepare
+
+    order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=resume, out=out)
+    prepared = prepare(order)
+    if list_:
+        return session.list_cells(prepared, json)
+    return session.carry_out(prepared, json, quiet or json)

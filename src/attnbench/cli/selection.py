@@ -1,0 +1,156 @@
+"""Options -> workloads and implementation names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attnbench.cli.options import Choice, Shape
+from attnbench.errors import UnknownName, UsageError
+from attnbench.spec import Workload
+
+DEFAULT_SUITE = "quick"
+OWN_GRID = "own"
+"""Name of the run when the shape options alone made the workloads."""
+OWN_SHAPE = Shape(seq_len=(512,))
+"""The grid of one that a bare function is checked on when nothing else is said."""
+DEFAULTS: dict[str, Any] = {"batch": 1, "q_len": 512, "heads": "8", "head_dim": 64, "dtype": "float32"}
+
+
+def select_workloads(suite: str | None, quick: bool, shape: Shape, choice: Choice) -> tuple[str, tuple[Workload, ...]]:
+    """Name of the suite, and the workloads that are left of it."""
+    axes = shape_axes(shape)
+    if suite is None and axes:
+        name, workloads = OWN_GRID, _grid(DEFAULTS | axes)
+    else:
+        name, found = load_suite(suite or DEFAULT_SUITE, quick)
+        workloads = replace_axes(found, axes) if axes else list(found)
+    if choice.tag:
+        known = sorted({tag for workload in workloads for tag in workload.tags})
+        workloads = [w for w in workloads if set(w.tags) & set(choice.tag)]
+        if not workloads:
+            raise UsageError(
+                f"no workload of {name} is tagged {' or '.join(choice.tag)}; there are: {', '.join(known) or 'none'}."
+            )
+    if choice.shard is not None:
+        workloads = take_shard(workloads, choice.shard)
+    return name, tuple(workloads)
+
+
+def load_suite(name: str, quick: bool) -> tuple[str, tuple[Workload, ...]]:
+    """A suite by name or TOML path; `quick` caps its shapes."""
+    from attnbench.workloads import suites
+
+    suite = suites.load(name)
+    suite = suites.quicken(suite) if quick else suite
+    return suite.name, tuple(suite.workloads)
+
+
+def shape_axes(shape: Shape) -> dict[str, Any]:
+    """The axes that were given, by the workload's field names; each a list."""
+    masks = [f"{mask}&causal" for mask in shape.mask] or ["causal"] if shape.causal else list(shape.mask)
+    given = {
+        "q_len": shape.seq_len,
+        "kv_len": shape.kv_len,
+        "batch": shape.batch,
+        "heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "v_head_dim": shape.v_head_dim,
+        "dtype": shape.dtype,
+        "mask": masks,
+        "pass_": shape.pass_,
+        "scale": shape.scale,
+        "softcap": shape.softcap,
+    }
+    return {name: list(values) for name, values in given.items() if values}
+
+
+def replace_axes(workloads: Iterable[Workload], axes: dict[str, Any]) -> list[Workload]:
+    """Each workload with these axes in place of its own, without repeats."""
+    found: dict[str, Workload] = {}
+    for workload in workloads:
+        found |= {changed.id: changed for changed in _grid(_fields(workload) | axes)}
+    return list(found.values())
+
+
+def _fields(w: Workload) -> dict[str, Any]:
+    """A workload as axes; what only follows another axis (kv_len = q_len) is left to follow it."""
+    fields: dict[str, Any] = {
+        "batch": w.batch,
+        "q_len": w.q_len,
+        "heads": (w.heads, w.kv_heads),
+        "head_dim": w.head_dim,
+        "dtype": w.dtype,
+        "mask": w.visible_mask,
+        "pass_": w.pass_,
+        "scale": w.scale,
+        "softcap": w.softcap,
+        "inputs": w.inputs,
+        "tags": w.tags,
+    }
+    if w.kv_len != w.q_len:
+        fields["kv_len"] = w.kv_len
+    if w.value_dim != w.head_dim:
+        fields["v_head_dim"] = w.value_dim
+    return fields
+
+
+def _grid(axes: dict[str, Any]) -> list[Workload]:
+    from attnbench.workloads.grid import grid
+
+    return grid(**axes)
+
+
+def take_shard(workloads: Sequence[Workload], text: str) -> list[Workload]:
+    """The part that `i/n` names."""
+    from attnbench.run.plan import shard
+
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise UsageError(f'--shard takes i/n with 1 <= i <= n, such as 1/4, not "{text}".')
+    return shard(workloads, int(part), int(parts))
+
+
+def select_implementations(choice: Choice, framework: str | None = None) -> tuple[str, ...]:
+    """Names and references to run: those asked for and their rivals; all (of the framework) when none was asked for."""
+    from attnbench import registry
+
+    known = registry.names()
+    asked = [name for one in choice.impl for name in expand(one, known)]
+    rivals = [name for one in choice.against for name in expand(one, known)]
+    only_functions = bool(asked) and all(is_reference(name) for name in asked)
+    if not rivals and (not asked or only_functions):
+        rivals = [name for name in known if asked or framework is None or name.startswith(f"{framework}.")]
+        if framework is not None and not rivals:
+            raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
+    return tuple(dict.fromkeys([*asked, *rivals]))
+
+
+def is_reference(name: str) -> bool:
+    """Whether it points into a file or module instead of the registry."""
+    return ":" in name
+
+
+def expand(wanted: str, known: Sequence[str]) -> list[str]:
+    """An exact name, a reference, or every name of a framework or family."""
+    if is_reference(wanted) or wanted in known:
+        return [wanted]
+    found = [name for name in known if name.startswith((f"{wanted}.", f"{wanted}-"))]
+    if not found:
+        raise UnknownName("implementation", wanted, known, "attnbench list implementations")
+    return found
+
+
+def filter_words(
+    words: str, workloads: Sequence[Workload], implementations: Sequence[str]
+) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
+    """`-k "sdpa causal"`: a word narrows the implementations, the workloads, or both, wherever it occurs."""
+    for word in words.split():
+        names = [name for name in implementations if word in name]
+        shapes = [w for w in workloads if word in w.id]
+        if not names and not shapes:
+            raise UsageError(
+                f'-k "{word}" occurs in no implementation name and no workload id; see `attnbench run --list`.'
+            )
+        implementations, workloads = names or implementations, shapes or workloads
+    return tuple(workloads), tuple(implementations)

@@ -1,0 +1,143 @@
+"""One `attnbench run` after its command line is understood: keep every record on disk, print the ranking."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attnbench.analyse.ranking import ANCHOR, baseline, by_workload, is_timed, rank
+from attnbench.analyse.summary import closing
+from attnbench.cli.order import Prepared, store_request
+from attnbench.cli.output import print_json, stderr_console, stdout_console
+from attnbench.cli.selection import is_reference
+from attnbench.report.plain import plain_table
+from attnbench.report.progress import Silent, make_listener
+from attnbench.report.tables import print_rankings
+from attnbench.run import launch as launcher
+from attnbench.spec import Environment, Incorrect, Record
+from attnbench.store.runfile import Header, RunWriter, check_writable, new_header, read_run
+
+NOTHING, INTERRUPTED = 3, 130
+
+
+class Recorder:
+    """The sink of a run: makes the file with the first records, because only then the device has a name."""
+
+    def __init__(self, prepared: Prepared, listener: Silent) -> None:
+        self._prepared = prepared
+        self._listener = listener
+        self.writer: RunWriter | None = RunWriter(prepared.resumed) if prepared.resumed else None
+        if prepared.resumed is None:
+            check_writable(prepared.runs_dir)
+
+    def __call__(self, records: Sequence[Record]) -> None:
+        """Put the records of a workload on disk."""
+        if self.writer is None:
+            machine = device_name(
+                [*self._listener.environments.values(), *(r.environment for r in records if r.environment)]
+            )
+            self.writer = RunWriter.create(self._prepared.runs_dir, machine, self._prepared.suite, self._header())
+        self.writer.write(records)
+
+    def _header(self) -> Header:
+        from attnbench.cli import installed_version
+
+        request = self._prepared.request
+        return new_header(installed_version(), self._prepared.suite, store_request(request), request.seed)
+
+
+def device_name(environments: Sequence[Environment]) -> str:
+    """Name of the machine's folder: the accelerator where there is one."""
+    ordered = sorted(environments, key=lambda environment: environment.device == "cpu")
+    return ordered[0].device_name if ordered else "unknown"
+
+
+def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
+    """Run, then print what is on disk: the exit code says whether anything was measured."""
+    interrupted = False
+    with make_listener(stderr_console(), quiet) as listener:
+        recorder = Recorder(prepared, listener)
+        try:
+            launcher.launch(prepared.request, recorder, listener, prepared.done)
+        except KeyboardInterrupt:
+            interrupted = True
+    if recorder.writer is None:
+        stderr_console().print(
+            "interrupted; nothing was measured yet." if interrupted else "Nothing could be measured."
+        )
+        return INTERRUPTED if interrupted else NOTHING
+    path = recorder.writer.path
+    recorder.writer.close()
+    records = read_run(path).records
+    _print_run(path, records, prepared, json)
+    if interrupted:
+        resume = f"attnbench run --resume {shlex.quote(str(path))}"
+        stderr_console().print(
+            f"interrupted; {len(records)} records are kept. Go on with: {resume}", highlight=False, markup=False
+        )
+        return INTERRUPTED
+    return 0 if any(is_timed(r) and not r.implementation.startswith(ANCHOR) for r in records) else NOTHING
+
+
+def _print_run(path: Path, records: Sequence[Record], prepared: Prepared, json: bool) -> None:
+    references = {ref.rpartition(":")[2]: ref for ref in prepared.request.implementations if is_reference(ref)}
+    sentence = closing(records, prepared.against, list(references))
+    if json:
+        print_json(document(path, records, sentence, prepared.against))
+        return
+    console = stdout_console()
+    print_rankings(console, records, prepared.against)
+    console.print()
+    console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    for name in dict.fromkeys(r.implementation for r in records if isinstance(r, Incorrect)):
+        hint = shlex.join(["attnbench", "verify", "--impl", references.get(name, name), *prepared.where, "--explain"])
+        console.print(f"`{hint}` shows where {name} is wrong.", highlight=False, markup=False, soft_wrap=True)
+    console.print(os.path.relpath(path), highlight=False, markup=False, soft_wrap=True)
+
+
+def document(path: Path, records: Sequence[Record], sentence: str, against: Sequence[str]) -> dict[str, Any]:
+    """What `run --json` and `show --json` print."""
+    base = baseline(records, against)
+    ranking = {
+        workload: [
+            {
+                "implementation": row.implementation,
+                "rank": row.rank,
+                "tied": row.tied,
+                "status": row.record.status,
+                "median_ns": row.record.time.median_ns if row.record.time is not None else None,
+                "speedup": row.speedup,
+                "reason": row.reason or None,
+            }
+            for row in rank(group, base)
+        ]
+        for workload, group in by_workload(records).items()
+    }
+    return {"run": path, "records": records, "baseline": base, "ranking": ranking, "closing": sentence}
+
+
+def list_cells(prepared: Prepared, json: bool) -> int:
+    """`run --list`: every cell, and the reason of each that would be skipped."""
+    planned = launcher.plan_only(prepared.request, Silent(stderr_console()))
+    rows: list[dict[str, Any]] = []
+    for one in planned:
+        reason = "already in the run file" if one.cell.id in prepared.done else one.reason
+        rows.append(
+            {
+                "implementation": one.cell.implementation,
+                "workload": one.cell.workload.id,
+                "runs": reason is None,
+                "reason": reason,
+            }
+        )
+    if json:
+        print_json(rows)
+        return 0
+    console = stdout_console()
+    console.print(plain_table([row | {"runs": "yes" if row["runs"] else "no"} for row in rows]), highlight=False)
+    running = sum(row["runs"] for row in rows)
+    console.print(f"{running} of {len(rows)} cells would run.", highlight=False)
+    return 0

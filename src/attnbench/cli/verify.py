@@ -1,0 +1,104 @@
+"""`attnbench verify`: is anything broken?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from attnbench.cli.options import Choice, Json, Many, Quiet, Shape
+from attnbench.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from attnbench.spec import Record, Workload
+
+SPREAD = (
+    "b3-t61x127-h5-d32-causal-float32-forward",
+    "b2-t64-h6:2-d32-causal-float32-train",
+    "b2-t128-h8:2-d64-window32:0-bfloat16-forward",
+    "b2-t64-h4-d32-lengths-f96b0713-float32-train",
+    "b2-t64-h4-d32-window7:0-float32-forward",
+    "b2-t64-h4-d32-causal-float32-forward-softcap=5",
+)
+"""Of the edge suite: odd sizes, grouped heads, 16 bits, rows that see nothing, a window, a soft cap; about a minute."""
+BROKEN = {"incorrect", "failed", "timeout"}
+
+
+def verify(
+    *,
+    impl: Annotated[
+        tuple[str, ...], Many, Parameter(help="Names, a framework, file.py:function; all when not given.")
+    ] = (),
+    suite: Annotated[str | None, Parameter(help="Every workload of this suite; by default a spread of `edge`.")] = None,
+    quick: Annotated[bool, Parameter(negative="", help="Cap the shapes of the suite.")] = False,
+    shape: Shape = Shape(),  # noqa: B008 (frozen)
+    family: Annotated[tuple[str, ...], Many, Parameter(help="Only these families, such as sdpa or flex.")] = (),
+    framework: Annotated[
+        str | None, Parameter(help="Framework of bare functions; without --impl, the only one.")
+    ] = None,
+    device: Annotated[str | None, Parameter(help="cpu, cuda, ...")] = None,
+    explain: Annotated[bool, Parameter(negative="", help="Where each wrong one is wrong.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Check every implementation against float64: forward, LSE, gradients, determinism, stability, properties.
+
+    A bare function computes one thing: say which (`--causal --seq-len 128`), or it is held to full attention.
+    """
+    from attnbench.analyse.ranking import ANCHOR
+    from attnbench.cli.output import print_json, stderr_console, stdout_console
+    from attnbench.config import load_settings
+    from attnbench.report.progress import make_listener
+    from attnbench.report.verification import print_verification, summarise, verdict
+    from attnbench.run import launch as launcher
+
+    settings = load_settings({"device": device, "framework": framework})
+    request = launcher.Request(
+        workloads=_workloads(suite, quick, shape, impl),
+        implementations=_implementations(impl, family, settings.framework),
+        framework=settings.framework or "torch",
+        device=settings.device,
+        measure=False,
+        thorough=True,
+        timeout_s=settings.timeout_s,
+        threads=settings.threads,
+        seed=settings.seed,
+    )
+    records: list[Record] = []
+    with make_listener(stderr_console(), quiet or json, measure=False) as listener:
+        launcher.launch(request, records.extend, listener)
+    if json:
+        print_json({"summary": summarise(records), "records": records, "closing": verdict(records)})
+    else:
+        print_verification(stdout_console(), records, explain)
+    statuses = {record.status for record in records if not record.implementation.startswith(ANCHOR)}
+    return 1 if statuses & BROKEN else 0 if "ok" in statuses else 3
+
+
+def _workloads(suite: str | None, quick: bool, shape: Shape, impl: tuple[str, ...]) -> tuple[Workload, ...]:
+    from attnbench.cli.selection import OWN_SHAPE, is_reference, load_suite, select_workloads
+
+    if suite is not None or shape != Shape():
+        return select_workloads(suite, quick, shape, Choice())[1]
+    if impl and all(is_reference(name) for name in impl):
+        return select_workloads(None, quick, OWN_SHAPE, Choice())[1]
+    return tuple(workload for workload in load_suite("edge", quick=False)[1] if workload.id in SPREAD)
+
+
+def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: str | None) -> tuple[str, ...]:
+    from attnbench import registry
+    from attnbench.cli.selection import expand
+
+    known = registry.names()
+    names = [name for one in impl for name in expand(one, known)]
+    if not impl:
+        names = [name for name in known if framework is None or name.startswith(f"{framework}.")]
+        if framework is not None and not names:
+            raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
+    if family:
+        names = [name for name in names if name.partition(".")[2].partition("-")[0] in family]
+        if not names:
+            raise UsageError(
+                f"no implementation is of the family {' or '.join(family)}: see `attnbench list implementations`."
+            )
+    return tuple(dict.fromkeys(names))

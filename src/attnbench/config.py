@@ -1,0 +1,129 @@
+"""Settings, read once by the command line and the API: command line > environment > file > default.
+
+The file is the nearest `attnbench.toml`, or `pyproject.toml` with a `[tool.attnbench]` table, from the working folder
+upwards. A variable is the setting's name in capitals after ATTNBENCH_: ATTNBENCH_RUNS_DIR=/data/runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.errors import BrokenFile, UsageError
+from attnbench.workloads.suite_file import line_of, read_toml
+
+PREFIX = "ATTNBENCH_"
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """What a user may want to set once for a project or a machine."""
+
+    runs_dir: str = "runs"
+    """Where run files go; in a file, relative to that file."""
+    device: str | None = None
+    """cpu, cuda, ...; None takes the best that each framework has."""
+    framework: str | None = None
+    """Only implementations of this one; None for all."""
+    threads: int | None = None
+    """CPU threads of every framework; None for the cores this process may use."""
+    budget_s: float = 1.0
+    """Seconds of sampling per implementation and workload."""
+    timeout_s: float = 300.0
+    """Seconds after which a cell is given up."""
+    seed: int = 0
+    """Of the order of cells; inputs are fresh in every launch."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "budget_s", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be more than 0, not {value:g}")
+
+
+NAMES = Settings.__struct_fields__
+
+
+def load_settings(
+    overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Settings:
+    """The settings in force; an override that is None was not given."""
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    from_file = _file_settings((cwd or Path.cwd()).resolve())
+    from_environment = _environment_settings(os.environ if environ is None else environ)
+    _refuse_unknown(given, "option")
+    chosen = from_file | from_environment
+    chosen |= _converted(given, "the command line")
+    return Settings(**chosen)
+
+
+def _converted(values: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
+    """Values of the right types; a UsageError that says where the wrong one stands."""
+    converted: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            converted[name] = getattr(msgspec.convert({name: value}, Settings, strict=strict), name)
+        except msgspec.ValidationError as error:
+            why = str(error).partition(" - at")[0]
+            raise UsageError(f"setting {name} = {value!r} in {where} is wrong: {why}.") from error
+    return converted
+
+
+def _refuse_unknown(values: Mapping[str, Any], what: str) -> None:
+    for name in values:
+        if name not in NAMES:
+            raise UsageError(_unknown(name, what))
+
+
+def _unknown(name: str, what: str) -> str:
+    near = get_close_matches(name, NAMES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(NAMES)}."
+    return f'there is no {what} "{name}": {hint}'
+
+
+def _environment_settings(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Variables that name a setting. Others under the prefix are not ours to judge, unless they look misspelt."""
+    found = {key.removeprefix(PREFIX).lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
+    for name in found:
+        near = get_close_matches(name, NAMES, n=1, cutoff=0.8)
+        if near and name not in NAMES:
+            variables = (PREFIX + word.upper() for word in (name, near[0]))
+            raise UsageError('there is no variable "{}": did you mean {}?'.format(*variables))
+    known = {name: value for name, value in found.items() if name in NAMES and value != ""}
+    return _converted(known, "the environment", strict=False)
+
+
+def _file_settings(folder: Path) -> dict[str, Any]:
+    for place in (folder, *folder.parents):
+        for path in (place / "attnbench.toml", place / "pyproject.toml"):
+            if path.is_file() and (found := _read(path)) is not None:
+                return found
+    return {}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The settings in one file; None for a pyproject.toml that has no table of ours."""
+    table, text = read_toml(path)
+    header = None
+    if path.name == "pyproject.toml":
+        table = table.get("tool", {}).get("attnbench")
+        if table is None:
+            return None
+        header = line_of(text, "tool.attnbench")
+    for name, value in table.items():
+        line = line_of(text, name, after=header or 0)
+        if name not in NAMES:
+            raise BrokenFile(path, line, _unknown(name, "setting"))
+        try:
+            _converted({name: value}, "this file")
+        except UsageError as error:
+            raise BrokenFile(path, line, str(error)) from error
+    settings = _converted(table, str(path))
+    if "runs_dir" in settings:
+        settings["runs_dir"] = str(path.parent / settings["runs_dir"])
+    return settings

@@ -1,0 +1,53 @@
+"""Every exception the package raises on purpose.
+
+AttnBenchError
+├── UsageError                 the request cannot mean anything: exit code 2
+│   ├── UnknownName            no implementation, suite or command of that name (carries the nearest)
+│   ├── InvalidWorkload        impossible shapes, heads that do not divide, a mask that does not fit
+│   └── BrokenFile             a TOML or run file that cannot be read, with its line
+├── Unsupported                a known case this implementation or device cannot do (also a NotImplementedError)
+└── NothingMeasured            the request was fine, but no cell could be measured: exit code 3
+
+What may well happen to a cell (wrong numbers, out of memory, a crash, a timeout) is a Record, not an exception.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class AttnBenchError(Exception):
+    """Root of the tree; its message is one sentence that a user can act on."""
+
+
+class UsageError(AttnBenchError):
+    """The request itself is wrong."""
+
+
+class UnknownName(UsageError):
+    """A name nobody registered."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str], see: str) -> None:
+        near = get_close_matches(name, list(known), n=3, cutoff=0.6)
+        hint = f" Near: {', '.join(near)}." if near else ""
+        super().__init__(f'no {what} called "{name}".{hint} See `{see}`.')
+        self.near = near
+
+
+class InvalidWorkload(UsageError):
+    """A workload that cannot exist."""
+
+
+class BrokenFile(UsageError):
+    """A file that cannot be read as what it claims to be."""
+
+    def __init__(self, path: object, line: int | None, why: str) -> None:
+        where = f"{path}, line {line}" if line is not None else str(path)
+        super().__init__(f"{where}: {why}")
+
+
+class Unsupported(AttnBenchError, NotImplementedError):
+    """This implementation cannot do this case here; the message is the reason."""
+
+
+class NothingMeasured(AttnBenchError):
+    """Every cell was unsupported or failed."""

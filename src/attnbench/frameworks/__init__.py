@@ -1,0 +1,40 @@
+"""numpy, torch and jax behind one interface. The only package that knows a framework as such."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from attnbench.errors import UnknownName, UsageError
+from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Samples
+
+__all__ = ["NAMES", "Clock", "Framework", "Inputs", "Peak", "Program", "Programs", "Samples", "get", "installed", "of"]
+
+NAMES = ("numpy", "torch", "jax")
+
+
+def installed(name: str) -> bool:
+    """Whether the library can be imported, found without importing it."""
+    return find_spec(name) is not None
+
+
+@cache
+def get(name: str) -> Framework:
+    """The adapter; the library itself is imported on first use."""
+    if name not in NAMES:
+        raise UnknownName("framework", name, NAMES, "attnbench doctor")
+    if not installed(name):
+        raise UsageError(f"{name} is not installed: pip install 'attnbench[{name}]'.")
+    return import_module(f"attnbench.frameworks.{name}").FRAMEWORK
+
+
+def of(value: Any) -> str:
+    """Name of the framework an array belongs to, decided by its type alone."""
+    for kind in type(value).__mro__:
+        root = kind.__module__.partition(".")[0]
+        name = {"jaxlib": "jax"}.get(root, root)
+        if name in NAMES:
+            return name
+    raise UsageError(f"q, k and v must be torch, jax or numpy arrays, not {type(value).__name__}.")

@@ -1,0 +1,214 @@
+"""What the rest of the package may ask of a framework; numpy.py, torch.py and jax.py beside this answer.
+
+A call `(q, k, v) -> out` becomes Programs (one per part of the pass); a Clock samples a Program. Nothing else in the
+package knows how a framework compiles, differentiates, synchronises, counts memory or names its kernels.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attnbench.spec import Array, Call, Environment, Layout, Pass
+from attnbench.workloads.masks import Namespace
+
+
+class Inputs(NamedTuple):
+    """Arrays of one call in the implementation's layout; `dout` is the random cotangent of the output."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+
+
+@dataclass(frozen=True)
+class Program:
+    """`run(prepare(inputs))` is one call; only `run` is timed. It returns a tuple of arrays."""
+
+    run: Callable[[Any], tuple[Array, ...]]
+    prepare: Callable[[Inputs], Any] = lambda inputs: inputs
+
+
+@dataclass(frozen=True)
+class Programs:
+    """A compiled cell: the pass that was asked for, and the parts of it that are also timed.
+
+    Outputs by pass: forward -> (out,), backward -> (dq, dk, dv), train -> (out, dq, dk, dv).
+    """
+
+    main: Program
+    compile_ns: int
+    """Tracing, lowering and compiling; 0 for an eager framework."""
+    parts: Mapping[str, Program] = field(default_factory=dict)
+    """For a train pass: "forward" (saving what backward needs) and "backward"."""
+    temp_bytes: int | None = None
+    """Peak scratch that the compiler planned, where it says."""
+
+
+class Samples(NamedTuple):
+    """What a clock saw. `last` is a snapshot of the final call's output, taken at once, for the honesty check."""
+
+    ns: list[float]
+    last: tuple[Array, ...]
+    last_input: int
+
+
+class Peak(NamedTuple):
+    """Extra bytes at the peak of one call beyond its inputs, or None and the reason."""
+
+    bytes: int | None
+    reason: str | None = None
+    reserved: int | None = None
+    fragmentation: float | None = None
+    method: str = ""
+
+
+class Clock(ABC):
+    """A way to time a Program."""
+
+    name: str
+
+    @abstractmethod
+    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+        """`count` samples of the mean over `calls` calls, in ns per call, rotating through the input sets."""
+
+
+class WallClock(Clock):
+    """Monotonic host clock around the call and the wait for its whole output tree."""
+
+    name = "wall"
+
+    def __init__(self, framework: Framework) -> None:
+        self._framework = framework
+
+    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+        wait, now, run = self._framework.wait, time.perf_counter_ns, program.run
+        ns: list[float] = []
+        output: tuple[Array, ...] = ()
+        which = 0
+        for sample in range(count):
+            which = sample % len(inputs)
+            prepared = [program.prepare(inputs[which]) for _ in range(calls)]
+            wait(prepared)
+            start = now()
+            for state in prepared:
+                output = run(state)
+                wait(output)
+            ns.append((now() - start) / calls)
+        return Samples(ns, self._framework.snapshot(output), which)
+
+
+class Framework(ABC):
+    """Adapter of one array library. Instances are stateless and cheap; the library is imported on first use."""
+
+    name: str
+
+    @abstractmethod
+    def devices(self) -> tuple[str, ...]:
+        """Device kinds usable here ("cuda", "cpu"), the best first."""
+
+    @abstractmethod
+    def environment(self, device: str) -> Environment:
+        """Light facts for `supports`: device, name, memory, capability, packages. No clocks, no loaded libraries."""
+
+    @abstractmethod
+    def namespace(self, device: str) -> Namespace:
+        """Functions for mask predicates, making arrays on the device."""
+
+    @abstractmethod
+    def array(self, values: np.ndarray, dtype: str, device: str) -> Array:
+        """NumPy -> the framework, rounded to dtype."""
+
+    @abstractmethod
+    def numpy(self, array: Array) -> np.ndarray:
+        """The framework -> NumPy, exact (16-bit floats become float32)."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> Any:
+        """The framework's dtype object of that name."""
+
+    @abstractmethod
+    def cast(self, array: Array, dtype: str) -> Array:
+        """The array in another precision."""
+
+    @abstractmethod
+    def owns(self, value: Any) -> bool:
+        """Whether the value is a plain, concrete array of this framework (no lazy stand-in, no subclass)."""
+
+    @abstractmethod
+    def transpose(self, array: Array, source: Layout, target: Layout) -> Array:
+        """Contiguous copy in another layout (the same array when the layouts agree)."""
+
+    @abstractmethod
+    def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
+        """Compile the call for the pass. Arrays are passed as arguments, never captured."""
+
+    @abstractmethod
+    def wait(self, tree: Any) -> None:
+        """Block until everything queued for the tree (or the whole device) is done."""
+
+    @abstractmethod
+    def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Copies taken now, in the order of the current stream, without waiting for other streams or threads."""
+
+    @abstractmethod
+    def same_bits(self, a: Array, b: Array) -> bool:
+        """Whether two arrays are equal bit for bit (NaN equals the same NaN), compared on the device."""
+
+    @abstractmethod
+    def is_finite(self, array: Array) -> bool:
+        """Whether no element is NaN or infinite, decided on the device."""
+
+    @abstractmethod
+    def put(self, array: Array, index: tuple[Any, ...], value: float) -> Array:
+        """A copy with the elements at the index replaced."""
+
+    @abstractmethod
+    def flip(self, array: Array, signs: np.ndarray) -> Array:
+        """The array times signs (+1 or -1, broadcast), in place where the framework's arrays can change."""
+
+    @abstractmethod
+    def clocks(self, device: str) -> tuple[str, ...]:
+        """Names of the clocks that work on the device, the one to publish first."""
+
+    @abstractmethod
+    def clock(self, name: str, device: str) -> Clock:
+        """The clock of that name."""
+
+    @abstractmethod
+    def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
+        """Peak extra memory of one call."""
+
+    @abstractmethod
+    def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
+        """Operators (CPU) or kernels (GPU) that one call really ran, in order without repeats; or None and why."""
+
+    @abstractmethod
+    def trace(self, program: Program, inputs: Inputs, path: Path, device: str) -> Path:
+        """Write a Chrome/Perfetto trace of one call; returns the file."""
+
+    @abstractmethod
+    def matmul(self, size: int, dtype: str, device: str) -> Program:
+        """A size^3 matrix product of random operands, run -> (a @ b, a, b): compute anchor and ceiling."""
+
+    @abstractmethod
+    def copy(self, size_bytes: int, device: str) -> Program:
+        """A device copy of that many bytes, run -> (target, source): memory anchor and ceiling."""
+
+    @abstractmethod
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether the exception means that memory ran out."""
+
+    def exact(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a float64 computation on this framework's arrays (JAX: x64 and jit)."""
+        return function
+
+    def reset(self) -> None:  # noqa: B027 (an optional hook)
+        """Forget compiled code and free cached memory between workloads."""

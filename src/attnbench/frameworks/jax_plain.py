@@ -1,0 +1,154 @@
+"""Plain attention in jax.numpy, the body of `jax.einsum`, and the arrays that masks become in JAX.
+
+Masks become arrays here, inside the traced call: positions are iotas that XLA fuses, only a mask's own data is stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnbench.spec import Array, Call, Workload
+from attnbench.workloads.masks import Blocks, Both, Dense, Mask, MaskShape
+
+if TYPE_CHECKING:
+    import jax
+
+ROW_BLOCK = 1 << 24
+"""Pairs looked at in one go on the host."""
+
+
+def parts_of(mask: Mask) -> tuple[Mask, ...]:
+    """The masks that `&` joined."""
+    return mask.parts if isinstance(mask, Both) else (mask,)
+
+
+def visible(mask: Mask, shape: MaskShape) -> jax.Array:
+    """Boolean [b|1, h|1, q, kv], made of iotas and the mask's data."""
+    import jax.numpy as jnp
+
+    seen = None
+    for part in parts_of(mask):
+        one = _part_visible(part, shape)
+        seen = one if seen is None else seen & one
+    assert seen is not None
+    return jnp.broadcast_to(seen, np.broadcast_shapes(seen.shape, (1, 1, shape.q_len, shape.kv_len)))
+
+
+def _part_visible(part: Mask, shape: MaskShape) -> Any:
+    """Looking up every pair of a stored array is a slow gather in XLA; broadcasting or repeating it is free."""
+    import jax.numpy as jnp
+
+    if isinstance(part, Dense):
+        values = part.values.array
+        return jnp.asarray(_four_axes(values != -np.inf if part.weighted else values))
+    if isinstance(part, Blocks):
+        kept = jnp.asarray(_four_axes(part.block_mask.array))
+        kept = jnp.repeat(jnp.repeat(kept, part.block_size, axis=2), part.block_size, axis=3)
+        return kept[:, :, : shape.q_len, : shape.kv_len]
+    return part.predicate(shape, jnp)(*_indices(part, shape))  # pyright: ignore[reportArgumentType]
+
+
+def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
+    """What is added to the logits of visible pairs, broadcastable to [b, h, q, kv]; None for unweighted masks."""
+    import jax.numpy as jnp
+
+    total = None
+    for part in parts_of(mask):
+        if isinstance(part, Dense) and part.weighted:
+            values = part.values.array
+            one = jnp.asarray(_four_axes(np.where(values == -np.inf, 0, values)), dtype)
+        elif (weight := part.log_weight(shape, jnp)) is not None:  # pyright: ignore[reportArgumentType]
+            one = weight(*_indices(part, shape)).astype(dtype)
+        else:
+            continue
+        total = one if total is None else total + one
+    return total
+
+
+def _four_axes(array: np.ndarray) -> np.ndarray:
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def _indices(part: Mask, shape: MaskShape) -> list[Any]:
+    """The mask's own index arrays as iotas, so that a T x S table is never a constant of the program."""
+    from jax import lax
+
+    sizes = [index.shape for index in part.indices(shape)]
+    return [lax.broadcasted_iota("int32", size, axis) for axis, size in enumerate(sizes)]
+
+
+def rows_that_see(mask: Mask, shape: MaskShape) -> np.ndarray | None:
+    """[b|1, q, h|1] on the host: rows with at least one visible key; None when that is every row."""
+    interval = mask.interval(shape)
+    if interval is not None:
+        low, high = (np.clip(edge, 0, shape.kv_len) for edge in interval)
+        seen = (high > low)[:, :, None]
+    else:
+        rows = max(1, ROW_BLOCK // (shape.kv_len * shape.batch * shape.heads))
+        starts = range(0, shape.q_len, rows)
+        blocks = [mask.array(shape, np.arange(start, min(start + rows, shape.q_len))).any(-1) for start in starts]
+        seen = np.concatenate(blocks, axis=2).transpose(0, 2, 1)
+    return None if seen.all() else seen
+
+
+def zero_blind_rows(out: Array, rows: np.ndarray | None) -> Array:
+    """Output [b, q, h, d] with 0 (and no gradient) where a row sees no key."""
+    import jax.numpy as jnp
+
+    return out if rows is None else jnp.where(jnp.asarray(rows)[..., None], out, jnp.zeros((), out.dtype))
+
+
+def lse_of_blind_rows(lse: Array, rows: np.ndarray | None) -> Array:
+    """LSE [b, h, q] with -inf where a row sees no key."""
+    import jax.numpy as jnp
+
+    return lse if rows is None else jnp.where(jnp.asarray(rows).transpose(0, 2, 1), lse, -jnp.inf)
+
+
+def plain_call(workload: Workload, with_lse: bool = False) -> Call:
+    """Grouped einsum in layout bshd; logits and softmax float32 (float64 for float64), probabilities in the dtype."""
+    rows = rows_that_see(workload.visible_mask, workload.mask_shape)
+
+    def call(q: Array, k: Array, v: Array) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+        logits = _masked_logits(workload, q, k, precision)
+        probabilities = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+        out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v, precision=precision)
+        out = zero_blind_rows(out.reshape(*q.shape[:3], v.shape[-1]), rows)
+        if not with_lse:
+            return out
+        lse = jax.nn.logsumexp(logits, axis=-1).reshape(q.shape[0], q.shape[2], q.shape[1])
+        return out, lse_of_blind_rows(lse.astype(jnp.float32), rows)
+
+    return call
+
+
+def _masked_logits(workload: Workload, q: Array, k: Array, precision: Any) -> Array:
+    """[b, kv_heads, group, q, kv]"""
+    import jax.numpy as jnp
+
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    grouped = q.reshape(*q.shape[:2], workload.kv_heads, workload.group, q.shape[-1])
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=dtype)
+    logits = logits * jnp.asarray(workload.softmax_scale, dtype)
+    if workload.softcap is not None:
+        logits = workload.softcap * jnp.tanh(logits / workload.softcap)
+    mask, shape = workload.visible_mask, workload.mask_shape
+    if mask.kinds == ("full",):
+        return logits
+    weight = log_weight(mask, shape, dtype)
+    if weight is not None:
+        logits = logits + _grouped_heads(weight, workload)
+    # Finite, so that a row without any visible key has gradients of 0 and not NaN.
+    return jnp.where(_grouped_heads(visible(mask, shape), workload), logits, -0.7 * float(jnp.finfo(dtype).max))
+
+
+def _grouped_heads(array: Array, workload: Workload) -> Array:
+    """[b|1, h|1, q, kv] -> [b|1, kv_heads|1, group|1, q, kv]"""
+    b, h, *pair = array.shape
+    return array.reshape(b, 1, 1, *pair) if h == 1 else array.reshape(b, workload.kv_heads, workload.group, *pair)

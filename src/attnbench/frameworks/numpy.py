@@ -1,0 +1,180 @@
+"""NumPy as a framework: eager, on the CPU, gradients only where a call brings its own `vjp`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import tracemalloc
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from attnbench.errors import Unsupported
+from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock
+from attnbench.spec import Array, Call, Environment, Layout, Pass
+from attnbench.workloads.masks import Namespace
+
+
+def cpu_name() -> str:
+    """Model name of the processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cpu_facts() -> dict[str, Any]:
+    """The fields of Environment that every CPU framework fills alike."""
+    memory = psutil.virtual_memory()
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "memory_bytes": memory.total,
+        "free_bytes": memory.available,
+    }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Versions of the distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class NumpyFramework(Framework):
+    """The adapter."""
+
+    name = "numpy"
+
+    def devices(self) -> tuple[str, ...]:
+        return ("cpu",)
+
+    def environment(self, device: str) -> Environment:
+        facts = cpu_facts()
+        return Environment(
+            device="cpu",
+            device_name=facts["cpu"],
+            framework="numpy",
+            threads=int(os.environ.get("OMP_NUM_THREADS") or facts["cores"]),
+            packages=versions("numpy"),
+            **facts,
+        )
+
+    def namespace(self, device: str) -> Namespace:
+        return np  # pyright: ignore[reportReturnType]
+
+    def array(self, values: np.ndarray, dtype: str, device: str) -> Array:
+        if dtype == "bfloat16":
+            raise Unsupported("NumPy has no bfloat16")
+        return np.ascontiguousarray(values, dtype)
+
+    def numpy(self, array: Array) -> np.ndarray:
+        return array.astype(np.float32) if array.dtype == np.float16 else array
+
+    def dtype(self, name: str) -> Any:
+        return np.dtype(name)
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        return array.astype(dtype)
+
+    def owns(self, value: Any) -> bool:
+        return type(value) is np.ndarray
+
+    def transpose(self, array: Array, source: Layout, target: Layout) -> Array:
+        return array if source == target else np.ascontiguousarray(array.transpose(0, 2, 1, 3))
+
+    def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
+        forward = Program(lambda x: (call(x.q, x.k, x.v),))
+        if pass_ == "forward":
+            return Programs(forward, 0)
+        vjp = getattr(call, "vjp", None)
+        if vjp is None:
+            raise Unsupported("NumPy has no automatic gradients, and this call brings no vjp of its own")
+        backward = Program(lambda x: tuple(vjp(*x)))
+        if pass_ == "backward":
+            return Programs(backward, 0)
+        train = Program(lambda x: (call(x.q, x.k, x.v), *vjp(*x)))
+        return Programs(train, 0, {"forward": forward, "backward": backward})
+
+    def wait(self, tree: Any) -> None:
+        del tree
+
+    def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(x.copy() for x in tree)
+
+    def same_bits(self, a: Array, b: Array) -> bool:
+        return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+    def is_finite(self, array: Array) -> bool:
+        return bool(np.isfinite(array).all())
+
+    def put(self, array: Array, index: tuple[Any, ...], value: float) -> Array:
+        changed = array.copy()
+        changed[index] = value
+        return changed
+
+    def flip(self, array: Array, signs: np.ndarray) -> Array:
+        array *= signs.astype(array.dtype)
+        return array
+
+    def clocks(self, device: str) -> tuple[str, ...]:
+        return ("wall",)
+
+    def clock(self, name: str, device: str) -> Clock:
+        return WallClock(self)
+
+    def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
+        prepared = program.prepare(inputs)
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            program.run(prepared)
+            return Peak(tracemalloc.get_traced_memory()[1] - before, method="tracemalloc (NumPy reports every buffer)")
+        finally:
+            tracemalloc.stop()
+
+    def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
+        return None, "NumPy has no profiler of its own"
+
+    def trace(self, program: Program, inputs: Inputs, path: Path, device: str) -> Path:
+        prepared = program.prepare(inputs)
+        start = time.perf_counter_ns()
+        program.run(prepared)
+        event = {"name": "call", "ph": "X", "ts": 0, "dur": (time.perf_counter_ns() - start) / 1e3, "pid": 1, "tid": 1}
+        path.write_text(json.dumps({"traceEvents": [event]}))
+        return path
+
+    def matmul(self, size: int, dtype: str, device: str) -> Program:
+        rng = np.random.default_rng()
+        a, b = (rng.standard_normal((size, size)).astype(dtype) for _ in range(2))
+        return Program(lambda _: (a @ b, a, b))
+
+    def copy(self, size_bytes: int, device: str) -> Program:
+        source = np.random.default_rng().standard_normal(size_bytes // 4, dtype=np.float32)
+        target = np.empty_like(source)
+
+        def run(_: Any) -> tuple[Array, ...]:
+            np.copyto(target, source)
+            return target, source
+
+        return Program(run)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, MemoryError)
+
+
+FRAMEWORK = NumpyFramework()

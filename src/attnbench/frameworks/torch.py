@@ -1,0 +1,232 @@
+"""PyTorch behind the Framework interface, on CPU, CUDA, ROCm, XPU and MPS. ROCm, XPU and MPS are untested.
+
+Parts: torch_programs (the passes), torch_clocks (accelerator clocks), torch_profile (kernels and memory), torch_plain.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from attnbench.errors import UnknownName, UsageError
+from attnbench.frameworks import torch_profile
+from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock
+from attnbench.frameworks.torch_clocks import CLOCKS
+from attnbench.frameworks.torch_plain import TorchNamespace
+from attnbench.frameworks.torch_programs import make_programs, owned
+from attnbench.spec import Array, Call, Environment, Layout, Pass
+from attnbench.workloads.masks import Namespace
+
+PACKAGES = (
+    "triton", "numpy", "transformers", "flash-attn", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "xformers",
+    "flashinfer-python", "sageattention", "transformer-engine",
+)  # fmt: skip
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+DEVICE_CLOCKS = {"cuda": ("events", "kernel", "graph"), "rocm": ("events", "kernel", "graph"), "xpu": ("events",)}
+
+
+class TorchFramework(Framework):
+    """The adapter."""
+
+    name = "torch"
+
+    def devices(self) -> tuple[str, ...]:
+        import torch
+
+        gpu = "rocm" if torch.version.hip else "cuda"
+        found = ((gpu, torch.cuda), ("xpu", torch.xpu), ("mps", torch.mps))
+        return (*(kind for kind, module in found if module.is_available()), "cpu")
+
+    def environment(self, device: str) -> Environment:
+        import torch
+
+        facts = _cpu_facts() if device == "cpu" else _accelerator_facts(_torch_device(device))
+        return Environment(
+            device=device,
+            framework="torch",
+            cpu=_cpu_name(),
+            cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
+            threads=torch.get_num_threads(),
+            python=platform.python_version(),
+            packages={"torch": str(torch.__version__), **_package_versions()},
+            **facts,
+        )
+
+    def namespace(self, device: str) -> Namespace:
+        # MPS has no float64.
+        return TorchNamespace(_torch_device(device), exact=device != "mps")
+
+    def array(self, values: np.ndarray, dtype: str, device: str) -> Array:
+        import torch
+
+        return torch.from_numpy(np.array(values)).to(getattr(torch, dtype)).to(_torch_device(device))
+
+    def numpy(self, array: Array) -> np.ndarray:
+        import torch
+
+        array = array.detach()
+        return (array.float() if array.dtype in (torch.bfloat16, torch.float16) else array).cpu().numpy()
+
+    def dtype(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        return array.to(self.dtype(dtype))
+
+    def owns(self, value: Any) -> bool:
+        return owned(value)
+
+    def transpose(self, array: Array, source: Layout, target: Layout) -> Array:
+        return array if source == target else array.transpose(1, 2).contiguous()
+
+    def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
+        _full_precision()
+        return make_programs(call, pass_, example)
+
+    def wait(self, tree: Any) -> None:
+        import torch
+
+        while isinstance(tree, (tuple, list)) and tree:
+            tree = tree[0]
+        if isinstance(tree, torch.Tensor):
+            torch_profile.synchronize(tree.device.type)
+        elif torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(array.detach().clone() for array in tree)
+
+    def same_bits(self, a: Array, b: Array) -> bool:
+        import torch
+
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+        return torch.equal(*(array.detach().contiguous().view(bits) for array in (a, b)))
+
+    def is_finite(self, array: Array) -> bool:
+        return bool(array.detach().isfinite().all())
+
+    def put(self, array: Array, index: tuple[Any, ...], value: float) -> Array:
+        import torch
+
+        copy = array.detach().clone()
+        copy[tuple(torch.from_numpy(i).to(copy.device) if isinstance(i, np.ndarray) else i for i in index)] = value
+        return copy
+
+    def flip(self, array: Array, signs: np.ndarray) -> Array:
+        import torch
+
+        return array.detach().mul_(torch.from_numpy(np.array(signs)).to(array))
+
+    def clocks(self, device: str) -> tuple[str, ...]:
+        return DEVICE_CLOCKS.get(device, ("wall",))
+
+    def clock(self, name: str, device: str) -> Clock:
+        if name == "wall":
+            return WallClock(self)
+        if name not in self.clocks(device):
+            raise UnknownName(f"clock on {device}", name, ("wall", *self.clocks(device)), "attnbench doctor")
+        return CLOCKS[name](_torch_device(device), self.snapshot)
+
+    def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
+        if device == "cpu":
+            return torch_profile.cpu_peak(program, inputs)
+        return torch_profile.accelerator_peak(program, inputs, _torch_device(device))
+
+    def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
+        return torch_profile.kernel_names(program, inputs, _torch_device(device))
+
+    def trace(self, program: Program, inputs: Inputs, path: Path, device: str) -> Path:
+        return torch_profile.write_trace(program, inputs, path, _torch_device(device))
+
+    def matmul(self, size: int, dtype: str, device: str) -> Program:
+        import torch
+
+        _full_precision()
+        a, b = (torch.randn(size, size, device=_torch_device(device)).to(getattr(torch, dtype)) for _ in range(2))
+        return Program(run=lambda _: (a @ b, a, b), prepare=lambda _: None)
+
+    def copy(self, size_bytes: int, device: str) -> Program:
+        import torch
+
+        source = torch.rand(max(1, size_bytes // 4), device=_torch_device(device))
+        target = torch.empty_like(source)
+        return Program(run=lambda _: (target.copy_(source), source), prepare=lambda _: None)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        import torch
+
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+
+    def reset(self) -> None:
+        import torch
+
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+
+def _torch_device(device: str) -> str:
+    """Our device kind -> torch's device string (ROCm builds call their GPUs cuda)."""
+    known = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu", "mps": "mps"}
+    if device not in known:
+        raise UsageError(f'torch has no device "{device}": use one of {", ".join(known)}.')
+    return known[device]
+
+
+def _full_precision() -> None:
+    """float32 products are float32 products: no TF32. Set for measuring only, never on the production path."""
+    import torch
+
+    torch.set_float32_matmul_precision("highest")
+
+
+def _cpu_name() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _cpu_facts() -> dict[str, Any]:
+    memory = psutil.virtual_memory()
+    return {"device_name": _cpu_name(), "memory_bytes": memory.total, "free_bytes": memory.available}
+
+
+def _accelerator_facts(device: str) -> dict[str, Any]:
+    import torch
+
+    module = torch.get_device_module(device)
+    name = getattr(module, "get_device_name", lambda: device)()
+    facts: dict[str, Any] = {"device_name": name}
+    if hasattr(module, "mem_get_info"):
+        facts["free_bytes"], facts["memory_bytes"] = module.mem_get_info()
+    if device == "cuda":
+        facts["capability"] = torch.cuda.get_device_capability()
+    return facts
+
+
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+FRAMEWORK = TorchFramework()

@@ -1,0 +1,223 @@
+"""Clocks of torch accelerators: events around the call, the profiler's kernel times, CUDA-graph replay.
+
+All three write twice the L2 cache before each call, so that every sample starts cold, and take the snapshot of the last
+output in stream order before anything waits: work left behind on another stream shows as a wrong result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from attnbench.frameworks.base import Clock, Inputs, Program, Samples
+from attnbench.frameworks.torch_profile import device_activity, is_device_work, raw_events, synchronize
+from attnbench.frameworks.torch_programs import ReplayableProgram
+
+if TYPE_CHECKING:
+    import torch
+
+UNKNOWN_CACHE_BYTES = 64 << 20
+QUEUED_CALLS = 20
+"""Calls enqueued before the host waits."""
+LONGEST_HOLD_NS = 2_000_000
+CYCLES_PER_NS = 2
+"""About 2 GHz; only how long the stream is held depends on it."""
+
+
+class ColdCache:
+    """Writes twice the L2 cache. 16-bit integers, whose fill kernel nothing else in attention uses: see KernelClock."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        properties = torch.get_device_module(device).get_device_properties()
+        size = getattr(properties, "L2_cache_size", 0) or UNKNOWN_CACHE_BYTES
+        self._buffer = torch.empty(size, dtype=torch.int16, device=device)
+        self._mark = torch.empty(1024, dtype=torch.int16, device=device)
+
+    def flush(self) -> None:
+        """Evict what the last call left."""
+        self._buffer.fill_(1)
+
+    def mark(self) -> None:
+        """A tiny fill, seen by the profiler as the end of a call."""
+        self._mark.fill_(1)
+
+
+class _DeviceClock(Clock):
+    def __init__(self, device: str, snapshot: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+        self._device = device
+        self._snapshot = snapshot
+
+    def _event(self) -> torch.Event:
+        import torch
+
+        return torch.get_device_module(self._device).Event(enable_timing=True)
+
+    def _timed(
+        self, calls: Sequence[Callable[[], tuple[Any, ...]]], prepare: Callable[[int], None]
+    ) -> tuple[list[float], Any]:
+        """ns of each call between events, a few enqueued at a time, and the snapshot of the last output."""
+        pairs: list[tuple[Any, Any]] = []
+        ns: list[float] = []
+        last: Any = ()
+        for index, call in enumerate(calls):
+            prepare(index)
+            start, stop = self._event(), self._event()
+            start.record()
+            output = call()
+            stop.record()
+            pairs.append((start, stop))
+            final = index == len(calls) - 1
+            last = self._snapshot(output) if final else last
+            if final or len(pairs) == QUEUED_CALLS:
+                synchronize(self._device)
+                ns += [begin.elapsed_time(end) * 1e6 for begin, end in pairs]
+                pairs.clear()
+        return ns, last
+
+
+class EventClock(_DeviceClock):
+    """Events on the stream before and after each call.
+
+    The stream is held while the host enqueues the call, so that launch latency is not counted as device time.
+    """
+
+    name = "events"
+
+    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+        cold, hold = ColdCache(self._device), self._hold(program, inputs[0])
+        order = _rotation(len(inputs), count, calls)
+        state: Any = None
+
+        def prepare(index: int) -> None:
+            nonlocal state
+            state = program.prepare(inputs[order[index]])
+            cold.flush()
+            hold()
+
+        ns, last = self._timed([lambda: program.run(state)] * len(order), prepare)
+        return Samples(_means(ns, calls), last, order[-1])
+
+    def _hold(self, program: Program, inputs: Inputs) -> Callable[[], None]:
+        import torch
+
+        state = program.prepare(inputs)
+        synchronize(self._device)
+        start = time.perf_counter_ns()
+        program.run(state)
+        host_ns = min((time.perf_counter_ns() - start) * 3 // 2, LONGEST_HOLD_NS)
+        synchronize(self._device)
+        if self._device != "cuda" or not hasattr(torch.cuda, "_sleep"):
+            return lambda: None
+        return lambda: torch.cuda._sleep(host_ns * CYCLES_PER_NS)
+
+
+class KernelClock(_DeviceClock):
+    """Sum of the durations of all device work of a call, from the profiler: no gaps, no launch latency."""
+
+    name = "kernel"
+
+    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+        from torch.profiler import profile
+
+        cold = ColdCache(self._device)
+        fences = self._fence_names(cold)
+        order = _rotation(len(inputs), count, calls)
+        last: tuple[Any, ...] = ()
+        with profile(activities=[device_activity(self._device)]) as profiler:
+            for index, which in enumerate(order):
+                state = program.prepare(inputs[which])
+                cold.flush()
+                output = program.run(state)
+                cold.mark()
+                last = self._snapshot(output) if index == len(order) - 1 else last
+            synchronize(self._device)
+        return Samples(_means(_between_fences(raw_events(profiler), fences, len(order)), calls), last, order[-1])
+
+    def _fence_names(self, cold: ColdCache) -> set[str]:
+        """Kernel names of flush and mark, learned by profiling them alone."""
+        from torch.profiler import profile
+
+        synchronize(self._device)
+        with profile(activities=[device_activity(self._device)]) as profiler:
+            cold.flush()
+            cold.mark()
+            synchronize(self._device)
+        names = {event.name() for event in raw_events(profiler) if is_device_work(event)}
+        if not names:
+            raise RuntimeError(
+                "the kernel clock sees no kernels: the profiler has no CUPTI here; use the events clock."
+            )
+        return names
+
+
+def _between_fences(events: Sequence[Any], fences: set[str], calls: int) -> list[float]:
+    """Device ns of each call: a fence opens it (the flush) and the next one closes it (the mark)."""
+    ns = [0.0] * calls
+    seen = 0
+    for event in events:
+        if not is_device_work(event):
+            continue
+        if event.name() in fences:
+            seen += 1
+        elif seen % 2 and seen < 2 * calls:
+            ns[seen // 2] += event.duration_ns()
+    if seen != 2 * calls:
+        raise RuntimeError(
+            f"the kernel clock saw {seen} fences for {calls} calls: the implementation fills 16-bit integers itself, "
+            "or the profiler dropped events; use the events clock."
+        )
+    return ns
+
+
+class GraphClock(_DeviceClock):
+    """Replay of a captured CUDA graph between events: what a launch-bound call costs without its launches."""
+
+    name = "graph"
+
+    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+        cold = ColdCache(self._device)
+        order = _rotation(len(inputs), count, calls)
+        replays = {which: self._capture(program, inputs[which]) for which in dict.fromkeys(order)}
+        ns, last = self._timed([replays[which] for which in order], lambda index: cold.flush())
+        return Samples(_means(ns, calls), last, order[-1])
+
+    def _capture(self, program: Program, inputs: Inputs) -> Callable[[], tuple[Any, ...]]:
+        import torch
+
+        run = program.rerun if isinstance(program, ReplayableProgram) and program.rerun else program.run
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        # Preparation runs on the capturing stream: autograd's backward follows the stream of its forward.
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                run(program.prepare(inputs))
+            state = program.prepare(inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            output = run(state)
+
+        def replay(kept: Any = (state, inputs)) -> tuple[Any, ...]:
+            graph.replay()
+            return output
+
+        return replay
+
+
+def _rotation(sets: int, count: int, calls: int) -> list[int]:
+    """Input set of each call: one set per sample."""
+    return [sample % sets for sample in range(count) for _ in range(calls)]
+
+
+def _means(ns: Sequence[float], calls: int) -> list[float]:
+    """Mean over the calls of each sample."""
+    edges = range(0, len(ns) + 1, calls)
+    return [sum(ns[begin:end]) / calls for begin, end in pairwise(edges)]
+
+
+CLOCKS: dict[str, type[_DeviceClock]] = {clock.name: clock for clock in (EventClock, KernelClock, GraphClock)}

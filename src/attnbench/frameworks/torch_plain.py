@@ -1,0 +1,133 @@
+"""Plain attention in torch, one operator after another: the yardstick of rounding error and the body of `torch.eager`.
+
+Products are taken in the inputs' dtype, everything on the logits in float32 (float64 for float64 inputs). Mask tensors
+are made on the device from the mask's own predicate, once per device, and passed in: nothing here depends on the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from attnbench.spec import Call, Workload
+from attnbench.workloads.masks import Full
+
+if TYPE_CHECKING:
+    import torch
+
+Made = TypeVar("Made")
+
+
+class TorchNamespace:
+    """The functions a mask predicate needs, with its arrays on one device.
+
+    `exact` takes logarithms in float64: right for a bias that is made once, wasteful inside a compiled kernel.
+    """
+
+    def __init__(self, device: torch.device | str, exact: bool = False) -> None:
+        self._device = device
+        self._exact = exact
+
+    def asarray(self, array: np.ndarray, /) -> torch.Tensor:
+        """A copy on the device."""
+        import torch
+
+        return torch.from_numpy(np.array(array)).to(self._device)
+
+    def log(self, x: torch.Tensor, /) -> torch.Tensor:
+        """Natural logarithm."""
+        return x.double().log() if self._exact else x.log()
+
+    def where(self, condition: torch.Tensor, x: torch.Tensor | float, y: torch.Tensor | float, /) -> torch.Tensor:
+        """Choice per element; x and y may be plain numbers."""
+        import torch
+
+        return torch.where(condition, x, y)
+
+
+class MaskTensors(NamedTuple):
+    """A mask on a device, axes [b or 1, h or 1, q, kv]; None where the mask has nothing of the kind."""
+
+    visible: torch.Tensor | None
+    weight: torch.Tensor | None
+    """Log-weights of visible pairs, float32 or float64."""
+    dead: torch.Tensor | None
+    """Rows that see no key, [b or 1, h or 1, q, 1]; None when every row sees one."""
+
+
+def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
+    """Evaluate the workload's mask on the device."""
+    import torch
+
+    mask, shape = workload.visible_mask, workload.mask_shape
+    if isinstance(mask, Full):
+        return MaskTensors(None, None, None)
+    exact = workload.dtype == "float64"
+    namespace = TorchNamespace(device, exact)
+    sizes = (shape.batch if mask.per_batch else 1, shape.heads if mask.per_head else 1, shape.q_len, shape.kv_len)
+    index = [
+        torch.arange(size, device=device).view([-1 if n == axis else 1 for n in range(4)])
+        for axis, size in enumerate(sizes)
+    ]
+    visible = mask.predicate(shape, namespace)(*index).expand(sizes).contiguous()
+    log_weight = mask.log_weight(shape, namespace)
+    weight = None
+    if log_weight is not None:
+        kind = torch.float64 if exact else torch.float32
+        weight = log_weight(*index).to(kind).expand(sizes).contiguous()
+    dead = ~visible.any(-1, keepdim=True)
+    return MaskTensors(visible, weight, dead if bool(dead.any()) else None)
+
+
+def once_per_device(make: Callable[[torch.device], Made]) -> Callable[[torch.device], Made]:
+    """Build may not know the device: what depends on it is made at the first call there and kept."""
+    made: dict[torch.device, Made] = {}
+
+    def get(device: torch.device) -> Made:
+        if device not in made:
+            made[device] = make(device)
+        return made[device]
+
+    return get
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskTensors, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k, v in layout bshd -> (out, logits [b, h, q, kv]); rows that see no key give 0 and have logits 0."""
+    import torch
+
+    (batch, q_len, heads, dim), kv_heads = q.shape, k.shape[2]
+    # Query heads of one group are stacked as rows, so that grouped heads need no copies of K and V.
+    stacked = (batch, kv_heads, heads // kv_heads * q_len)
+    logits = q.transpose(1, 2).reshape(*stacked, dim) @ k.permute(0, 2, 3, 1)
+    logits = logits.reshape(batch, heads, q_len, -1).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask.weight is not None:
+        logits = logits + mask.weight
+    if mask.visible is not None:
+        logits = logits.masked_fill(~mask.visible, float("-inf"))
+    if mask.dead is not None:
+        # A softmax over -inf alone is NaN, and so would be its gradient.
+        logits = logits.masked_fill(mask.dead, 0.0)
+    weights = torch.softmax(logits, -1)
+    if mask.dead is not None:
+        weights = weights.masked_fill(mask.dead, 0.0)
+    out = weights.to(q.dtype).reshape(*stacked, -1) @ v.transpose(1, 2)
+    return out.reshape(batch, heads, q_len, -1).transpose(1, 2), logits
+
+
+def log_sum_exp(logits: torch.Tensor, mask: MaskTensors) -> torch.Tensor:
+    """[b, h, q], float32, -inf for rows that see no key."""
+    lse = logits.logsumexp(-1)
+    return (lse if mask.dead is None else lse.masked_fill(mask.dead.squeeze(-1), float("-inf"))).float()
+
+
+def plain_call(workload: Workload) -> Call:
+    """The plain implementation of a workload, layout bshd, differentiable."""
+    masks = once_per_device(lambda device: mask_tensors(workload, device))
+    scale, softcap = workload.softmax_scale, workload.softcap
+    return lambda q, k, v: attend(q, k, v, masks(q.device), scale, softcap)[0]

@@ -1,0 +1,151 @@
+"""What torch's profiler and allocators say about one call: operators and kernels that ran, peak memory, a trace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnbench.frameworks.base import Inputs, Peak, Program
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+RUN = "attnbench::run"
+BOOKKEEPING = re.compile(
+    r"^aten::(empty\w*|resize\w*|set_|as_strided|view\w*|_unsafe_view|reshape|_reshape_alias|transpose|t|permute|expand\w*"
+    r"|slice|select|narrow|split\w*|chunk|unsqueeze|squeeze|unflatten|flatten|alias|detach\w*|result_type|to|item"
+    r"|_local_scalar_dense|lift_fresh|is_nonzero|scalar_tensor|ones_like|zeros_like|contiguous|clone|resolve_\w+"
+    r"|matmul|softmax|einsum|scaled_dot_product_attention|_fused_sdp_choice\w*)$"
+)
+"""Views, allocations, and wrappers whose work is done by an operator that is listed itself."""
+COMPILED = re.compile(
+    r"^(?:## Call )?(Torch-Compiled Region|CompiledFxGraph|CompiledFunctionBackward|CompiledFunction)"
+)
+FUSED = re.compile(r"(^|_)(cpp_fused|triton_)")
+SDPA = re.compile(r"^aten::_(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)")
+
+
+def synchronize(device: str) -> None:
+    """Wait for everything queued on the device; nothing to do on a CPU."""
+    import torch
+
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def device_activity(device: str) -> Any:
+    """The profiler's name for the kernels of a device."""
+    from torch.profiler import ProfilerActivity
+
+    return {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device)
+
+
+def _activities(device: str) -> list[Any]:
+    from torch.profiler import ProfilerActivity
+
+    activity = device_activity(device)
+    return [ProfilerActivity.CPU] if activity is None else [ProfilerActivity.CPU, activity]
+
+
+def _profiled(program: Program, inputs: Inputs, device: str, **options: Any) -> profile:
+    """A profile of one `run`; a call before it has compiled and filled the caches."""
+    from torch.profiler import profile
+
+    program.run(program.prepare(inputs))
+    state = program.prepare(inputs)
+    synchronize(device)
+    with profile(activities=_activities(device), **options) as profiler:
+        output = program.run(state)
+        synchronize(device)
+    del output
+    return profiler
+
+
+def raw_events(profiler: profile) -> list[Any]:
+    """The profiler's events in order of time (the summary it makes of them has lost memory and device order)."""
+    inner = profiler.profiler
+    assert inner is not None
+    assert inner.kineto_results is not None
+    return sorted(inner.kineto_results.events(), key=lambda event: event.start_ns())
+
+
+def is_device_work(event: Any) -> bool:
+    """A kernel, copy or fill that ran on an accelerator, not a host event or an annotation drawn over kernels."""
+    return event.device_type().name != "CPU" and not event.is_user_annotation() and event.name() != "[memory]"
+
+
+def kernel_names(program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
+    """Operators of a CPU call; on an accelerator the SDPA operators, marks of compiled graphs, and kernels."""
+    if device not in ("cpu", "cuda", "xpu"):
+        return None, f"torch's profiler does not see kernels on {device}"
+    host: list[str] = []
+    kernels: list[str] = []
+    for event in raw_events(_profiled(program, inputs, device)):
+        if is_device_work(event):
+            kernels.append(event.name())
+        elif (name := _operator(event.name())) is not None:
+            host.append(name)
+    if device != "cpu":
+        if not kernels:
+            return None, "the profiler saw no kernels: CUPTI (or its counterpart) is not available here"
+        host = [name for name in host if SDPA.search(name) or not name.startswith("aten::")]
+    return list(dict.fromkeys(host + kernels)), None
+
+
+def _operator(name: str) -> str | None:
+    """The name to list for a host event, without numbers that change from run to run; None for noise."""
+    if name.startswith("aten::"):
+        return None if BOOKKEEPING.match(name) else name
+    if compiled := COMPILED.match(name):
+        return compiled[1]
+    return name if FUSED.search(name) else None
+
+
+def write_trace(program: Program, inputs: Inputs, path: Path, device: str) -> Path:
+    """One call as a Chrome/Perfetto trace."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _profiled(program, inputs, device, record_shapes=True).export_chrome_trace(str(path))
+    return path
+
+
+def cpu_peak(program: Program, inputs: Inputs) -> Peak:
+    """Running sum of the allocator's events inside `run`; preparation is profiled too, so that its frees are seen."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    program.run(program.prepare(inputs))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        state = program.prepare(inputs)
+        with record_function(RUN):
+            output = program.run(state)
+    del output
+    events = raw_events(profiler)
+    start = next(event.start_ns() for event in events if event.name() == RUN)
+    held = peak = 0
+    for event in events:
+        if event.name() == "[memory]" and event.start_ns() >= start:
+            held += event.nbytes()
+            peak = max(peak, held)
+    return Peak(peak, method="torch profiler, running sum of CPU allocations")
+
+
+def accelerator_peak(program: Program, inputs: Inputs, device: str) -> Peak:
+    """The caching allocator's own high-water marks around `run`."""
+    import torch
+
+    module = torch.get_device_module(device)
+    if not hasattr(module, "max_memory_allocated"):
+        return Peak(None, f"torch keeps no peak statistics on {device}")
+    program.run(program.prepare(inputs))
+    module.synchronize()
+    module.empty_cache()
+    state = program.prepare(inputs)
+    module.synchronize()
+    before = module.memory_allocated()
+    module.reset_peak_memory_stats()
+    output = program.run(state)
+    module.synchronize()
+    allocated, reserved = module.max_memory_allocated(), module.max_memory_reserved()
+    del output
+    fragmentation = 1 - allocated / reserved if reserved else None
+    return Peak(allocated - before, None, reserved, fragmentation, f"torch {device} caching allocator")

@@ -1,0 +1,123 @@
+"""jax.xla and jax.cudnn: `jax.nn.dot_product_attention` with the implementation named, never None.
+
+Traps handled here: its causal mask is top-left (bottom-right goes in as an array); a row without visible keys gives the
+mean of V (zeroed outside); softmax is float32 even for float64 (refused); the LSE is rounded to the input dtype, so it
+is offered for float32 only. cuDNN's left window without `is_causal` sees the whole future: the two always go together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnbench.frameworks.jax_plain import lse_of_blind_rows, rows_that_see, zero_blind_rows
+from attnbench.impls.conditions import (
+    first_reason,
+    needs_device,
+    needs_dtype,
+    needs_equal_dims,
+    needs_head_dim,
+    needs_no_softcap,
+)
+from attnbench.impls.jax_masks import mask_arguments
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+
+
+class JaxNn(Implementation):
+    """What both backends share."""
+
+    framework = "jax"
+    backend: str
+    full_pairs = False
+    """Whether array masks must be broadcast to every batch and head first."""
+
+    def _call(self, workload: Workload, with_lse: bool) -> Call:
+        rows = rows_that_see(workload.visible_mask, workload.mask_shape)
+        arguments = mask_arguments(workload)
+
+        def call(q: Array, k: Array, v: Array) -> Any:
+            import jax
+
+            words = arguments.keywords(workload, self.full_pairs)
+            words |= {"implementation": self.backend, "return_residual": with_lse}
+            found: Any = jax.nn.dot_product_attention(q, k, v, scale=workload.softmax_scale, **words)
+            if not with_lse:
+                return zero_blind_rows(found, rows)
+            out, lse = found
+            return zero_blind_rows(out, rows), lse_of_blind_rows(lse.transpose(0, 2, 1), rows)
+
+        return call
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        """One library call."""
+        return self._call(workload, with_lse=False)
+
+
+class Xla(JaxNn):
+    """Plain XLA; stores the scores."""
+
+    name = "jax.xla"
+    backend = "xla"
+    materialises_scores = True
+    untested = ("rocm", "tpu")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """All masks; no float64, softcap or narrower V."""
+        return first_reason(
+            needs_dtype(workload, "float32", "float16", "bfloat16"),
+            _no_float16_on_cpu(workload, environment),
+            needs_equal_dims(workload),
+            needs_no_softcap(workload),
+        )
+
+    def build_lse(self, workload: Workload, config: Config) -> Call | None:
+        """Float32 only: elsewhere the library rounds the LSE to 16 bits. No gradient flows through it."""
+        return self._call(workload, with_lse=True) if workload.dtype == "float32" else None
+
+
+def _no_float16_on_cpu(workload: Workload, environment: Environment) -> str | None:
+    if workload.dtype == "float16" and environment.device == "cpu":
+        return "asks for a float16 product with float32 sums, which XLA does not compile for the CPU"
+    return None
+
+
+class Cudnn(JaxNn):
+    """cuDNN's flash attention."""
+
+    name = "jax.cudnn"
+    backend = "cudnn"
+    full_pairs = True
+    expects = (r"(?i)cudnn|flash|sdpa|fprop|bprop",)
+
+    def available(self, environment: Environment) -> str | None:
+        """CUDA only; whether cuDNN itself is found shows when it is compiled."""
+        return needs_device(environment, "cuda")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """16-bit floats; masks that its flags or a boolean array can say."""
+        hopper = environment.capability is not None and tuple(environment.capability) >= (9, 0)
+        return first_reason(
+            needs_device(environment, "cuda"),
+            needs_dtype(workload, "float16", "bfloat16"),
+            needs_equal_dims(workload),
+            needs_head_dim(workload, 256 if hopper else 128, multiple_of=8),
+            needs_no_softcap(workload),
+            _exact_bias(workload),
+            _even_lengths(workload),
+        )
+
+
+def _exact_bias(workload: Workload) -> str | None:
+    if workload.visible_mask.weighted:
+        return f"takes its bias in {workload.dtype}, which rounds the mask's weights"
+    return None
+
+
+def _even_lengths(workload: Workload) -> str | None:
+    odd = workload.q_len % 2 or workload.kv_len % 2
+    if odd and workload.needs_gradients and mask_arguments(workload).needs_array:
+        return f"needs even q_len and kv_len to train with a mask array, not {workload.q_len} and {workload.kv_len}"
+    return None
+
+
+XLA = Xla()
+CUDNN = Cudnn()

@@ -1,0 +1,103 @@
+"""jax.tokamax-*: `tokamax.dot_product_attention` with exactly one implementation named, so that nothing falls back.
+
+Same call as jax.nn and the same traps (top-left causal, mean of V on rows without keys), and two of its own: padded
+query rows are not zero, and the soft cap is applied after the bias. float64 is true float64 under xla and xla_chunked.
+"""
+
+from __future__ import annotations
+
+from attnbench.frameworks.jax_plain import rows_that_see, zero_blind_rows
+from attnbench.impls.conditions import (
+    first_reason,
+    needs_capability,
+    needs_device,
+    needs_dtype,
+    needs_equal_dims,
+    needs_head_dim,
+    needs_no_softcap,
+    needs_package,
+)
+from attnbench.impls.jax_masks import mask_arguments
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+
+SIXTEEN_BITS = ("float16", "bfloat16")
+INSTALL = "pip install tokamax (Python 3.12 or newer)"
+
+
+class Tokamax(Implementation):
+    """One tokamax implementation."""
+
+    framework = "jax"
+    process = "tokamax"
+    untested = ("rocm", "tpu")
+
+    def __init__(self, backend: str, devices: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
+        self.backend = backend
+        self.name = f"jax.tokamax-{backend.replace('_', '-')}"
+        self.devices = devices
+        self.dtypes = dtypes
+        self.materialises_scores = backend == "xla"
+
+    def available(self, environment: Environment) -> str | None:
+        """The package, and a device this backend has kernels for."""
+        return first_reason(needs_package("tokamax", INSTALL), self._device(environment))
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """What this backend computes exactly."""
+        return first_reason(
+            self._device(environment),
+            needs_dtype(workload, *self.dtypes),
+            _softcap_before_bias(workload),
+            self._backend_limits(workload, environment),
+        )
+
+    def _device(self, environment: Environment) -> str | None:
+        return needs_device(environment, *self.devices) if self.devices else None
+
+    def _backend_limits(self, workload: Workload, environment: Environment) -> str | None:
+        if self.backend == "mosaic":
+            return needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0))
+        if self.backend == "triton" and workload.needs_gradients and workload.softcap is not None:
+            return "has no softcap in its backward pass"
+        if self.backend == "cudnn":
+            hopper = environment.capability is not None and tuple(environment.capability) >= (9, 0)
+            return first_reason(
+                needs_no_softcap(workload),
+                needs_equal_dims(workload),
+                needs_head_dim(workload, 256 if hopper else 128, multiple_of=8),
+                "rounds the mask's weights to its dtype" if workload.visible_mask.weighted else None,
+            )
+        return None
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        """One library call, rows without keys set to 0."""
+        rows = rows_that_see(workload.visible_mask, workload.mask_shape)
+        arguments = mask_arguments(workload)
+
+        def call(q: Array, k: Array, v: Array) -> Array:
+            import tokamax
+
+            out = tokamax.dot_product_attention(
+                q, k, v,
+                scale=workload.softmax_scale,
+                logits_soft_cap=workload.softcap,
+                implementation=self.backend,
+                **arguments.keywords(workload),
+            )  # fmt: skip
+            return zero_blind_rows(out, rows)
+
+        return call
+
+
+def _softcap_before_bias(workload: Workload) -> str | None:
+    if workload.softcap is not None and workload.visible_mask.weighted:
+        return "caps the logits after adding the mask's weights"
+    return None
+
+
+EVERY_DTYPE = ("float64", "float32", *SIXTEEN_BITS)
+MOSAIC = Tokamax("mosaic", ("cuda",), SIXTEEN_BITS)
+TRITON = Tokamax("triton", ("cuda", "rocm"), ("float32", *SIXTEEN_BITS))
+CUDNN = Tokamax("cudnn", ("cuda",), SIXTEEN_BITS)
+XLA = Tokamax("xla", (), EVERY_DTYPE)
+XLA_CHUNKED = Tokamax("xla_chunked", (), EVERY_DTYPE)

@@ -1,0 +1,159 @@
+"""torch.nn.functional.scaled_dot_product_attention: torch's own pick, and pinned to one backend.
+
+Layout is bhsd. `is_causal` is aligned top-left, so a rectangular bottom-right mask goes as an array, or, where the
+flash kernel of a GPU is asked for, as torch's lower-right bias. A pinned backend that cannot run raises; it never falls
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+from attnbench.errors import Unsupported
+from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.impls import torch_sdpa_aten
+from attnbench.impls.conditions import (
+    first_reason,
+    needs_device,
+    needs_dtype,
+    needs_equal_dims,
+    needs_head_dim,
+    needs_no_softcap,
+)
+from attnbench.impls.torch_masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+
+Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
+MATH_OPERATOR = r"_scaled_dot_product_attention_math"
+OPERATORS: dict[Backend, tuple[str, ...]] = {
+    "auto": (),
+    "math": (MATH_OPERATOR, r"(?i)softmax\w*backward"),
+    "flash": (r"_scaled_dot_product_flash_attention", r"_scaled_dot_product_fused_attention_overrideable"),
+    "efficient": (r"_scaled_dot_product_efficient_attention",),
+    "cudnn": (r"_scaled_dot_product_cudnn_attention",),
+}
+ENUM_NAMES = {
+    "math": "MATH",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}
+NO_KERNEL = ("No available kernel", "No viable backend")
+HALF = ("float16", "bfloat16")
+
+
+class Sdpa(Implementation):
+    """One way through scaled_dot_product_attention."""
+
+    framework = "torch"
+    layout = "bhsd"
+    untested = ("rocm", "xpu", "mps")
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend: Backend = backend
+        self.name = "torch.sdpa" if backend == "auto" else f"torch.sdpa-{backend}"
+        self.materialises_scores = backend == "math"
+        self.expects = OPERATORS[backend]
+        self.forbids = () if backend in ("auto", "math") else (MATH_OPERATOR,)
+
+    def available(self, environment: Environment) -> str | None:
+        kinds = {"efficient": ("cuda", "rocm", "xpu"), "cudnn": ("cuda",), "flash": ("cpu", "cuda", "rocm", "xpu")}
+        return needs_device(environment, *kinds[self.backend]) if self.backend in kinds else None
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        on_cpu = environment.device == "cpu"
+        reason = first_reason(self.available(environment), needs_no_softcap(workload))
+        if reason is not None or self.backend == "math" or (on_cpu and self.backend == "auto"):
+            return reason
+        if on_cpu:
+            return needs_equal_dims(workload)
+        checks = {"auto": _exact_bias, "flash": _flash_on_gpu, "efficient": _efficient, "cudnn": _cudnn}
+        return checks[self.backend](workload)
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        from torch.nn.functional import scaled_dot_product_attention
+
+        masks = once_per_device(lambda device: self._mask(workload, device))
+        pinned, scale, grouped = self._pinned(), workload.softmax_scale, workload.group > 1
+
+        def call(q: Array, k: Array, v: Array) -> Array:
+            mask = masks(q.device)
+            try:
+                with pinned():
+                    out = scaled_dot_product_attention(
+                        q, k, v, mask.attn_mask, 0.0, mask.is_causal, scale=scale, enable_gqa=grouped
+                    )
+            except RuntimeError as error:
+                if any(words in str(error) for words in NO_KERNEL):
+                    raise Unsupported(
+                        f"{self.name} has no kernel for {workload.id} on {q.device.type}: {error}"
+                    ) from error
+                raise
+            return out if mask.dead is None else out.masked_fill(mask.dead, 0.0)
+
+        return call
+
+    def build_lse(self, workload: Workload, config: Config) -> Call | None:
+        return torch_sdpa_aten.with_lse(self.backend, workload)
+
+    def partial(self, workload: Workload, config: Config) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        return torch_sdpa_aten.partial(self.backend, workload)
+
+    def _mask(self, workload: Workload, device: Any) -> SdpaMask:
+        on_cpu = device.type == "cpu"
+        if self.backend == "flash" and not on_cpu and route(workload) == "lower-right":
+            from torch.nn.attention.bias import causal_lower_right
+
+            return SdpaMask(causal_lower_right(workload.q_len, workload.kv_len), False)
+        return sdpa_mask(workload, device, zeroes_dead_rows=on_cpu or self.backend == "math")
+
+    def _pinned(self) -> Callable[[], AbstractContextManager[Any]]:
+        if self.backend == "auto":
+            return nullcontext
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend = getattr(SDPBackend, ENUM_NAMES[self.backend])
+        return lambda: sdpa_kernel(backend)
+
+
+def _exact_bias(workload: Workload) -> str | None:
+    """Fused GPU kernels take a bias in the inputs' dtype, and 16 bits would round the weights."""
+    if workload.visible_mask.weighted and workload.dtype in HALF:
+        return f"takes an additive mask only in the inputs' dtype, and {workload.dtype} would round it"
+    return None
+
+
+def _flash_on_gpu(workload: Workload) -> str | None:
+    way, square = route(workload), workload.q_len == workload.kv_len
+    mask = None
+    if way in ("array", "bias"):
+        mask = "takes no mask but causal on a GPU"
+    elif way == "causal" and not square:
+        mask = "aligns a rectangular causal mask bottom-right, not top-left"
+    elif may_have_dead_rows(workload):
+        mask = "is not known to give 0 for rows that see no key"
+    return first_reason(
+        needs_dtype(workload, *HALF), needs_head_dim(workload, 256, 8), needs_equal_dims(workload), mask
+    )
+
+
+def _efficient(workload: Workload) -> str | None:
+    grouped = "has no grouped heads" if workload.group > 1 else None
+    step = 8 if workload.dtype in HALF else 4
+    return first_reason(
+        needs_dtype(workload, "float32", *HALF), grouped, needs_head_dim(workload, 65536, step), _exact_bias(workload)
+    )
+
+
+def _cudnn(workload: Workload) -> str | None:
+    one_key = "takes 2 or more keys" if workload.kv_len == 1 else None
+    return first_reason(needs_dtype(workload, *HALF), needs_head_dim(workload, 256, 8), one_key, _exact_bias(workload))
+
+
+AUTO = Sdpa("auto")
+MATH = Sdpa("math")
+FLASH = Sdpa("flash")
+EFFICIENT = Sdpa("efficient")
+CUDNN = Sdpa("cudnn")

@@ -1,0 +1,152 @@
+"""The operators behind SDPA's backends, called directly: they return the LSE and have a backward of their own.
+
+Only here can `out` and `lse` of a larger whole be handed to a backward pass. Head dims must already suit the kernel
+(SDPA itself pads); the CPU operator wants its mask as floats. Rows without keys: the CPU writes LSE 0, so it is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
+from attnbench.impls.torch_masks import SdpaMask, additive, may_have_dead_rows, route, sdpa_mask
+from attnbench.spec import Array, Call, Workload
+
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
+NEGATIVE_INFINITY = float("-inf")
+
+
+def with_lse(backend: str, workload: Workload) -> Call | None:
+    """A differentiable call that returns (out, lse), or None."""
+    if backend == "efficient":
+        return _efficient_forward(workload)
+    pair = partial(backend, workload)
+    return None if pair is None else pair[0]
+
+
+def partial(backend: str, workload: Workload) -> Pair | None:
+    """(forward, backward) on parts of a larger whole, or None where the operators cannot do the workload."""
+    if backend == "flash":
+        return _by_device(_cpu_flash(workload), _gpu_flash(workload))
+    return _cudnn(workload) if backend == "cudnn" else None
+
+
+def _by_device(cpu: Pair, gpu: Pair | None) -> Pair:
+    def pick(index: int) -> Callable[..., Any]:
+        def run(q: Array, *rest: Array) -> Any:
+            pair = cpu if q.device.type == "cpu" else gpu
+            if pair is None:
+                raise NotImplementedError(
+                    "the flash operator on a GPU takes no mask but causal, and head_dim in steps of 8"
+                )
+            return pair[index](q, *rest)
+
+        return run
+
+    return pick(0), pick(1)
+
+
+def _cpu_flash(workload: Workload) -> Pair:
+    import torch
+
+    forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    scale = workload.softmax_scale
+
+    def make(device: Any) -> tuple[Any, bool, Any]:
+        mask = sdpa_mask(workload, device, zeroes_dead_rows=True)
+        dead = None if mask.attn_mask is None else mask_tensors(workload, device).dead
+        wide = torch.float64 if workload.dtype == "float64" else torch.float32
+        return additive(mask.attn_mask, wide), mask.is_causal, None if dead is None else dead.squeeze(-1)
+
+    masks = once_per_device(make)
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        bias, causal, dead = masks(q.device)
+        out, lse = forward_op(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        return out, (lse if dead is None else lse.masked_fill(dead, NEGATIVE_INFINITY)).float()
+
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, ...]:
+        bias, causal, _ = masks(q.device)
+        lse = _finite(lse).to(torch.promote_types(q.dtype, torch.float32))
+        return backward_op(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+
+    return forward, backward
+
+
+def _gpu_flash(workload: Workload) -> Pair | None:
+    """The operator aligns a rectangular causal mask bottom-right."""
+    import torch
+
+    way, square = route(workload), workload.q_len == workload.kv_len
+    fits = way in ("none", "lower-right") or (way == "causal" and square)
+    if not fits or workload.head_dim % 8 or workload.value_dim != workload.head_dim or may_have_dead_rows(workload):
+        return None
+    ops, scale, causal = torch.ops.aten, workload.softmax_scale, way != "none"
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, ...]:
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        sizes = (None, None, q.shape[2], k.shape[2])
+        return ops._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, seed, offset, scale=scale
+        )
+
+    return forward, backward
+
+
+def _cudnn(workload: Workload) -> Pair | None:
+    import torch
+
+    way = route(workload)
+    if way not in ("none", "causal") or workload.head_dim % 8 or workload.value_dim % 8:
+        return None
+    ops, scale, causal = torch.ops.aten, workload.softmax_scale, way == "causal"
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out, lse.view(q.shape[:3])
+
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, ...]:
+        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+        sizes = (None, None, q.shape[2], k.shape[2])
+        return ops._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, *sizes, 0.0, causal, scale=scale
+        )
+
+    return forward, backward
+
+
+def _efficient_forward(workload: Workload) -> Call:
+    """The operator pads the LSE's rows to a multiple of 32."""
+    import torch
+
+    def make(device: Any) -> SdpaMask:
+        mask = sdpa_mask(workload, device, zeroes_dead_rows=False)
+        bias = additive(mask.attn_mask, getattr(torch, workload.dtype))
+        full = (workload.batch, workload.heads, workload.q_len, workload.kv_len)
+        return mask._replace(attn_mask=None if bias is None else bias.expand(full))
+
+    masks, scale = once_per_device(make), workload.softmax_scale
+
+    def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        mask = masks(q.device)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, mask.attn_mask, True, 0.0, mask.is_causal, scale=scale
+        )
+        lse = lse[..., : q.shape[2]].float()
+        if mask.dead is None:
+            return out, lse
+        return out.masked_fill(mask.dead, 0.0), lse.masked_fill(mask.dead.squeeze(-1), NEGATIVE_INFINITY)
+
+    return call
+
+
+def _finite(lse: Array) -> Array:
+    """Rows that see nothing in the whole: any finite LSE gives them probability 0."""
+    return lse.masked_fill(lse == NEGATIVE_INFINITY, 0.0)

@@ -1,0 +1,121 @@
+"""The two kernels interleaved in every run, a matrix product and a copy: something stable for later comparisons.
+
+They are also how the device's ceilings are measured.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from attnbench.frameworks import Framework, Inputs, Program
+from attnbench.measuring.rates import Ceilings
+from attnbench.measuring.subject import Wrong
+from attnbench.spec import Cell, Cost, Environment, Errors, Memory, Ok, VerifiedAt
+
+NAMES = ("anchor.matmul", "anchor.copy")
+MATMUL_SIZE = {"cpu": 512}
+COPY_BYTES = {"cpu": 1 << 25}
+ACCELERATOR_MATMUL, ACCELERATOR_COPY = 4096, 1 << 29
+CEILING_MATMUL = {"cpu": 1024}
+CEILING_MATMUL_ACCELERATOR = 8192
+CEILING_SECONDS = 0.4
+NOTHING = Inputs(None, None, None, None)
+
+
+class AnchorSession:
+    """One anchor, opened and sampled like any cell."""
+
+    parts = ("main",)
+    other_clocks: tuple[str, ...] = ()
+    timed = True
+
+    def __init__(self, framework: Framework, environment: Environment, cell: Cell) -> None:
+        self._framework, self._environment, self._cell = framework, environment, cell
+        device = environment.device
+        self._dtype = "float32" if device == "cpu" else "bfloat16"
+        self._size = MATMUL_SIZE.get(device, ACCELERATOR_MATMUL)
+        self._bytes = COPY_BYTES.get(device, ACCELERATOR_COPY)
+        if cell.implementation == "anchor.matmul":
+            self._program = framework.matmul(self._size, self._dtype, device)
+        else:
+            self._program = framework.copy(self._bytes, device)
+        self._clock = framework.clock(framework.clocks(device)[0], device)
+        self.slow_clock = self._clock.name == "kernel"
+
+    @property
+    def clock_name(self) -> str:
+        """Clock of the samples."""
+        return self._clock.name
+
+    def open(self) -> Ok:
+        """Check the anchor's own arithmetic on a few rows, then warm it up."""
+        error = self._check()
+        self.call_ns = float(np.median(self._clock.sample(self._program, [NOTHING], 5).ns))
+        matmul = self._cell.implementation == "anchor.matmul"
+        return Ok(
+            implementation=self._cell.implementation,
+            workload=self._cell.workload,
+            environment=self._environment,
+            config=self._cell.config,
+            errors=Errors(forward=error),
+            verified_at=VerifiedAt(
+                shape={"size": self._size} if matmul else {"bytes": self._bytes}, share=1 / self._size
+            ),
+            deterministic=True,
+            memory=Memory(peak_bytes=None, reason="an anchor is not weighed"),
+            cost=Cost(flops=2 * self._size**3 if matmul else 0, bytes=0 if matmul else 2 * self._bytes),
+        )
+
+    def sample(self, part: str, count: int, calls: int) -> list[float]:
+        """ns per call."""
+        return self._clock.sample(self._program, [NOTHING], count, calls).ns
+
+    def trace(self, folder: Path) -> Path:
+        """Anchors are not traced."""
+        return folder
+
+    def _check(self) -> float:
+        output = self._program.run(self._program.prepare(NOTHING))
+        self._framework.wait(output)
+        if self._cell.implementation == "anchor.copy":
+            if not self._framework.same_bits(output[0], output[1]):
+                raise Wrong("the copy anchor did not copy")
+            return 0.0
+        row, a, b = (self._framework.numpy(x).astype(np.float64) for x in (output[0][:1], output[1][:1], output[2]))
+        error = float(np.linalg.norm(row - a @ b) / np.linalg.norm(a @ b))
+        if not error < 0.02:
+            raise Wrong(f"the matmul anchor is off by {error:.1e}")
+        return error
+
+
+def measure_ceilings(framework: Framework, device: str, dtype: str) -> Ceilings:
+    """Best rate over a fraction of a second, of a large product and a large copy."""
+    size = CEILING_MATMUL.get(device, CEILING_MATMUL_ACCELERATOR)
+    dtypes = {dtype, "float32"} if device == "cpu" else {dtype}  # a CPU kernel may well work in float32 inside
+    flops = max(2 * size**3 / _best_s(framework, framework.matmul(size, name, device), device) for name in dtypes)
+    copied = (1 << 28) if device == "cpu" else (1 << 31)
+    return Ceilings(
+        flops, 2 * copied / _best_s(framework, framework.copy(copied, device), device), _cache_bytes(device)
+    )
+
+
+def _best_s(framework: Framework, program: Program, device: str) -> float:
+    clock = framework.clock(framework.clocks(device)[0], device)
+    best, start = float("inf"), time.perf_counter()
+    while time.perf_counter() - start < CEILING_SECONDS:
+        best = min(best, *clock.sample(program, [NOTHING], 4).ns)
+    return best * 1e-9
+
+
+def _cache_bytes(device: str) -> int:
+    """Size of the last-level cache of a CPU; an accelerator's is flushed before each call, so 0."""
+    if device != "cpu":
+        return 0
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text.rstrip("KM")) << (10 if text.endswith("K") else 20)
+    except (OSError, ValueError):
+        return 32 << 20

@@ -1,0 +1,176 @@
+"""Fresh random inputs of one workload on one device, and the truth about a sample of their outputs.
+
+All implementations of a workload in one worker share the draws, so that the float64 reference is computed once.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from attnbench import reference
+from attnbench.frameworks import Framework, Inputs
+from attnbench.spec import Array, Layout, Workload
+from attnbench.workloads import inputs as drawing
+
+SETS = 2
+FORWARD_FLOPS = {"cpu": 4e8}
+BACKWARD_FLOPS = {"cpu": 3e9}
+DEVICE_FLOPS = 2e13
+"""What the reference may cost per input set: NumPy on a CPU, the float64 port on an accelerator."""
+MAX_HEADS = 4
+EDGE_ROWS = (0, 1, 63, 64, 127, 128)
+
+
+class Sample(NamedTuple):
+    """Which (batch, key/value head) pairs and which query rows are compared."""
+
+    heads: tuple[tuple[int, int], ...]
+    rows: np.ndarray
+    share: float
+
+
+class Truth(NamedTuple):
+    """Exact and plain results of one sampled head, all float64 NumPy; `grads` are (dq, dk, dv) or None."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    plain_out: np.ndarray
+    plain_lse: np.ndarray
+    grads: tuple[np.ndarray, ...] | None
+    plain_grads: tuple[np.ndarray, ...] | None
+
+
+class Draws:
+    """Input sets of one workload; arrays are made per layout on demand."""
+
+    def __init__(self, framework: Framework, device: str, workload: Workload, seed: int) -> None:
+        self.framework, self.device, self.workload, self.seed = framework, device, workload, seed
+        self.signs: dict[Layout, np.ndarray] = {}
+        """Signs that V has been multiplied by since it was drawn, per layout (see Session)."""
+        self._arrays: dict[Layout, list[Inputs]] = {}
+        self._truths: dict[tuple[int, bool], list[Truth]] = {}
+
+    def inputs(self, layout: Layout) -> list[Inputs]:
+        """The input sets in a layout."""
+        if layout not in self._arrays:
+            self._arrays[layout] = [
+                Inputs(*(self.framework.transpose(x, "bshd", layout) for x in inputs)) for inputs in self._canonical
+            ]
+        return self._arrays[layout]
+
+    def restore(self) -> None:
+        """Undo the sign changes, so that inputs are again what the truths were computed from."""
+        for layout, signs in self.signs.items():
+            sets = self._arrays[layout]
+            sets[:] = [inputs._replace(v=self.framework.flip(inputs.v, signs)) for inputs in sets]
+        self.signs.clear()
+
+    def flip_values(self, layout: Layout, signs: np.ndarray) -> np.ndarray:
+        """Multiply V by signs; returns the signs accumulated since the draw."""
+        sets = self._arrays[layout]
+        sets[:] = [inputs._replace(v=self.framework.flip(inputs.v, signs)) for inputs in sets]
+        self.signs[layout] = self.signs[layout] * signs if layout in self.signs else signs
+        return self.signs[layout]
+
+    def scaled(self, layout: Layout, scale: float) -> Inputs:
+        """The first set with Q, K and V multiplied."""
+        q, k, v, dout = self.inputs(layout)[0]
+        fw = self.framework
+        larger = [fw.flip(x, np.array(scale)) for x in fw.snapshot((q, k, v))]
+        return Inputs(*larger, dout)
+
+    def _put(self, values: np.ndarray, layout: Layout) -> Array:
+        array = self.framework.array(values, self.workload.dtype, self.device)
+        return self.framework.transpose(array, "bshd", layout)
+
+    @cached_property
+    def _canonical(self) -> list[Inputs]:
+        drawn = (drawing.draw(self.workload, self.seed + n) for n in range(SETS))
+        return [Inputs(*(self._put(x, "bshd") for x in arrays)) for arrays in drawn]
+
+    @cached_property
+    def sample(self) -> Sample:
+        """Random heads and rows within the forward budget; everything when that fits."""
+        w, rng = self.workload, np.random.default_rng(self.seed)
+        heads = _choose_heads(w, rng, MAX_HEADS)
+        budget = FORWARD_FLOPS.get(self.device, DEVICE_FLOPS)
+        per_row = 2 * (w.head_dim + w.value_dim) * w.kv_len * w.group
+        if per_row * w.q_len * w.batch * w.kv_heads <= budget:
+            heads = [(b, g) for b in range(w.batch) for g in range(w.kv_heads)]
+        count = max(1, int(budget / (per_row * len(heads))))
+        rows = np.arange(w.q_len)
+        if count < w.q_len:
+            edges = {row for row in (*EDGE_ROWS, w.q_len // 2, w.q_len - 1) if row < w.q_len}
+            rows = np.sort(np.array(list(edges | set(rng.choice(w.q_len, size=count, replace=False).tolist()))))
+        return Sample(tuple(heads), rows, len(heads) * len(rows) / (w.batch * w.kv_heads * w.q_len))
+
+    @cached_property
+    def gradient_heads(self) -> tuple[tuple[int, int], ...]:
+        """Heads whose gradients are compared in full; empty when not even one fits the budget."""
+        w = self.workload
+        per_head = 10 * (w.head_dim + w.value_dim) * w.kv_len * w.q_len * w.group
+        budget = BACKWARD_FLOPS.get(self.device, DEVICE_FLOPS)
+        if per_head * w.batch * w.kv_heads <= budget:
+            return tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads))
+        return tuple(_choose_heads(w, np.random.default_rng(self.seed), min(MAX_HEADS, int(budget // per_head))))
+
+    def truths(self, which: int, gradients: bool) -> list[Truth]:
+        """Truth of each head of the sample (or of `gradient_heads`) for one input set."""
+        key = (which, gradients)
+        if key not in self._truths:
+            heads = self.gradient_heads if gradients else self.sample.heads
+            rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
+            self._truths[key] = [self._truth(self._canonical[which], head, rows, gradients) for head in heads]
+        return self._truths[key]
+
+    def _truth(self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool) -> Truth:
+        exact = self._compute(inputs, at, rows, gradients, plain=False)
+        plain = self._compute(inputs, at, rows, gradients, plain=True)
+        return Truth(exact[0], exact[1], plain[0], plain[1], exact[2:] or None, plain[2:] or None)
+
+    def _compute(
+        self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool, plain: bool
+    ) -> tuple[np.ndarray, ...]:
+        """(out, lse[, dq, dk, dv]) of one head, in float64 (NumPy on a CPU, else on the device) or in its own dtype."""
+        fw, on_host = self.framework, self.device == "cpu" and not plain
+        group = self.workload.group
+        narrow = [x[at[0]][:, at[1] * n : (at[1] + 1) * n] for x, n in zip(inputs, (group, 1, 1, group))]
+        if on_host:
+            arrays = [fw.numpy(x).astype(np.float64) for x in narrow]
+            return _head_results(self.workload, arrays, at, rows, gradients, np, np.float64)
+        wide = "float32" if plain and self.workload.dtype != "float64" else "float64"
+
+        def compute(*own: Array) -> tuple[Array, ...]:
+            arrays = own if plain else [fw.cast(x, "float64") for x in own]
+            return _head_results(self.workload, arrays, at, rows, gradients, fw.namespace(self.device), fw.dtype(wide))
+
+        return tuple(fw.numpy(x).astype(np.float64) for x in fw.exact(compute)(*narrow))
+
+
+def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
+    total = workload.batch * workload.kv_heads
+    chosen = rng.choice(total, size=min(count, total), replace=False)
+    return [(int(n) // workload.kv_heads, int(n) % workload.kv_heads) for n in np.sort(chosen)]
+
+
+def _head_results(workload, arrays, at, rows, gradients, namespace, wide):  # noqa: ANN001, ANN202
+    """Forward of the rows, and gradients over all; q [t, g, d], k [s, 1, d], v [s, 1, e], dout [t, g, e]."""
+    q, k, v, dout = arrays
+    xp = array_api_compat.array_namespace(q)
+    head = reference.Head(xp.permute_dims(q, (1, 0, 2)), k[:, 0], v[:, 0], *at)
+    blocks = reference.row_blocks(workload, rows)
+    parts = [reference.forward_rows(workload, head, block, namespace, wide) for block in blocks]
+    out, lse = (xp.concat([part[n] for part in parts], axis=1) for n in range(2))
+    if not gradients:
+        return out, lse
+    own = xp.permute_dims(dout, (1, 0, 2))
+    pieces = [reference.backward_rows(workload, head, own, block, namespace, wide) for block in blocks]
+    dq = xp.concat([piece.dq for piece in pieces], axis=1)
+    dk, dv = pieces[0].dk, pieces[0].dv
+    for piece in pieces[1:]:
+        dk, dv = dk + piece.dk, dv + piece.dv
+    return out, lse, dq, dk, dv

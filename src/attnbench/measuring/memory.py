@@ -1,0 +1,94 @@
+"""`ab.MemoryProfiler`: extra bytes at the peak of any block of code.
+
+On an accelerator torch's allocator counts exactly. On a CPU the kernel's high-water mark of resident memory is used,
+which sees every library's pages; large blocks are made to come from and go back to the system, so that freed memory is
+not counted again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+THRESHOLD_BYTES = 1 << 16
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class MemoryProfiler:
+    """`with MemoryProfiler() as m: ...` then `m.get_peak_memory()`; None and `m.reason` where it cannot be had.
+
+    device: "cuda" or "cpu"; by default CUDA when torch has used it, else the CPU.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        self.reason: str | None = None
+        self.method = ""
+        self._device = device
+        self._before = 0
+        self._peak: int | None = None
+
+    def __enter__(self) -> MemoryProfiler:
+        gc.collect()
+        torch = self._torch_with_cuda()
+        if torch is not None:
+            self.method = "torch CUDA allocator"
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        elif self._device not in (None, "cpu"):
+            self.reason = f"no peak counter for {self._device}: torch has not initialised it in this process"
+        else:
+            self._start_resident()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.reason is not None:
+            return
+        torch = self._torch_with_cuda()
+        if torch is not None:
+            torch.cuda.synchronize()
+            self._peak = torch.cuda.max_memory_allocated() - self._before
+        else:
+            self._peak = max(0, _status_bytes("VmHWM") - self._before)
+
+    def get_peak_memory(self) -> int | None:
+        """Extra bytes at the peak of the block, or None with `reason`."""
+        if self._peak is None and self.reason is None:
+            self.reason = "the block has not been run"
+        return self._peak
+
+    def _torch_with_cuda(self) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or self._device == "cpu" or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+            return None
+        return torch
+
+    def _start_resident(self) -> None:
+        self.method = "resident high-water mark"
+        if not sys.platform.startswith("linux"):
+            self.reason = "the high-water mark of resident memory can be reset on Linux only"
+            return
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(M_MMAP_THRESHOLD, THRESHOLD_BYTES)
+            libc.mallopt(M_TRIM_THRESHOLD, THRESHOLD_BYTES)
+        try:
+            CLEAR.write_text("5")
+        except OSError as error:
+            self.reason = f"the high-water mark cannot be reset here: {error}"
+            return
+        self._before = _status_bytes("VmRSS")
+
+
+def _status_bytes(field: str) -> int:
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{STATUS} has no {field}")

@@ -1,0 +1,60 @@
+"""Time and demand -> rates: TFLOP/s, GB/s, share of the measured roofline, tokens per second."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.spec import Cost, Throughput, Workload
+from attnbench.workloads.cost import demand
+
+IMPLAUSIBLE = 1.10
+"""Share of a measured ceiling above which a figure is not published."""
+
+
+class Ceilings(Struct, frozen=True):
+    """What this device reached in a large matrix product and a large copy, measured, not read off a data sheet."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    cache_bytes: int = 0
+    """Data up to this size may be served from cache, where the copy ceiling does not hold."""
+
+
+def cost_of(workload: Workload, time_ns: float | None, ceilings: Ceilings | None) -> Cost:
+    """The demand of a workload and, when it was timed, the rates it was met with."""
+    need = demand(workload)
+    if time_ns is None:
+        return Cost(flops=need.flops, bytes=need.bytes, reason="not timed")
+    seconds = time_ns * 1e-9
+    cost = Cost(
+        flops=need.flops,
+        bytes=need.bytes,
+        tflops=need.flops / seconds / 1e12,
+        gb_per_s=need.bytes / seconds / 1e9,
+        reason="no ceiling was measured for this device and dtype" if ceilings is None else None,
+    )
+    if ceilings is None:
+        return cost
+    compute = need.flops / ceilings.flops_per_s
+    memory = need.bytes / ceilings.bytes_per_s if need.bytes > ceilings.cache_bytes else 0.0
+    bound = "compute" if compute >= memory else "memory"
+    return msgspec.structs.replace(cost, roofline=max(compute, memory) / seconds, bound=bound)
+
+
+def implausible(cost: Cost) -> str | None:
+    """Why a figure cannot be true, or None."""
+    if cost.roofline is None or cost.roofline <= IMPLAUSIBLE:
+        return None
+    return (
+        f"implausible: {cost.roofline:.2f} x the measured {cost.bound} ceiling of this device "
+        f"({cost.tflops:.3g} TFLOP/s, {cost.gb_per_s:.3g} GB/s); the work was not done, or not timed"
+    )
+
+
+def throughput_of(workload: Workload, time_ns: float) -> Throughput:
+    """Query tokens, calls and batch rows per second."""
+    per_s = 1e9 / time_ns
+    return Throughput(
+        tokens_per_s=workload.batch * workload.q_len * per_s, calls_per_s=per_s, samples_per_s=workload.batch * per_s
+    )

@@ -1,0 +1,161 @@
+"""Samples -> Time, the rule that says when there are enough of them, and the interleaving loop. Pure arithmetic."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import comb
+from typing import Protocol
+
+import numpy as np
+
+from attnbench.spec import Time
+
+VISIT_NS = 10e6
+"""How long one implementation is sampled before the next one has its turn."""
+SHORTEST_SAMPLE_NS = 50e3
+"""Shorter calls are timed several at a time: the clock and the wait around a call cost about a microsecond."""
+MIN_ROUNDS = 5
+MOST_SAMPLES_PER_VISIT = 50
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Order-statistic interval of the median: assumes nothing of the noise. Widest possible below 6 values."""
+    ordered, n = sorted(values), len(values)
+    tail, rank = 0.0, 0
+    while rank < n // 2 and tail + comb(n, rank) / 2**n <= (1 - confidence) / 2:
+        tail += comb(n, rank) / 2**n
+        rank += 1
+    low = max(0, rank - 1)
+    return ordered[low], ordered[n - 1 - low]
+
+
+def summarise(rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: int) -> Time:
+    """Everything a Time carries, from the samples of each round. The interval is that of the rounds' medians."""
+    samples = np.array([sample for visit in rounds for sample in visit])
+    q1, q3 = np.percentile(samples, [25, 75])
+    fence = 1.5 * (q3 - q1)
+    p50, p95, p99 = np.percentile(samples, [50, 95, 99])
+    medians = [float(np.median(visit)) for visit in rounds if len(visit)]
+    return Time(
+        samples_ns=tuple(round(float(sample), 1) for sample in samples),
+        median_ns=float(np.median(samples)),
+        ci95_ns=median_interval(medians if len(medians) > MIN_ROUNDS else samples.tolist()),
+        min_ns=float(samples.min()),
+        max_ns=float(samples.max()),
+        p50_ns=float(p50),
+        p95_ns=float(p95),
+        p99_ns=float(p99),
+        mean_ns=float(samples.mean()),
+        std_ns=float(samples.std(ddof=1)) if len(samples) > 1 else 0.0,
+        outliers=int(np.count_nonzero((samples < q1 - fence) | (samples > q3 + fence))),
+        clock=clock,
+        calls_per_sample=calls_per_sample,
+        rounds=tuple(len(visit) for visit in rounds),
+    )
+
+
+class Dropped(Exception):
+    """A source found out that it cannot be sampled any more; the others go on."""
+
+
+class Source(Protocol):
+    """Something that can be sampled: a cell in a worker, or an anchor."""
+
+    @property
+    def call_ns(self) -> float:
+        """Estimate from the warm-up."""
+        ...
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What is sampled at each visit: "main", and for a train pass "forward" and "backward"."""
+        ...
+
+    @property
+    def slow_clock(self) -> bool:
+        """Whether each visit has a large fixed cost (a profiler), so that fewer and fuller visits pay."""
+        ...
+
+    def sample(self, part: str, count: int, calls: int) -> list[float]:
+        """ns per call."""
+        ...
+
+
+@dataclass
+class Series:
+    """Samples gathered from one source."""
+
+    source: Source
+    rounds: dict[str, list[list[float]]] = field(default_factory=dict)
+    calls: int = 1
+    count: int = 1
+    spent_s: float = 0.0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        call = max(self.source.call_ns, 1.0)
+        self.calls = 1 if self.source.slow_clock else max(1, round(SHORTEST_SAMPLE_NS / call))
+        per_visit = int(VISIT_NS / (call * self.calls))
+        self.count = 20 if self.source.slow_clock else min(max(1, per_visit), MOST_SAMPLES_PER_VISIT)
+
+    def visit(self, count: int) -> None:
+        """One turn: sample every part."""
+        start = time.perf_counter()
+        for part in self.source.parts:
+            self.rounds.setdefault(part, []).append(self.source.sample(part, count, self.calls))
+        self.spent_s += time.perf_counter() - start
+
+    def tight(self, precision: float) -> bool:
+        """Whether the 95 % interval of the median is within +-precision of it."""
+        rounds = self.rounds["main"]
+        if len(rounds) <= MIN_ROUNDS:
+            return False
+        medians = [float(np.median(visit)) for visit in rounds]
+        low, high = median_interval(medians)
+        return (high - low) / 2 <= precision * float(np.median(medians))
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a source has been sampled enough."""
+
+    budget_s: float
+    precision: float
+    trials: int | None = None
+
+    def enough(self, series: Series) -> bool:
+        """Fixed number of samples, or tight enough, or the budget spent (never before a few rounds)."""
+        rounds = series.rounds.get("main", [])
+        if self.trials is not None:
+            return sum(len(visit) for visit in rounds) >= self.trials
+        least = MIN_ROUNDS if series.spent_s < 3 * self.budget_s else 3
+        if len(rounds) < least:
+            return False
+        return series.spent_s >= self.budget_s or series.tight(self.precision)
+
+
+def interleave(
+    sources: Sequence[Source],
+    rule: StopRule,
+    rng: random.Random,
+    on_visit: Callable[[Series], None] = lambda series: None,
+    always: Sequence[Source] = (),
+) -> list[Series]:
+    """Visit all sources in a fresh random order each round until each has had enough; `always` ones join each round."""
+    series = [Series(source) for source in sources]
+    companions = [Series(source) for source in always]
+    while any(not one.done for one in series):
+        waiting = [one for one in series if not one.done] + companions
+        rng.shuffle(waiting)
+        for one in waiting:
+            try:
+                one.visit(1 if rule.trials is not None and one not in companions else one.count)
+                one.done = rule.enough(one)
+            except Dropped:
+                one.done = True
+            if one not in companions:
+                on_visit(one)
+    return series + companions

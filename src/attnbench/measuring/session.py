@@ -1,0 +1,255 @@
+"""One cell, from build to samples: open (build, compile, verify, prove the path, weigh, warm up), then sample.
+
+A worker holds several sessions of one workload open at once, so that its parent can interleave them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from attnbench.frameworks import Framework, Inputs, Programs
+from attnbench.measuring.draws import Draws
+from attnbench.measuring.rates import cost_of
+from attnbench.measuring.subject import Subject, Wrong
+from attnbench.measuring.verify import examine
+from attnbench.spec import Array, Cell, Environment, Implementation, Memory, Ok, VerifiedAt, Workload
+from attnbench.workloads.cost import demand
+from attnbench.workloads.shrink import shrink
+
+LAUNCH_BOUND_NS = 50e3
+WARM_UP_S = {"cpu": 0.05}
+WARM_UP_GPU_S = 0.25
+WARM_UP_LIMIT_S = 2.0
+
+
+class FellBack(Exception):
+    """The path that was asked for is not the one that ran."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a cell is opened."""
+
+    thorough: bool = False
+    measure: bool = True
+    clock: str | None = None
+    seed: int = 0
+
+
+class Session:
+    """One implementation on one workload, alive on a device."""
+
+    slow_clock: bool
+    parts: tuple[str, ...]
+    call_ns: float
+
+    def __init__(
+        self,
+        framework: Framework,
+        environment: Environment,
+        implementation: Implementation,
+        cell: Cell,
+        options: Options,
+    ) -> None:
+        self._framework, self._environment, self._device = framework, environment, environment.device
+        self._implementation, self._cell, self._options = implementation, cell, options
+        self._signs = np.random.default_rng(options.seed)
+
+    def open(self, draws: Draws) -> Ok:
+        """Everything up to the first sample; raises Unsupported, Wrong, FellBack, or what the implementation raises."""
+        self._draws = draws
+        draws.restore()
+        self.programs, call_lse = self._build(self._cell.workload, draws)
+        first_call_ns = self._time_first_call()
+        subject = self._subject(self._cell.workload, self.programs, draws, call_lse)
+        self.findings = examine(subject, self._options.thorough)
+        verified_at = self._verify_gradients_smaller(self.findings.verified_at)
+        kernels, kernels_reason = self._framework.kernels(self.programs.main, self._inputs[0], self._device)
+        self._prove_path(kernels)
+        record = Ok(
+            implementation=self._cell.implementation,
+            workload=self._cell.workload,
+            config=self._cell.config,
+            environment=self._environment,
+            errors=self.findings.errors,
+            verified_at=verified_at,
+            deterministic=self.findings.deterministic,
+            memory=self._weigh(),
+            cost=cost_of(self._cell.workload, None, None),
+            compile_ns=self.programs.compile_ns,
+            first_call_ns=first_call_ns,
+            kernels=None if kernels is None else tuple(kernels),
+            kernels_reason=kernels_reason,
+            approximate=self._implementation.approximate,
+            notes=self._notes(),
+        )
+        if self.timed:
+            self._warm_up()
+        return record
+
+    @property
+    def timed(self) -> bool:
+        """Whether this cell may be timed."""
+        return self._options.measure and not self._implementation.verify_only
+
+    def sample(self, part: str, count: int, calls: int) -> list[float]:
+        """Samples of one part, then a check that the last call really computed its answer."""
+        program = self.programs.main if part == "main" else self.programs.parts[part]
+        signs = self._flip_values()
+        taken = self._clock.sample(program, self._inputs, count, calls)
+        if part == "main":
+            self._check_last(taken.last, taken.last_input, signs)
+        return taken.ns
+
+    def sample_other(self, clock: str, count: int) -> list[float]:
+        """Samples of the main program by another clock, to lay beside the published one."""
+        return self._framework.clock(clock, self._device).sample(self.programs.main, self._inputs, count).ns
+
+    def trace(self, folder: Path) -> Path:
+        """Hand one call to the framework's profiler."""
+        folder.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^\w.-]+", "_", self._cell.id)
+        return self._framework.trace(self.programs.main, self._inputs[0], folder / f"{name}.json", self._device)
+
+    @property
+    def clock_name(self) -> str:
+        """Clock of the published samples."""
+        return self._clock.name
+
+    @property
+    def other_clocks(self) -> tuple[str, ...]:
+        """Clocks worth laying beside it."""
+        names = self._framework.clocks(self._device)
+        return tuple(name for name in names if name not in (self._clock.name, "graph"))
+
+    @property
+    def _inputs(self) -> list[Inputs]:
+        return self._draws.inputs(self._implementation.layout)
+
+    def _build(self, workload: Workload, draws: Draws):  # noqa: ANN202
+        call = self._implementation.build(workload, self._cell.config)
+        programs = self._framework.programs(call, workload.pass_, draws.inputs(self._implementation.layout)[0])
+        lse = None if workload.pass_ == "backward" else self._implementation.build_lse(workload, self._cell.config)
+        return programs, lse
+
+    def _subject(self, workload: Workload, programs: Programs, draws: Draws, lse) -> Subject:  # noqa: ANN001
+        declared = self._implementation.declared_error if self._implementation.approximate else None
+        return Subject(
+            self._framework, self._device, workload, self._implementation.layout, programs, draws, lse, declared
+        )
+
+    def _time_first_call(self) -> int:
+        prepared = self.programs.main.prepare(self._inputs[0])
+        self._framework.wait(prepared)
+        start = time.perf_counter_ns()
+        output = self.programs.main.run(prepared)
+        self._framework.wait(output)
+        return time.perf_counter_ns() - start
+
+    def _verify_gradients_smaller(self, verified_at: VerifiedAt) -> VerifiedAt:
+        """Where no head's gradients fit the reference's budget, prove them on the same problem made small."""
+        workload = self._cell.workload
+        if not workload.needs_gradients or self._draws.gradient_heads:
+            return verified_at
+        small = shrink(workload)
+        draws = Draws(self._framework, self._device, small, self._options.seed + 1000)
+        programs, lse = self._build(small, draws)
+        found = examine(self._subject(small, programs, draws, lse), self._options.thorough)
+        self.findings = replace(self.findings, errors=msgspec.structs.replace(
+            self.findings.errors, backward=found.errors.backward, backward_allowed=found.errors.backward_allowed
+        ))  # fmt: skip
+        share = found.verified_at.backward_share
+        return msgspec.structs.replace(verified_at, backward_shape=found.verified_at.shape, backward_share=share)
+
+    def _prove_path(self, kernels: list[str] | None) -> None:
+        if kernels is None:
+            return
+        seen = "; ".join(kernels[:8])
+        for pattern in self._implementation.forbids:
+            if hit := next((name for name in kernels if re.search(pattern, name)), None):
+                raise FellBack(f"fell back: {hit} ran, which is not {self._implementation.name}")
+        wanted = self._implementation.expects
+        if wanted and not any(re.search(pattern, name) for pattern in wanted for name in kernels):
+            raise FellBack(f"fell back: nothing like {' or '.join(wanted)} ran, but {seen}")
+
+    def _weigh(self) -> Memory:
+        need = demand(self._cell.workload)
+        stored = need.scores_bytes if self._implementation.materialises_scores else 0
+        peak = self._framework.peak(self.programs.main, self._inputs[0], self._device, self.programs.temp_bytes)
+        return Memory(
+            peak_bytes=peak.bytes,
+            reason=peak.reason,
+            theory_bytes=need.output_bytes + stored,
+            scores_bytes=need.scores_bytes,
+            kv_cache_bytes=need.kv_cache_bytes,
+            reserved_bytes=peak.reserved,
+            fragmentation=peak.fragmentation,
+            method=peak.method,
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        why = self._implementation.verify_only
+        return (f"verified, not timed: {why}",) if why else ()
+
+    def _warm_up(self) -> None:
+        """Until two successive windows agree within 2 %, and for the least time the device needs."""
+        names = self._framework.clocks(self._device)
+        self._clock = self._framework.clock(self._options.clock or names[0], self._device)
+        least = WARM_UP_S.get(self._device, WARM_UP_GPU_S)
+        start, windows = time.perf_counter(), []
+        while True:
+            count = 1 if not windows else max(1, min(20, int(least / 4 * 1e9 / max(windows[-1], 1))))
+            windows.append(float(np.median(self._clock.sample(self.programs.main, self._inputs, count).ns)))
+            spent = time.perf_counter() - start
+            settled = len(windows) > 2 and abs(windows[-1] / windows[-2] - 1) < 0.02
+            if (settled and spent >= least) or spent > WARM_UP_LIMIT_S:
+                break
+        self.call_ns = windows[-1]
+        if self._clock.name == "events" and self.call_ns < LAUNCH_BOUND_NS and "kernel" in names:
+            self._clock = self._framework.clock("kernel", self._device)
+        self.slow_clock = self._clock.name in ("kernel", "graph")
+        self.parts = ("main", *self.programs.parts)
+
+    @cached_property
+    def _sign_shape(self) -> tuple[int, ...]:
+        w = self._cell.workload
+        return (w.batch, 1, w.kv_heads, 1) if self._implementation.layout == "bshd" else (w.batch, w.kv_heads, 1, 1)
+
+    def _flip_values(self) -> np.ndarray:
+        """Give V new random signs per batch row and head: fresh data in the same buffers, its answer known exactly."""
+        signs = self._signs.choice(np.array([-1.0, 1.0], np.float32), self._sign_shape)
+        return self._draws.flip_values(self._implementation.layout, signs)
+
+    def _check_last(self, output: tuple[Array, ...], which: int, signs: np.ndarray) -> None:
+        """out, dq and dk change sign with V (exactly); dv does not."""
+        repeat = self._cell.workload.group
+        axis = 2 if self._implementation.layout == "bshd" else 1
+        wide = np.repeat(signs, repeat, axis=axis)
+        names = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "train": ("out", "dq", "dk", "dv")}
+        turns = {"out": wide, "dq": wide, "dk": signs, "dv": np.ones_like(signs)}
+        for name, array, good in zip(names[self._cell.workload.pass_], output, self.findings.good[which]):
+            turned = self._framework.flip(array, turns[name])
+            if self._framework.same_bits(turned + 0.0, good + 0.0):
+                continue
+            if self.findings.deterministic or not self._close(turned, good):
+                raise Wrong(f"a timed call returned a wrong {name}: right when checked, wrong when timed")
+
+    def _close(self, a: Array, b: Array) -> bool:
+        """For nondeterministic ones: one random batch row agrees as well as the verified error lets it."""
+        row = int(self._signs.integers(self._cell.workload.batch))
+        x, y = (self._framework.numpy(array[row]).astype(np.float64) for array in (a, b))
+        errors_seen = self.findings.errors
+        allowed = 4 * max(errors_seen.forward_allowed or 0, errors_seen.backward_allowed or 0)
+        return float(np.linalg.norm(x - y)) <= allowed * float(np.linalg.norm(y))
+
+
+def refusal(implementation: Implementation, workload: Workload, environment: Environment) -> str | None:
+    """Why a cell will not run here: not available, or not supported."""
+    return implementation.available(environment) or implementation.supports(workload, environment)

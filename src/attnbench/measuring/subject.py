@@ -1,0 +1,63 @@
+"""What is examined: one built call with its compiled programs, on one device, with its input draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnbench.frameworks import Framework, Inputs, Program, Programs
+from attnbench.measuring.draws import Draws
+from attnbench.spec import Array, Call, Errors, Layout, Workload
+
+
+def run(program: Program, inputs: Inputs) -> tuple[Array, ...]:
+    """One untimed call."""
+    return program.run(program.prepare(inputs))
+
+
+class Wrong(Exception):
+    """The subject computed something else; the message says what."""
+
+    def __init__(self, reason: str, errors: Errors | None = None) -> None:
+        super().__init__(reason)
+        self.errors = errors
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is examined."""
+
+    framework: Framework
+    device: str
+    workload: Workload
+    layout: Layout
+    programs: Programs
+    draws: Draws
+    lse: Call | None = None
+    declared_error: float | None = None
+
+    def head_rows(self, array: Array, batch: int, heads: slice, rows: np.ndarray | None) -> np.ndarray:
+        """[heads, rows, width] of one batch row as float64, whatever the layout."""
+        part = array[batch]
+        part = part[:, heads] if self.layout == "bshd" else part[heads]
+        values = self.framework.numpy(part).astype(np.float64)
+        values = values.transpose(1, 0, 2) if self.layout == "bshd" else values
+        return values if rows is None else values[:, rows]
+
+    def output(self, inputs: Inputs, batch: int) -> np.ndarray:
+        """[tokens, heads, width] of one batch row of the main program's output, as NumPy."""
+        out = run(self.programs.main, inputs)[0]
+        self.framework.wait(out)
+        row = self.framework.numpy(out[batch])
+        return row if self.layout == "bshd" else row.transpose(1, 0, 2)
+
+    @property
+    def token_axis(self) -> int:
+        """Axis of the tokens in this layout."""
+        return 1 if self.layout == "bshd" else 2
+
+    @property
+    def head_axis(self) -> int:
+        """Axis of the heads in this layout."""
+        return 2 if self.layout == "bshd" else 1

@@ -1,0 +1,104 @@
+"""When is a result right: its error against float64 may be a small multiple of the plain implementation's own error.
+
+Three norms, because each misses something: relative Frobenius (the whole), maximum (one element), worst row (a row of
+small values that is simply missing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+FLOOR_ULPS = {"float64": 64, "float32": 16, "float16": 2, "bfloat16": 2}
+FORWARD_FACTOR = 2.0
+BACKWARD_FACTOR = 3.0
+
+
+class Compared(NamedTuple):
+    """One result against the truth, over all compared heads. `fault` is empty when it is right."""
+
+    error: float
+    allowed: float
+    max_abs: float
+    fault: str
+    first_row: int | None = None
+    """Flat index of the first wrong row among all that were compared."""
+
+
+class _Norms(NamedTuple):
+    relative: float
+    max_abs: float
+    worst_row: float
+    rows: np.ndarray
+
+
+def _norms(got: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> _Norms:
+    """Norms over arrays [..., rows, width]; a row that should be 0 is measured against a typical row."""
+    difference = np.concatenate([(g - e).reshape(-1, e.shape[-1]) for g, e in zip(got, exact)])
+    truth = np.concatenate([e.reshape(-1, e.shape[-1]) for e in exact])
+    size = np.linalg.norm(truth, axis=-1)
+    typical = float(np.median(size[size > 0])) if np.any(size > 0) else 1.0
+    rows = np.linalg.norm(difference, axis=-1) / np.maximum(size, 0.01 * typical)
+    total = float(np.linalg.norm(truth))
+    relative = float(np.linalg.norm(difference)) / (total if total > 0 else 1.0)
+    return _Norms(relative, float(np.abs(difference).max()), float(rows.max()), rows)
+
+
+def compare(
+    what: str,
+    got: Sequence[np.ndarray],
+    exact: Sequence[np.ndarray],
+    plain: Sequence[np.ndarray],
+    dtype: str,
+    factor: float,
+    declared: float | None = None,
+) -> Compared:
+    """Judge arrays [..., rows, width] of all compared heads; `declared` is the rule for approximate implementations."""
+    bad = np.concatenate([(~np.isfinite(g) & np.isfinite(e)).any(axis=-1).ravel() for g, e in zip(got, exact)])
+    if bad.any():
+        fault = f"{what}: {np.count_nonzero(bad)} rows hold NaN or infinite values"
+        return Compared(float("inf"), 0.0, float("inf"), fault, int(np.argmax(bad)))
+    mine, yardstick = _norms(got, exact), _norms(plain, exact)
+    floor = EPS[dtype] * FLOOR_ULPS[dtype]
+    largest = max(float(np.abs(e).max()) for e in exact)
+    if declared is not None:
+        fault = (
+            ""
+            if mine.relative <= declared
+            else f"{what}: error {mine.relative:.2e} is more than the declared {declared:.2e}"
+        )
+        return Compared(mine.relative, declared, mine.max_abs, fault)
+    allowed = factor * yardstick.relative + floor
+    limits = {
+        "relative": (mine.relative, allowed),
+        "largest": (mine.max_abs, factor * yardstick.max_abs + floor * largest),
+        "worst row's": (mine.worst_row, factor * yardstick.worst_row + 4 * floor),
+    }
+    row_limit = limits["worst row's"][1]
+    for name, (have, limit) in limits.items():
+        if not have <= limit:
+            first = (
+                int(np.argmax(mine.rows > row_limit)) if np.any(mine.rows > row_limit) else int(np.argmax(mine.rows))
+            )
+            fault = f"{what}: {have / limit:.1f} x the {name} error allowed ({have:.2e} against {limit:.2e})"
+            return Compared(mine.relative, allowed, mine.max_abs, fault, first)
+    return Compared(mine.relative, allowed, mine.max_abs, "")
+
+
+def compare_lse(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> Compared:
+    """Judge LSE [g, rows] absolutely: -inf must stand exactly where no key is seen."""
+    mine, truth, yardstick = (np.concatenate([x.ravel() for x in arrays]) for arrays in (got, exact, plain))
+    seen = np.isfinite(truth)
+    if not np.array_equal(seen, np.isfinite(mine)) or not np.all(mine[~seen] == -np.inf):
+        return Compared(float("inf"), 0.0, float("inf"), "lse: not -inf exactly on the rows that see no key")
+    if not seen.any():
+        return Compared(0.0, 0.0, 0.0, "")
+    mine, truth, yardstick = mine[seen], truth[seen], yardstick[seen]
+    error = float(np.abs(mine - truth).max())
+    floor = 1e-5 * (1 + float(np.abs(truth).max()))
+    allowed = FORWARD_FACTOR * float(np.abs(yardstick - truth).max()) + floor
+    fault = "" if error <= allowed else f"lse: off by {error:.2e}, {allowed:.2e} allowed"
+    return Compared(error, allowed, error, fault)

@@ -1,0 +1,213 @@
+"""Is it right? Everything a call must pass before it may be timed.
+
+A subject is one built call with its compiled programs; `examine` returns what it saw, or raises Wrong with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attnbench.frameworks import Inputs
+from attnbench.measuring import properties
+from attnbench.measuring.subject import Subject, Wrong, run
+from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, compare, compare_lse
+from attnbench.spec import Array, Errors, VerifiedAt, Workload
+
+SETTLE_S = 0.004
+"""How long an output is watched for changes after its call has returned."""
+STABILITY_SCALES = (0.1, 1.0, 10.0, 100.0)
+OUTLIER = 1e4
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a right subject showed. `good` are its outputs on each input set, for checks between timings."""
+
+    errors: Errors
+    verified_at: VerifiedAt
+    deterministic: bool
+    good: list[tuple[Array, ...]]
+
+
+def examine(subject: Subject, thorough: bool) -> Findings:
+    """All checks in order of cost; raises Wrong at the first that fails."""
+    good = [_honest_call(subject, inputs) for inputs in subject.draws.inputs(subject.layout)]
+    outputs = [_named(subject.workload, arrays) for arrays in good]
+    forward = _check_forward(subject, outputs) if "out" in outputs[0] else None
+    backward = _check_backward(subject, outputs) if subject.workload.needs_gradients else None
+    lse = _check_lse(subject)
+    deterministic = _repeats(subject, good[0])
+    scales = STABILITY_SCALES if thorough else STABILITY_SCALES[-1:]
+    _check_stability(subject, scales)
+    held = properties.check(subject, thorough)
+    main = forward or backward
+    errors = Errors(
+        forward=forward and forward.error,
+        backward=backward and backward.error,
+        lse=lse and lse.error,
+        forward_allowed=forward and forward.allowed,
+        backward_allowed=backward and backward.allowed,
+        max_abs=main and main.max_abs,
+        stability="scales " + ", ".join(f"{scale:g}" for scale in scales) + ", outlier",
+        properties=held,
+        hidden_nan=properties.hidden_nan(subject),
+    )
+    return Findings(errors, _verified_at(subject), deterministic, good)
+
+
+def _honest_call(subject: Subject, inputs: Inputs) -> tuple[Array, ...]:
+    """One call that must return the right kind of arrays, finished, with its inputs untouched."""
+    fw, w = subject.framework, subject.workload
+    before = fw.snapshot(tuple(inputs))
+    output = run(subject.programs.main, inputs)
+    for array in output:
+        if not fw.owns(array):
+            raise Wrong(f"returned {type(array).__module__}.{type(array).__name__}, not a plain {fw.name} array")
+    at_once = fw.snapshot(output)
+    fw.wait(output)
+    time.sleep(SETTLE_S)
+    names = tuple(_named(w, output))
+    for name, early, late, shape in zip(names, at_once, output, _shapes(subject, names)):
+        if tuple(late.shape) != shape:
+            raise Wrong(f"{name} has shape {tuple(late.shape)}, {shape} was asked for")
+        if not fw.same_bits(early, late):
+            raise Wrong(f"returned before its work was done: {name} changed after the call")
+        kind = str(late.dtype).rpartition(".")[2]
+        if kind != w.dtype:
+            raise Wrong(f"{name} is {kind}, the inputs are {w.dtype}")
+    if not all(fw.same_bits(old, new) for old, new in zip(before, inputs)):
+        raise Wrong("changed its inputs")
+    return at_once
+
+
+def _named(workload: Workload, arrays: tuple[Array, ...]) -> dict[str, Array]:
+    names = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "train": ("out", "dq", "dk", "dv")}[workload.pass_]
+    if len(arrays) != len(names):
+        raise Wrong(f"returned {len(arrays)} arrays, {len(names)} were asked for ({', '.join(names)})")
+    return dict(zip(names, arrays))
+
+
+def _shapes(subject: Subject, names: tuple[str, ...]) -> list[tuple[int, ...]]:
+    w = subject.workload
+    q, kv = (w.q_len, w.heads), (w.kv_len, w.kv_heads)
+    sizes = {"out": (*q, w.value_dim), "dq": (*q, w.head_dim), "dk": (*kv, w.head_dim), "dv": (*kv, w.value_dim)}
+    swap = subject.layout == "bhsd"
+    ordered = {name: (h, t, d) if swap else (t, h, d) for name, (t, h, d) in sizes.items()}
+    return [(w.batch, *ordered[name]) for name in names]
+
+
+def _groups(subject: Subject, at: tuple[int, int]) -> tuple[slice, slice]:
+    group = subject.workload.group
+    return slice(at[1] * group, (at[1] + 1) * group), slice(at[1], at[1] + 1)
+
+
+def _check_forward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared:
+    sample, worst = subject.draws.sample, None
+    for which, named in enumerate(outputs):
+        truths = subject.draws.truths(which, gradients=False)
+        got = [subject.head_rows(named["out"], at[0], _groups(subject, at)[0], sample.rows) for at in sample.heads]
+        result = compare(
+            "output", got, [t.out for t in truths], [t.plain_out for t in truths],
+            subject.workload.dtype, FORWARD_FACTOR, subject.declared_error,
+        )  # fmt: skip
+        _require(result, which, _places(subject, sample.heads, sample.rows, grouped=True))
+        worst = result if worst is None or result.error > worst.error else worst
+    assert worst is not None
+    return worst
+
+
+def _check_backward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared | None:
+    """dq, dk and dv of whole heads at this shape; None when not one fits the budget (a smaller shape is used then)."""
+    heads, worst = subject.draws.gradient_heads, None
+    for which, named in enumerate(outputs):
+        truths = subject.draws.truths(which, gradients=True) if heads else []
+        for n, name in enumerate(("dq", "dk", "dv")):
+            if not heads:
+                continue
+            got = [subject.head_rows(named[name], at[0], _groups(subject, at)[min(n, 1)], None) for at in heads]
+            exact = [_grads(t.grads, n) for t in truths]
+            plain = [_grads(t.plain_grads, n) for t in truths]
+            what = f"gradient of {name[1].upper()}"
+            result = compare(what, got, exact, plain, subject.workload.dtype, BACKWARD_FACTOR, subject.declared_error)
+            rows = np.arange(exact[0].shape[1])
+            _require(result, which, _places(subject, heads, rows, grouped=n == 0))
+            worst = result if worst is None or result.error > worst.error else worst
+    return worst
+
+
+def _grads(grads: tuple[np.ndarray, ...] | None, n: int) -> np.ndarray:
+    assert grads is not None
+    return grads[n] if n == 0 else grads[n][None]
+
+
+def _places(
+    subject: Subject, heads: tuple[tuple[int, int], ...], rows: np.ndarray, grouped: bool
+) -> Callable[[int], str]:
+    """Turns a flat index over (compared head, query head of its group, row) into words."""
+    group = subject.workload.group if grouped else 1
+
+    def place(flat: int) -> str:
+        which, rest = divmod(flat, group * len(rows))
+        member, row = divmod(rest, len(rows))
+        batch, index = heads[which]
+        return f"batch {batch}, {'head' if grouped else 'key/value head'} {index * group + member}, row {rows[row]}"
+
+    return place
+
+
+def _require(result: Compared, which: int, place: Callable[[int], str] | None) -> None:
+    if not result.fault:
+        return
+    where = f", first at {place(result.first_row)}" if place is not None and result.first_row is not None else ""
+    stale = " (on the second input set only: a stored result?)" if which else ""
+    errors = Errors(forward=result.error, forward_allowed=result.allowed, max_abs=result.max_abs)
+    raise Wrong(result.fault + where + stale, errors)
+
+
+def _check_lse(subject: Subject) -> Compared | None:
+    if subject.lse is None:
+        return None
+    call, sample = subject.lse, subject.draws.sample
+    inputs = subject.draws.inputs(subject.layout)[0]
+    programs = subject.framework.programs(lambda q, k, v: call(q, k, v)[1], "forward", inputs)
+    lse = subject.framework.numpy(run(programs.main, inputs)[0])
+    w = subject.workload
+    if lse.shape != (w.batch, w.heads, w.q_len):
+        raise Wrong(f"lse has shape {lse.shape}, {(w.batch, w.heads, w.q_len)} was asked for")
+    truths = subject.draws.truths(0, gradients=False)
+    got = [lse[at[0], _groups(subject, at)[0]][:, sample.rows].astype(np.float64) for at in sample.heads]
+    result = compare_lse(got, [t.lse for t in truths], [t.plain_lse for t in truths])
+    _require(result, 0, None)
+    return result
+
+
+def _repeats(subject: Subject, first: tuple[Array, ...]) -> bool:
+    again = run(subject.programs.main, subject.draws.inputs(subject.layout)[0])
+    subject.framework.wait(again)
+    return all(subject.framework.same_bits(a, b) for a, b in zip(first, again))
+
+
+def _check_stability(subject: Subject, scales: tuple[float, ...]) -> None:
+    """Finite inputs have a finite answer, however large they are."""
+    draws, fw = subject.draws, subject.framework
+    trials = {f"inputs scaled by {scale:g}": draws.scaled(subject.layout, scale) for scale in scales}
+    first = draws.inputs(subject.layout)[0]
+    q, k = (fw.put(x, (0, 0, 0, 0), OUTLIER) for x in (first.q, first.k))
+    trials[f"one input of {OUTLIER:g}"] = first._replace(q=q, k=k)
+    for case, inputs in trials.items():
+        if not all(fw.is_finite(array) for array in run(subject.programs.main, inputs)):
+            raise Wrong(f"unstable: NaN or Inf with {case}, where the reference is finite")
+
+
+def _verified_at(subject: Subject) -> VerifiedAt:
+    w, draws = subject.workload, subject.draws
+    shape = {name: value for name, value in w.axes.items() if isinstance(value, int)}
+    if not w.needs_gradients:
+        return VerifiedAt(shape=shape, share=draws.sample.share)
+    share = len(draws.gradient_heads) / (w.batch * w.kv_heads)
+    return VerifiedAt(shape=shape, share=draws.sample.share, backward_shape=shape, backward_share=share)

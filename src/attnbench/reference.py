@@ -1,0 +1,181 @@
+"""Attention written out: the executable form of what every implementation must compute.
+
+One key/value head at a time, in blocks of query rows, over any array namespace (NumPy, torch, jax.numpy): in float64 it
+is the reference, with 16- or 32-bit inputs it is the plain implementation whose rounding error is the yardstick.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+from jaxtyping import Float
+
+from attnbench.spec import Array, Workload
+from attnbench.workloads.masks import Namespace
+
+BLOCK_PAIRS = 1 << 22
+"""Logits held at once."""
+
+
+class Gradients(NamedTuple):
+    """dq [g, t, d], dk [s, d], dv [s, dv] of one key/value head."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+class Head(NamedTuple):
+    """One batch row and one key/value head with the query heads that share it: q [g, t, d], k [s, d], v [s, dv]."""
+
+    q: Array
+    k: Array
+    v: Array
+    batch: int
+    kv_head: int
+
+
+def head_of(q: Array, k: Array, v: Array, batch: int, index: int) -> Head:
+    """Cut one head out of bshd arrays."""
+    group = q.shape[2] // k.shape[2]
+    heads = q[batch, :, index * group : (index + 1) * group, :]
+    xp = array_api_compat.array_namespace(q)
+    return Head(xp.permute_dims(heads, (1, 0, 2)), k[batch, :, index, :], v[batch, :, index, :], batch, index)
+
+
+def visible_bias(workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace) -> tuple[Array, Array | None]:
+    """Visibility [g or 1, rows, s] and log-weights (or None) of one head's rows."""
+    mask, shape = workload.visible_mask, workload.mask_shape
+    group = workload.group
+    heads = np.arange(head.kv_head * group, (head.kv_head + 1) * group) if mask.per_head else np.zeros(1, np.int64)
+    index = (
+        namespace.asarray(np.full((1, 1, 1), head.batch)),
+        namespace.asarray(heads.reshape(-1, 1, 1)),
+        namespace.asarray(np.asarray(rows).reshape(1, -1, 1)),
+        namespace.asarray(np.arange(workload.kv_len).reshape(1, 1, -1)),
+    )
+    weight = mask.log_weight(shape, namespace)
+    return mask.predicate(shape, namespace)(*index), None if weight is None else weight(*index)
+
+
+class _Probabilities(NamedTuple):
+    normal: Array
+    lse: Array
+    slope: Array | None
+    """Derivative of the soft cap, or None."""
+
+
+def _probabilities(
+    workload: Workload, q: Array, k: Array, visible: Array, weight: Array | None, wide: Any
+) -> _Probabilities:
+    xp = array_api_compat.array_namespace(q)
+    logits = xp.astype(xp.matmul(q, xp.matrix_transpose(k)), wide) * workload.softmax_scale
+    slope = None
+    if workload.softcap is not None:
+        squashed = xp.tanh(logits / workload.softcap)
+        logits, slope = workload.softcap * squashed, 1 - squashed * squashed
+    if weight is not None:
+        logits = logits + xp.astype(weight, wide)
+    hidden = xp.zeros_like(logits) - float("inf")
+    logits = xp.where(visible, logits, hidden)
+    top = xp.max(logits, axis=-1, keepdims=True)
+    top = xp.where(top == -float("inf"), xp.zeros_like(top), top)
+    weights = xp.exp(logits - top)
+    total = xp.sum(weights, axis=-1, keepdims=True)
+    empty = total == 0
+    normal = weights / xp.where(empty, xp.ones_like(total), total)
+    lse = xp.where(
+        empty, xp.zeros_like(total) - float("inf"), top + xp.log(xp.where(empty, xp.ones_like(total), total))
+    )
+    return _Probabilities(normal, lse[..., 0], slope)
+
+
+def _contained(xp: Any, probabilities: Array, v: Array) -> Array:
+    """P @ V in which a non-finite value reaches only the rows that see it (0 x NaN is 0 here)."""
+    finite = xp.isfinite(v)
+    if bool(xp.all(finite)):
+        return xp.matmul(probabilities, v)
+    clean = xp.matmul(probabilities, xp.where(finite, v, xp.zeros_like(v)))
+    touched = xp.matmul(xp.astype(probabilities > 0, v.dtype), xp.astype(~finite, v.dtype)) > 0
+    return xp.where(touched, xp.zeros_like(clean) + float("nan"), clean)
+
+
+def forward_rows(
+    workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace, wide: Any, *, contain: bool = False
+) -> tuple[Array, Array]:
+    """Output [g, rows, dv] and LSE [g, rows] of some query rows of one head; softmax in `wide`, products as given."""
+    xp = array_api_compat.array_namespace(head.q)
+    visible, weight = visible_bias(workload, head, rows, namespace)
+    taken = xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=1)
+    p = _probabilities(workload, taken, head.k, visible, weight, wide)
+    narrow = xp.astype(p.normal, head.v.dtype)
+    out = _contained(xp, narrow, head.v) if contain else xp.matmul(narrow, head.v)
+    return out, p.lse
+
+
+def backward_rows(
+    workload: Workload, head: Head, dout: Array, rows: np.ndarray, namespace: Namespace, wide: Any
+) -> Gradients:
+    """What some query rows of one head contribute: dq of those rows, dk and dv summed over them and the group."""
+    xp = array_api_compat.array_namespace(head.q)
+    index = namespace.asarray(np.asarray(rows))
+    q, dout = xp.take(head.q, index, axis=1), xp.take(dout, index, axis=1)
+    visible, weight = visible_bias(workload, head, rows, namespace)
+    p = _probabilities(workload, q, head.k, visible, weight, wide)
+    narrow = xp.astype(p.normal, head.v.dtype)
+    out = xp.matmul(narrow, head.v)
+    shared = xp.sum(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1, keepdims=True)
+    dlogits = p.normal * (xp.astype(xp.matmul(dout, xp.matrix_transpose(head.v)), wide) - shared)
+    if p.slope is not None:
+        dlogits = dlogits * p.slope
+    dlogits = xp.astype(dlogits * workload.softmax_scale, head.q.dtype)
+    flat = (-1, workload.kv_len)
+    dk = xp.matmul(xp.matrix_transpose(xp.reshape(dlogits, flat)), xp.reshape(q, (-1, q.shape[-1])))
+    dv = xp.matmul(xp.matrix_transpose(xp.reshape(narrow, flat)), xp.reshape(dout, (-1, dout.shape[-1])))
+    return Gradients(xp.matmul(dlogits, head.k), dk, dv)
+
+
+def row_blocks(workload: Workload, rows: np.ndarray) -> list[np.ndarray]:
+    """Rows cut so that one block's logits stay small."""
+    size = max(1, BLOCK_PAIRS // (workload.group * workload.kv_len))
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def attention(
+    workload: Workload,
+    q: Float[np.ndarray, "b t h d"],
+    k: Float[np.ndarray, "b s g d"],
+    v: Float[np.ndarray, "b s g e"],
+) -> tuple[Float[np.ndarray, "b t h e"], Float[np.ndarray, "b h t"]]:
+    """The whole output and LSE in NumPy, in the precision of the inputs; never holds T x S."""
+    out = np.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
+    lse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
+    for batch in range(q.shape[0]):
+        for index in range(k.shape[2]):
+            head = head_of(q, k, v, batch, index)
+            heads = slice(index * workload.group, (index + 1) * workload.group)
+            for rows in row_blocks(workload, np.arange(q.shape[1])):
+                part, part_lse = forward_rows(workload, head, rows, np, q.dtype, contain=True)
+                out[batch, rows[0] : rows[-1] + 1, heads] = part.transpose(1, 0, 2)
+                lse[batch, heads, rows[0] : rows[-1] + 1] = part_lse
+    return out, lse
+
+
+def attention_gradients(
+    workload: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dq, dk, dv in NumPy, bshd, in the precision of the inputs."""
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for batch in range(q.shape[0]):
+        for index in range(k.shape[2]):
+            head = head_of(q, k, v, batch, index)
+            heads = slice(index * workload.group, (index + 1) * workload.group)
+            own = dout[batch, :, heads].transpose(1, 0, 2)
+            for rows in row_blocks(workload, np.arange(q.shape[1])):
+                part = backward_rows(workload, head, own, rows, np, q.dtype)
+                dq[batch, rows[0] : rows[-1] + 1, heads] = part.dq.transpose(1, 0, 2)
+                dk[batch, :, index] += part.dk
+                dv[batch, :, index] += part.dv
+    return dq, dk, dv

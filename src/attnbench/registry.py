@@ -1,0 +1,121 @@
+"""Names -> implementations. All arrive alike, through the entry-point group `attnbench.implementations`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from attnbench.errors import UnknownName, UsageError
+from attnbench.spec import Call, Config, Environment, Implementation, Workload
+
+GROUP = "attnbench.implementations"
+_registered: dict[str, Implementation] = {}
+
+
+@cache
+def _entry_points() -> dict[str, Any]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def register(implementation: Implementation) -> Implementation:
+    """Add one by hand, for this process; returns it, so that it can decorate an instance's creation."""
+    if not isinstance(implementation, Implementation):
+        raise UsageError(f"register takes an attnbench Implementation, not {type(implementation).__name__}.")
+    _registered[implementation.name] = implementation
+    return implementation
+
+
+def names() -> list[str]:
+    """All known names, sorted; nothing is imported."""
+    return sorted({*_entry_points(), *_registered})
+
+
+def get(name: str) -> Implementation:
+    """The implementation of that name."""
+    if name in _registered:
+        return _registered[name]
+    point = _entry_points().get(name)
+    if point is None:
+        raise UnknownName("implementation", name, names(), "attnbench list implementations")
+    try:
+        implementation = point.load()
+    except Exception as error:
+        raise UsageError(f'implementation "{name}" ({point.value}) could not be loaded: {error}') from error
+    if not isinstance(implementation, Implementation) or implementation.name != name:
+        raise UsageError(f'entry point "{name}" ({point.value}) is no Implementation of that name.')
+    return implementation
+
+
+def origin(name: str) -> str:
+    """Distribution an implementation comes from, for `doctor`."""
+    point = _entry_points().get(name)
+    return point.dist.name if point is not None and point.dist is not None else "this process"
+
+
+class Function(Implementation):
+    """A bare function of (q, k, v) in layout bshd: what it computes is judged by the workload's mask and scale."""
+
+    layout = "bshd"
+
+    def __init__(self, function: Callable[..., Any], framework: str, name: str | None = None) -> None:
+        self.function = function
+        self.framework = framework
+        self.name = name or getattr(function, "__name__", type(function).__name__)
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """A bare function claims everything; verification decides."""
+        return None
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        """The function itself."""
+        return self.function
+
+
+def resolve(what: str | Callable[..., Any] | Implementation, framework: str = "torch") -> Implementation:
+    """A name, `file.py:function`, `package.module:function`, a function or an Implementation -> Implementation."""
+    if isinstance(what, Implementation):
+        return what
+    if isinstance(what, str):
+        if ":" not in what:
+            return get(what)
+        found = load_reference(what)
+        return found if isinstance(found, Implementation) else Function(found, framework)
+    if callable(what):
+        return Function(what, framework)
+    raise UsageError(f"an implementation is a name, a function or an Implementation, not {type(what).__name__}.")
+
+
+def load_reference(reference: str) -> Any:
+    """What `file.py:name` or `package.module:name` stands for."""
+    where, _, attribute = reference.rpartition(":")
+    try:
+        module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f'"{reference}" could not be imported: {type(error).__name__}: {error}') from error
+    if not hasattr(module, attribute):
+        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UnknownName(f"function in {where}", attribute, public, f"grep 'def ' {where}")
+    found = getattr(module, attribute)
+    if not callable(found) and not isinstance(found, Implementation):
+        raise UsageError(f'"{reference}" is a {type(found).__name__}, not a function of (q, k, v).')
+    return found
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,180 @@
+"""What is running and how long it will take, on stderr: two bars in a terminal, a line per workload elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from attnbench.analyse.ranking import ANCHOR
+from attnbench.run.launch import Listener
+from attnbench.run.plan import Planned
+from attnbench.spec import Cell, Environment, Ok, Record
+
+
+class Tally:
+    """Cells asked for, checked and finished; the bars and the plain lines both count from it."""
+
+    def __init__(self) -> None:
+        self.runnable: dict[str, Cell] = {}
+        self.skipped = 0
+        self.checked: set[str] = set()
+        self.good: set[str] = set()
+        self.finished: dict[str, bool] = {}
+
+    def plan(self, cells: Sequence[Planned]) -> None:
+        """Add cells; those with a reason will not run."""
+        self.runnable |= {one.cell.id: one.cell for one in cells if one.reason is None}
+        self.skipped += sum(one.reason is not None for one in cells)
+
+    def check(self, cell: Cell, ok: bool) -> None:
+        """A cell was verified."""
+        self.checked.add(cell.id)
+        if ok:
+            self.good.add(cell.id)
+
+    def finish(self, record: Record) -> None:
+        """A cell that was to run has its record. One that crashed was never reported as verified, but is over too."""
+        if record.cell.id not in self.runnable:
+            return
+        self.finished[record.cell.id] = isinstance(record, Ok)
+        self.check(record.cell, isinstance(record, Ok))
+
+    @property
+    def to_measure(self) -> int:
+        """Cells that are, or may still be, worth timing."""
+        return len(self.runnable) - sum(not ok for ok in self.finished.values())
+
+    def workload_is_over(self, workload_id: str) -> bool:
+        """Whether all its cells have a record."""
+        return all(i in self.finished for i, cell in self.runnable.items() if cell.workload.id == workload_id)
+
+
+class Silent(Listener):
+    """`--quiet`: warnings only."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.environments: dict[str, Environment] = {}
+
+    def environment(self, framework: str, environment: Environment) -> None:
+        self.environments[framework] = environment
+
+    def warning(self, text: str) -> None:
+        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", highlight=False)
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class Lines(Silent):
+    """No terminal: one line when a workload is over."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.tally = Tally()
+        self._told: set[str] = set()
+
+    def planned(self, cells: Sequence[Planned]) -> None:
+        self.tally.plan(cells)
+        self.console.print(escape(headline(self.environments, cells)), highlight=False)
+
+    def finished(self, record: Record) -> None:
+        if record.implementation.startswith(ANCHOR):
+            return
+        self.tally.finish(record)
+        workload = record.workload.id
+        if workload in self._told or not self.tally.workload_is_over(workload):
+            return
+        self._told.add(workload)
+        done = len(self.tally.finished)
+        self.console.print(f"{done}/{len(self.tally.runnable)} cells · {escape(workload)}", highlight=False)
+
+
+class Bars(Silent):
+    """A terminal: bars for verify and measure, the current cell, the time left."""
+
+    def __init__(self, console: Console, measure: bool = True) -> None:
+        super().__init__(console)
+        self.tally = Tally()
+        columns = (
+            TextColumn("  {task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._progress = Progress(*columns, console=console, transient=False)
+        names = ("verify", "measure") if measure else ("verify",)
+        self._bars: dict[str, TaskID] = {name: self._progress.add_task(name, total=None, told="") for name in names}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def planned(self, cells: Sequence[Planned]) -> None:
+        self.tally.plan(cells)
+        self._progress.start()
+        self._progress.console.print(escape(headline(self.environments, cells)), highlight=False)
+        self._draw()
+
+    def stage(self, cell: Cell, stage: str) -> None:
+        bar = self._bars.get(stage, self._bars["verify"])
+        self._draw()
+        self._progress.update(bar, told=escape(f"{cell.implementation} · {cell.workload.id}"))
+
+    def verified(self, cell: Cell, ok: bool) -> None:
+        self.tally.check(cell, ok)
+        self._draw()
+
+    def finished(self, record: Record) -> None:
+        if not record.implementation.startswith(ANCHOR):
+            self.tally.finish(record)
+            self._draw()
+
+    def _draw(self) -> None:
+        tally = self.tally
+        bad = len(tally.checked) - len(tally.good)
+        told = f"[green]✓ {len(tally.good)}[/green]" + (f" [red]✗ {bad}[/red]" if bad else "")
+        self._progress.update(self._bars["verify"], total=len(tally.runnable), completed=len(tally.checked), told=told)
+        if "measure" in self._bars:
+            done = sum(tally.finished.values())
+            self._progress.update(self._bars["measure"], total=max(tally.to_measure, 1), completed=done, told="")
+
+
+def make_listener(console: Console, quiet: bool, measure: bool = True) -> Silent:
+    """Bars in a terminal, lines elsewhere, nothing but warnings when quiet."""
+    if quiet:
+        return Silent(console)
+    return Bars(console, measure) if console.is_terminal else Lines(console)
+
+
+def headline(environments: dict[str, Environment], cells: Sequence[Planned]) -> str:
+    """Where this runs and how much it is, in one line."""
+    devices = list(dict.fromkeys(e.device_name for e in environments.values()))
+    frameworks = [f"{name} {e.packages.get(name, '')}".strip() for name, e in environments.items()]
+    shadowed = [
+        f"{library.name} {library.version} hides {len(library.shadowed)} other(s)"
+        for e in environments.values()
+        for library in e.libraries
+        if library.shadowed
+    ]
+    running = [one.cell for one in cells if one.reason is None]
+    implementations = len({cell.implementation for cell in running})
+    workloads = len({one.cell.workload.id for one in cells})
+    amount = f"{implementations} implementations x {workloads} workloads"
+    return " · ".join(["attnbench", *devices, *frameworks, *list(dict.fromkeys(shadowed))[:2], amount])

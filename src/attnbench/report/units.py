@@ -1,0 +1,50 @@
+"""Numbers for people. What was not measured prints as an en dash, never as 0."""
+
+from __future__ import annotations
+
+DASH = "–"
+
+
+def duration(ns: float | None) -> str:
+    """Nanoseconds with three significant digits and a unit."""
+    if ns is None:
+        return DASH
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if ns >= size:
+            return f"{significant(ns / size)} {unit}"
+    return f"{significant(ns)} ns"
+
+
+def size(count: int | None) -> str:
+    """Bytes in decimal units."""
+    if count is None:
+        return DASH
+    for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= least:
+            return f"{significant(count / least)} {unit}"
+    return f"{count} B"
+
+
+def significant(value: float | None) -> str:
+    """Three significant digits without an exponent."""
+    if value is None:
+        return DASH
+    magnitude = abs(value)
+    digits = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.1 else 3
+    return f"{value:.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """A share of one."""
+    return DASH if share is None else f"{100 * share:.{1 if share < 0.1 else 0}f} %"
+
+
+def error(value: float | None) -> str:
+    """A relative error."""
+    return DASH if value is None else "inf" if value > 1e300 else f"{value:.1e}"
+
+
+def half_interval(median: float, interval: tuple[float, float]) -> str:
+    """Half the width of an interval in percent of the median."""
+    share = 100 * (interval[1] - interval[0]) / 2 / median if median else 0.0
+    return f"±{share:.{1 if share < 9.95 else 0}f} %"

@@ -1,0 +1,150 @@
+"""The workers of a run, one per group, started when first needed and replaced when they die."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from attnbench import errors, frameworks, registry
+from attnbench.measuring.rates import Ceilings
+from attnbench.run import protocol as p
+from attnbench.run.ceilings import load_ceilings, store_ceilings
+from attnbench.run.plan import Group, Planned, group_of
+from attnbench.run.remote import Local, Remote, WorkerDied
+from attnbench.run.travel import Traveller
+from attnbench.spec import Cell, Environment, Implementation
+
+START_S = 120.0
+CEILINGS_S = 60.0
+
+
+class Crew:
+    """All workers of one run on one device kind per framework."""
+
+    def __init__(
+        self, travellers: Sequence[Traveller], device: str | None, threads: int | None, in_process: bool = False
+    ) -> None:
+        self._travellers, self._device, self._threads = travellers, device, threads
+        self._in_process = in_process
+        self._workers: dict[Group, Remote | Local] = {}
+        self.environments: dict[Group, Environment] = {}
+        self.unusable: dict[str, str] = {}
+        """Framework -> why no worker of it can be had."""
+        self.on_environment: Callable[[str, Environment], None] = lambda framework, environment: None
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in list(self._workers):
+            self.dismiss(group)
+
+    def dismiss(self, group: Group) -> None:
+        """End a worker; the next question to its group starts another."""
+        worker = self._workers.pop(group, None)
+        if worker is not None:
+            worker.kill()
+
+    def group(self, name: str) -> Group:
+        """The worker an implementation runs in."""
+        for traveller in self._travellers:
+            if traveller.name == name:
+                return traveller.framework, traveller.process
+        return group_of(registry.get(name))
+
+    def start(self, groups: Sequence[Group]) -> None:
+        """Start workers side by side (importing a framework takes seconds), then hear what they are."""
+        wanted = [group for group in groups if group not in self._workers and self._usable(group[0])]
+        for group in wanted:
+            self._workers[group] = self._new(group[0])
+        for group in wanted:
+            self._introduce(group)
+
+    def _new(self, framework: str) -> Remote | Local:
+        if self._in_process:
+            return Local(framework, self._device)
+        return Remote(framework, self._device, self._threads)
+
+    def _usable(self, framework: str) -> bool:
+        if framework in self.unusable:
+            return False
+        if not frameworks.installed(framework):
+            self.unusable[framework] = f"{framework} is not installed: pip install 'attnbench[{framework}]'"
+        return framework not in self.unusable
+
+    def _introduce(self, group: Group) -> None:
+        try:
+            answer = self._workers[group].ask(p.Describe([*sys.path, ""]), START_S)
+        except WorkerDied as died:
+            self._workers.pop(group)
+            self.unusable[group[0]] = f"no {group[0]} worker could be started: {died.reason}"
+            return
+        assert isinstance(answer, p.Described)
+        if group not in self.environments:
+            self.environments[group] = answer.environment
+            self.on_environment(group[0], answer.environment)
+        for traveller in self._travellers:
+            if (traveller.framework, traveller.process) == group and not traveller.is_here:
+                enlisted = self._workers[group].ask(traveller.enlist(), START_S)
+                if isinstance(enlisted, p.Refused):
+                    raise errors.UsageError(f"{traveller.label} could not be loaded: {enlisted.reason}")
+
+    def ask(self, group: Group, question: p.Question, timeout_s: float) -> p.Answer:
+        """Ask a group's worker; a dead one is forgotten before WorkerDied is passed on."""
+        self.start([group])
+        if group not in self._workers:
+            raise WorkerDied("failed", self.unusable.get(group[0], "no worker"))
+        try:
+            return self._workers[group].ask(question, timeout_s)
+        except WorkerDied:
+            self._workers.pop(group, None)
+            raise
+
+    def refusals(self, cells: Sequence[Cell]) -> list[Planned]:
+        """Each cell with its reason not to run; the framework's plain worker judges for special processes too."""
+        groups = {cell.implementation: self.group(cell.implementation) for cell in cells}
+        bases = dict.fromkeys(self._judge(cell, groups) for cell in cells)
+        self.start(list(bases))
+        reasons: dict[str, str | None] = {}
+        for base in bases:
+            mine = [cell for cell in cells if self._judge(cell, groups) == base]
+            if base not in self._workers:
+                reasons |= {cell.id: self.unusable.get(base[0], "no worker") for cell in mine}
+                continue
+            answer = self.ask(base, p.Refusals(mine), START_S)
+            assert isinstance(answer, p.Reasons)
+            reasons |= dict(zip((cell.id for cell in mine), answer.reasons))
+        return [Planned(cell, reasons[cell.id]) for cell in cells]
+
+    def _judge(self, cell: Cell, groups: dict[str, Group]) -> Group:
+        known = any(traveller.name == cell.implementation for traveller in self._travellers)
+        framework, process = groups[cell.implementation]
+        return (framework, process) if known else (framework, "")
+
+    def verify_only(self, implementation: Implementation) -> str:
+        """Why an implementation may be checked but not timed here; empty when it may be timed."""
+        answer = self.ask((implementation.framework, ""), p.VerifyOnly(implementation.name), START_S)
+        assert isinstance(answer, p.Reasons)
+        return answer.reasons[0] or ""
+
+    def ceilings(self, dtype: str) -> Ceilings | None:
+        """Best measured ceilings over the frameworks at work, from the store or measured now."""
+        found: list[Ceilings] = []
+        for group, environment in self.environments.items():
+            if group[1] or group not in self._workers:
+                continue
+            known = load_ceilings(environment, dtype)
+            if known is None:
+                answer = self.ask(group, p.MeasureCeilings(dtype), CEILINGS_S)
+                known = answer.ceilings if isinstance(answer, p.Measured) else None
+                if known is not None:
+                    store_ceilings(environment, dtype, known)
+            if known is not None:
+                found.append(known)
+        if not found:
+            return None
+        return Ceilings(
+            max(one.flops_per_s for one in found),
+            max(one.bytes_per_s for one in found),
+            max(one.cache_bytes for one in found),
+        )

@@ -1,0 +1,142 @@
+"""Where a run takes place: the device, the libraries really loaded (and those they hide), clocks, variables, commit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from attnbench.frameworks import Framework
+from attnbench.spec import Environment, Library
+
+LIBRARIES = re.compile(
+    r"/(lib(?:cudnn|cublas|cublasLt|cudart|cupti|nccl|mkl_core|mkl_rt|openblas|scipy_openblas|gomp|iomp5|omp|torch_cpu|"
+    r"torch_cuda|MIOpen|amdhip64|ze_loader|xla_extension|_jax|jax_common)[-_\w.]*\.so[\d.]*)$"
+)
+VARIABLES = re.compile(
+    r"^(ONEDNN_|DNNL_|CUDA_|CUDNN_|NVIDIA_|OMP_|MKL_|OPENBLAS_|KMP_|XLA_|JAX_|TORCH|PYTORCH_|TRITON_|NCCL_|HIP_|ROCR_|MALLOC_|ATTNBENCH_)"
+)
+SEARCHED = (
+    "/usr/lib",
+    "/usr/local/lib",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/local/cuda/lib64",
+)
+
+
+class ImplementationState(Struct, frozen=True, kw_only=True):
+    """Whether an implementation can run on this machine at all."""
+
+    name: str
+    framework: str
+    origin: str
+    approximate: bool
+    reason: str | None
+    timed: bool
+    note: str = ""
+    untested: tuple[str, ...] = ()
+
+
+class Diagnosis(Struct, frozen=True, kw_only=True):
+    """What `attnbench doctor` knows."""
+
+    environments: dict[str, Environment]
+    frameworks: dict[str, str | None]
+    """Name -> None when usable, else why not."""
+    implementations: list[ImplementationState]
+
+
+def describe(framework: Framework, device: str) -> Environment:
+    """The full environment of this process; call it after the framework has been used."""
+    light = framework.environment(device)
+    return msgspec.structs.replace(
+        light,
+        libraries=loaded_libraries(),
+        variables={name: value for name, value in os.environ.items() if VARIABLES.match(name)},
+        clocks=_soft_facts(device),
+        driver=light.driver or _driver(device),
+        harness=version("attnbench"),
+        commit=_commit(),
+    )
+
+
+def loaded_libraries() -> tuple[Library, ...]:
+    """Shared libraries of interest mapped into this process, with other copies that the loader could have found."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ()
+    paths = sorted(
+        {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6 and LIBRARIES.search(line)}
+    )
+    return tuple(_library(path) for path in paths)
+
+
+def _library(path: str) -> Library:
+    name = Path(path).name
+    stem = name.partition(".so")[0]
+    others = {
+        str(other.resolve())
+        for folder in (*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), *SEARCHED)
+        if folder and Path(folder).is_dir()
+        for other in Path(folder).glob(f"{stem}.so*")
+    }
+    real = str(Path(path).resolve())
+    found = re.search(r"\.so\.([\d.]+)$", real)
+    return Library(name, found.group(1) if found else "", real, tuple(sorted(others - {real})))
+
+
+def _soft_facts(device: str) -> dict[str, float]:
+    facts = {"load": os.getloadavg()[0]} if hasattr(os, "getloadavg") else {}
+    if device == "cpu":
+        frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
+        return facts | ({"cpu_mhz": frequency.current} if frequency else {})
+    if device == "cuda":
+        facts |= _nvidia_facts()
+    return facts
+
+
+def _nvidia_facts() -> dict[str, float]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return {
+            "sm_mhz": float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+            "memory_mhz": float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)),
+            "temperature_c": float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+            "power_limit_w": pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000,
+            "throttle_bits": float(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+            "processes": float(len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))),
+        }
+    except pynvml.NVMLError:
+        return {}
+
+
+def _driver(device: str) -> str:
+    if device != "cuda":
+        return ""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return ""
+
+
+def _commit() -> str:
+    """Commit of the tree the command runs in, when it is one."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

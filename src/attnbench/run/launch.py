@@ -1,0 +1,233 @@
+"""Carry out a request: plan, then workload by workload open all cells, interleave them, and hand over the records."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from attnbench import frameworks, registry
+from attnbench.errors import UsageError
+from attnbench.run.crew import Crew
+from attnbench.run.environment import Diagnosis, ImplementationState
+from attnbench.run.plan import Planned, cells_of
+from attnbench.run.travel import Traveller, from_object, from_reference
+from attnbench.run.workload import WorkloadRun
+from attnbench.spec import Cell, Environment, Implementation, Record, Unsupported, Workload
+
+Sink = Callable[[Sequence[Record]], None]
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """What is asked of a run."""
+
+    workloads: tuple[Workload, ...]
+    implementations: tuple[Any, ...]
+    """Names, `file.py:function` or `module:function` references, functions, or Implementations."""
+    framework: str = "torch"
+    """Of bare functions."""
+    device: str | None = None
+    """None: the best of each framework."""
+    measure: bool = True
+    """False: verify only."""
+    budget_s: float = 1.0
+    """Sampling time per cell."""
+    trials: int | None = None
+    """A fixed number of samples instead of the stop rule."""
+    precision: float = 0.01
+    """Stop when the 95 % interval of the median is within this share of it."""
+    timeout_s: float = 300.0
+    """For each stage of a cell."""
+    threads: int | None = None
+    seed: int | None = None
+    clock: str | None = None
+    trace: Path | None = None
+    thorough: bool = False
+    in_process: bool = False
+    """Without isolation, for functions that cannot travel."""
+
+
+class Listener:
+    """Told of progress; each method may be overridden."""
+
+    def environment(self, framework: str, environment: Environment) -> None:
+        """A framework's worker is up."""
+
+    def planned(self, cells: Sequence[Planned]) -> None:
+        """The plan is made."""
+
+    def stage(self, cell: Cell, stage: str) -> None:
+        """A cell enters "verify" or "measure"."""
+
+    def verified(self, cell: Cell, ok: bool) -> None:
+        """A cell was examined."""
+
+    def finished(self, record: Record) -> None:
+        """A cell is over."""
+
+    def warning(self, text: str) -> None:
+        """Something the user should know."""
+
+
+def launch(
+    request: Request,
+    sink: Sink,
+    listener: Listener,
+    done: frozenset[str] = frozenset(),
+    crew: Crew | None = None,
+) -> None:
+    """Run every cell that is not in `done` (Cell.id); the sink gets the records of each workload as soon as it ends.
+
+    A standing `crew` is used and left alive; otherwise the run has workers of its own.
+    """
+    _refuse_distortion()
+    names, travellers = _recruit(request)
+    if crew is not None:
+        _run_all(request, names, sink, listener, done, crew)
+        return
+    with Crew(travellers, request.device, request.threads, request.in_process) as own:
+        own.on_environment = listener.environment
+        _run_all(request, names, sink, listener, done, own)
+
+
+def _run_all(
+    request: Request, names: Sequence[str], sink: Sink, listener: Listener, done: frozenset[str], crew: Crew
+) -> None:
+    seed = secrets.randbits(31) if request.seed is None else request.seed
+    rng = random.Random(seed)
+    planned = crew.refusals([cell for cell in cells_of(request.workloads, names) if cell.id not in done])
+    _require_device(request, crew)
+    listener.planned(planned)
+    for number, workload in enumerate(request.workloads):
+        mine = [one for one in planned if one.cell.workload == workload]
+        if not mine:
+            continue
+        refused = [_unsupported(one, crew) for one in mine if one.reason is not None]
+        for record in refused:
+            listener.finished(record)
+        todo = [one.cell for one in mine if one.reason is None]
+        run = WorkloadRun(request, workload, crew, listener, rng, seed + 7919 * number)
+        sink([*refused, *run.records(todo)])
+
+
+def plan_only(request: Request, listener: Listener) -> list[Planned]:
+    """The cells, and the reason of each that would not run."""
+    names, travellers = _recruit(request)
+    with Crew(travellers, request.device, request.threads, request.in_process) as crew:
+        crew.on_environment = listener.environment
+        planned = crew.refusals(cells_of(request.workloads, names))
+        _require_device(request, crew)
+        return planned
+
+
+def diagnose(listener: Listener) -> Diagnosis:
+    """Start one worker per framework and ask what can run."""
+    states: list[ImplementationState] = []
+    broken: list[ImplementationState] = []
+    known: list[Implementation] = []
+    for name in registry.names():
+        try:
+            known.append(registry.get(name))
+        except UsageError as error:
+            facts = {"name": name, "framework": name.partition(".")[0], "origin": registry.origin(name)}
+            broken.append(ImplementationState(**facts, approximate=False, reason=str(error), timed=False))
+    with Crew((), None, None) as crew:
+        crew.on_environment = listener.environment
+        crew.start([(name, "") for name in frameworks.NAMES])
+        for implementation in known:
+            states.append(_state(implementation, crew))
+        usable = {name: crew.unusable.get(name) for name in frameworks.NAMES}
+        environments = {group[0]: environment for group, environment in crew.environments.items()}
+    return Diagnosis(environments=environments, frameworks=usable, implementations=states + broken)
+
+
+def _state(implementation: Implementation, crew: Crew) -> ImplementationState:
+    framework = implementation.framework
+    environment = crew.environments.get((framework, ""))
+    reason = crew.unusable.get(framework) if environment is None else implementation.available(environment)
+    interpreted = "" if environment is None else crew.verify_only(implementation)
+    return ImplementationState(
+        name=implementation.name,
+        framework=framework,
+        origin=registry.origin(implementation.name),
+        approximate=implementation.approximate,
+        reason=reason,
+        timed=not interpreted,
+        note=interpreted,
+        untested=implementation.untested,
+    )
+
+
+def _recruit(request: Request) -> tuple[list[str], list[Traveller]]:
+    """Names in the order asked, and the travellers among them."""
+    names: list[str] = []
+    travellers: list[Traveller] = []
+    for what in request.implementations:
+        traveller = _traveller(what, request, {*names, *registry.names()})
+        if traveller is not None:
+            travellers.append(traveller)
+            names.append(traveller.name)
+        elif isinstance(what, str):
+            names.append(registry.get(what).name)
+    return list(dict.fromkeys(names)), travellers
+
+
+def _traveller(what: Any, request: Request, taken: set[str]) -> Traveller | None:
+    if isinstance(what, str):
+        if ":" in what:
+            return from_reference(what, request.framework, taken)
+        return (
+            from_object(registry.get(what), request.framework, set())
+            if registry.origin(what) == "this process"
+            else None
+        )
+    if request.in_process:
+        implementation = registry.resolve(what, request.framework)
+        registry.register(implementation)
+        return Traveller(
+            name=implementation.name,
+            framework=implementation.framework,
+            process=implementation.process,
+            label="",
+            pickled=None,
+        )
+    traveller = from_object(what, request.framework, taken)
+    if traveller is None:
+        raise CannotTravel(f"{getattr(what, '__name__', what)!r} cannot be sent to a worker process.")
+    return traveller
+
+
+class CannotTravel(UsageError):
+    """A function that holds something no other process can have."""
+
+
+def _refuse_distortion() -> None:
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        raise UsageError("CUDA_LAUNCH_BLOCKING is set: it times launches, not kernels. Unset it and run again.")
+
+
+def _require_device(request: Request, crew: Crew) -> None:
+    """A device nobody has is a wrong request, not a sweep of refusals."""
+    if request.device is not None and not crew.environments:
+        reasons = "; ".join(dict.fromkeys(crew.unusable.values()))
+        raise UsageError(f'nothing can run on device "{request.device}": {reasons}. See `attnbench doctor`.')
+
+
+def _unsupported(planned: Planned, crew: Crew) -> Record:
+    cell = planned.cell
+    environment = crew.environments.get(crew.group(cell.implementation)) or crew.environments.get(
+        (crew.group(cell.implementation)[0], "")
+    )
+    assert planned.reason is not None
+    return Unsupported(
+        implementation=cell.implementation,
+        workload=cell.workload,
+        config=cell.config,
+        environment=environment,
+        reason=planned.reason,
+    )

@@ -1,0 +1,26 @@
+"""What a cell will need in memory at least, so that a plan can say what cannot fit before anything is tried."""
+
+from __future__ import annotations
+
+from attnbench.measuring.draws import SETS
+from attnbench.spec import Environment, Implementation, Workload
+from attnbench.workloads.cost import demand
+
+SCORE_COPIES = {"forward": 2, "backward": 3, "train": 3}
+"""Logits and probabilities, and their gradient, live at once in an implementation that stores them."""
+GB = 1e9
+
+
+def least_bytes(implementation: Implementation, workload: Workload) -> int:
+    """Input sets, outputs and stored scores."""
+    need = demand(workload)
+    scores = need.scores_bytes * SCORE_COPIES[workload.pass_] if implementation.materialises_scores else 0
+    return SETS * need.io_bytes + need.output_bytes + scores
+
+
+def does_not_fit(implementation: Implementation, workload: Workload, environment: Environment) -> str | None:
+    """`needs 38 GB, 24 GB here`, or None."""
+    need, have = least_bytes(implementation, workload), environment.memory_bytes
+    if have is None or need <= have:
+        return None
+    return f"needs {need / GB:.3g} GB, {have / GB:.3g} GB here"

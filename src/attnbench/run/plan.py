@@ -1,0 +1,34 @@
+"""Which cells there are, in which workers they go, and why some of them will not run. Deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from attnbench.spec import Cell, Implementation, Workload
+
+Group = tuple[str, str]
+"""(framework, process): cells with the same group share a worker."""
+
+
+class Planned(Struct, frozen=True):
+    """A cell, and why it will not run."""
+
+    cell: Cell
+    reason: str | None = None
+
+
+def group_of(implementation: Implementation) -> Group:
+    """The worker an implementation belongs to."""
+    return implementation.framework, implementation.process
+
+
+def cells_of(workloads: Sequence[Workload], names: Sequence[str]) -> list[Cell]:
+    """All cells, workload by workload: what ratios are taken over stays together."""
+    return [Cell(name, workload) for workload in workloads for name in names]
+
+
+def shard(workloads: Sequence[Workload], index: int, count: int) -> list[Workload]:
+    """Part `index` (from 1) of `count`: whole workloads, dealt out in turn."""
+    return list(workloads[index - 1 :: count])

@@ -1,0 +1,151 @@
+"""What a parent may ask of a worker, and what it answers: msgpack messages over a socket pair."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.measuring.rates import Ceilings
+from attnbench.spec import Cell, Environment, Failed, Incorrect, Ok, OutOfMemory, Timeout, Unsupported
+
+NotOk = Unsupported | Incorrect | OutOfMemory | Failed | Timeout
+
+
+class Describe(Struct, tag="describe"):
+    """Tell the environment. `path` are the parent's import folders."""
+
+    path: list[str]
+
+
+class Enlist(Struct, tag="enlist"):
+    """Make a function or object from outside the registry known under a name."""
+
+    name: str
+    framework: str
+    reference: str | None = None
+    pickled: bytes | None = None
+
+
+class Refusals(Struct, tag="refusals"):
+    """Say for each cell why it would not run."""
+
+    cells: list[Cell]
+
+
+class VerifyOnly(Struct, tag="verify_only"):
+    """Say why an implementation may be checked but not timed here."""
+
+    implementation: str
+
+
+class Open(Struct, tag="open"):
+    """Build, verify and warm up a cell."""
+
+    cell: Cell
+    thorough: bool
+    measure: bool
+    clock: str | None
+    seed: int
+
+
+class Sample(Struct, tag="sample"):
+    """Time a part of an open cell."""
+
+    cell: str
+    part: str
+    count: int
+    calls: int
+
+
+class SampleOther(Struct, tag="sample_other"):
+    """Time the main part of an open cell by another clock."""
+
+    cell: str
+    clock: str
+    count: int
+
+
+class Trace(Struct, tag="trace"):
+    """Profile one call of an open cell into a folder."""
+
+    cell: str
+    folder: str
+
+
+class MeasureCeilings(Struct, tag="ceilings"):
+    """Measure matmul and copy ceilings."""
+
+    dtype: str
+
+
+class Release(Struct, tag="release"):
+    """Close all cells and forget their arrays and compiled code."""
+
+
+Question = Describe | Enlist | Refusals | VerifyOnly | Open | Sample | SampleOther | Trace | MeasureCeilings | Release
+
+
+class Described(Struct, tag="described"):
+    """The environment of this worker."""
+
+    environment: Environment
+
+
+class Reasons(Struct, tag="reasons"):
+    """One entry per cell: None, or why not."""
+
+    reasons: list[str | None]
+
+
+class Opened(Struct, tag="opened"):
+    """The cell is right and warm; `record` lacks its times."""
+
+    record: Ok
+    timed: bool
+    call_ns: float = 0.0
+    parts: tuple[str, ...] = ()
+    slow_clock: bool = False
+    clock: str = ""
+    other_clocks: tuple[str, ...] = ()
+
+
+class Closed(Struct, tag="closed"):
+    """The cell is over. `poisoned`: this process can no longer be trusted."""
+
+    record: NotOk
+    poisoned: bool = False
+
+
+class Sampled(Struct, tag="sampled"):
+    """ns per call of each sample."""
+
+    ns: list[float]
+
+
+class Traced(Struct, tag="traced"):
+    """Where the trace was written."""
+
+    path: str
+
+
+class Measured(Struct, tag="measured"):
+    """Ceilings of the device."""
+
+    ceilings: Ceilings
+
+
+class Done(Struct, tag="done"):
+    """Nothing to tell."""
+
+
+class Refused(Struct, tag="refused"):
+    """The question itself could not be answered."""
+
+    reason: str
+
+
+Answer = Described | Reasons | Opened | Closed | Sampled | Traced | Measured | Done | Refused
+
+encode = msgspec.msgpack.Encoder().encode
+decode_question = msgspec.msgpack.Decoder(Question).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

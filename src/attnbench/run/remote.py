@@ -1,0 +1,141 @@
+"""The parent's end of a worker: start it, ask it, and turn its death into a cause."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+
+from attnbench.run import protocol as p
+from attnbench.run.instructions import isa_cap
+from attnbench.run.worker import Worker
+
+POLL_S = 0.02
+SPARE_BYTES = 1 << 30
+"""What a worker must leave of the memory that was free when it started."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class WorkerDied(Exception):
+    """The process is gone. `kind` is the status of the record it leaves: timeout, out_of_memory or failed."""
+
+    def __init__(self, kind: str, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.kind, self.reason, self.detail = kind, reason, detail
+
+
+class Remote:
+    """One worker process."""
+
+    def __init__(self, framework: str, device: str | None, threads: int | None) -> None:
+        self.framework = framework
+        ours, theirs = socket.socketpair()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
+        command = [sys.executable, "-P", "-m", "attnbench.run.worker", str(theirs.fileno()), framework, device or ""]
+        self._limit_bytes = psutil.virtual_memory().available - SPARE_BYTES
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._stderr,
+            stderr=self._stderr,
+            env=_environment(device, threads),
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends its workers
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._pin(threads)
+
+    def _pin(self, threads: int | None) -> None:
+        """XLA takes as many threads as it may use cores, so a thread count is an affinity too."""
+        if threads is not None and hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))[:threads]
+            os.sched_setaffinity(self._process.pid, cores)
+
+    def ask(self, question: p.Question, timeout_s: float) -> p.Answer:
+        """One question, one answer; raises WorkerDied."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._connection.send_bytes(p.encode(question))
+            while not self._connection.poll(POLL_S):
+                if time.monotonic() > deadline:
+                    self.kill()
+                    raise WorkerDied("timeout", f"no answer within {timeout_s:g} s", self._tail())
+                self._watch_memory()
+            return p.decode_answer(self._connection.recv_bytes())
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise self._autopsy() from error
+
+    def _watch_memory(self) -> None:
+        try:
+            resident = psutil.Process(self._process.pid).memory_info().rss
+        except psutil.NoSuchProcess:
+            return
+        if resident > self._limit_bytes:
+            self.kill()
+            limit = self._limit_bytes / 1e9
+            raise WorkerDied(
+                "out_of_memory", f"took more than the {limit:.3g} GB of memory that were free", self._tail()
+            )
+
+    def _autopsy(self) -> WorkerDied:
+        code = self._process.wait(10)
+        detail = self._tail()
+        if code == -signal.SIGKILL:
+            return WorkerDied("out_of_memory", "the system killed the process, most likely for its memory", detail)
+        if code < 0:
+            return WorkerDied("failed", f"crashed with {signal.Signals(-code).name}", detail)
+        last = (detail.strip().splitlines() or ["no message"])[-1]
+        return WorkerDied("failed", f"the process ended with code {code}: {last[:200]}", detail)
+
+    def _tail(self) -> str:
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size - 4000))
+        return self._stderr.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """End it at once, with everything it started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+
+
+class Local:
+    """The same questions answered in the calling process."""
+
+    def __init__(self, framework: str, device: str | None) -> None:
+        self.framework = framework
+        self._worker = Worker(framework, device)
+
+    def ask(self, question: p.Question, timeout_s: float) -> p.Answer:
+        """One question, one answer; nothing guards against a hang or a crash here."""
+        return self._worker.answer(question)
+
+    def kill(self) -> None:
+        """Let go of arrays."""
+        self._worker.answer(p.Release())
+
+
+def _environment(device: str | None, threads: int | None) -> dict[str, str]:
+    variables = dict(os.environ)
+    package_root = str(Path(__file__).parents[2])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")]))
+    variables.update(isa_cap())
+    variables.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler is chatty on stderr
+    variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if device == "cpu":
+        variables["JAX_PLATFORMS"] = "cpu"
+    if threads is not None:
+        variables.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    return variables

@@ -1,0 +1,243 @@
+"""All cells of one workload: opened in their workers, sampled in turn, finished into records.
+
+A cell that dies takes its worker along; the others of that worker are opened again and everything is sampled anew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from attnbench.measuring import anchors
+from attnbench.measuring.rates import cost_of, implausible, throughput_of
+from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, summarise
+from attnbench.run import protocol as p
+from attnbench.run.crew import Crew
+from attnbench.run.plan import Group
+from attnbench.run.remote import WorkerDied
+from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Time, Timeout, Workload
+
+if TYPE_CHECKING:
+    from attnbench.run.launch import Listener, Request
+
+OTHER_CLOCK_SAMPLES = 20
+UNSTABLE = 0.05
+"""Half-width of the interval, as a share of the median, above which a record says so."""
+
+
+class CellDied(Exception):
+    """A cell took its worker along."""
+
+    def __init__(self, cell: Cell, group: Group, died: WorkerDied) -> None:
+        super().__init__(died.reason)
+        self.cell, self.group, self.died = cell, group, died
+
+
+@dataclass
+class RemoteCell:
+    """An open cell in a worker: a Source for the interleaving loop."""
+
+    cell: Cell
+    group: Group
+    opened: p.Opened
+    crew: Crew
+    timeout_s: float
+    lost: Record | None = None
+
+    @property
+    def call_ns(self) -> float:
+        """Estimate from the warm-up."""
+        return self.opened.call_ns
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What is sampled."""
+        return self.opened.parts
+
+    @property
+    def slow_clock(self) -> bool:
+        """Whether a visit has a large fixed cost."""
+        return self.opened.slow_clock
+
+    def sample(self, part: str, count: int, calls: int) -> list[float]:
+        """ns per call; raises Dropped when the cell turned out wrong, CellDied when its worker is gone."""
+        return self._ask(p.Sample(self.cell.id, part, count, calls))
+
+    def sample_other(self, clock: str) -> list[float]:
+        """The main part by another clock."""
+        return self._ask(p.SampleOther(self.cell.id, clock, OTHER_CLOCK_SAMPLES))
+
+    def _ask(self, question: p.Question) -> list[float]:
+        try:
+            answer = self.crew.ask(self.group, question, self.timeout_s)
+        except WorkerDied as died:
+            raise CellDied(self.cell, self.group, died) from died
+        if isinstance(answer, p.Sampled):
+            return answer.ns
+        assert isinstance(answer, p.Closed)
+        self.lost = answer.record
+        raise Dropped
+
+
+class WorkloadRun:
+    """One workload of one run."""
+
+    def __init__(
+        self, request: Request, workload: Workload, crew: Crew, listener: Listener, rng: random.Random, seed: int
+    ) -> None:
+        self._request, self._workload, self._crew, self._listener = request, workload, crew, listener
+        self._rng, self._seed = rng, seed
+        self._records: dict[str, Record] = {}
+
+    def records(self, cells: Sequence[Cell]) -> list[Record]:
+        """A record for every cell, and for the anchors when something was timed."""
+        groups: dict[Group, list[Cell]] = {}
+        for cell in cells:
+            groups.setdefault(self._crew.group(cell.implementation), []).append(cell)
+        open_cells = [one for group, mine in groups.items() for one in self._open_group(group, mine)]
+        timed = [one for one in open_cells if one.opened.timed]
+        self._trace(timed)
+        while timed:
+            try:
+                self._measure(timed)
+                break
+            except CellDied as dead:
+                self._bury(dead)
+                survivors = [one.cell for one in timed if one.group == dead.group and one.cell.id not in self._records]
+                others = [one for one in timed if one.group != dead.group and one.cell.id not in self._records]
+                timed = [*others, *(one for one in self._open_group(dead.group, survivors) if one.opened.timed)]
+        for group in groups:
+            self._quietly_release(group)
+        return list(self._records.values())
+
+    def _open_group(self, group: Group, cells: Sequence[Cell]) -> list[RemoteCell]:
+        """Open cells one by one; when one brings the worker down, those opened before are opened again."""
+        todo = list(cells)
+        while True:
+            try:
+                return [one for cell in todo if (one := self._open(cell, group)) is not None]
+            except CellDied as dead:
+                self._bury(dead)
+                todo = [cell for cell in todo if cell.id not in self._records or isinstance(self._records[cell.id], Ok)]
+
+    def _open(self, cell: Cell, group: Group) -> RemoteCell | None:
+        request = self._request
+        self._listener.stage(cell, "verify")
+        question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed)
+        try:
+            answer = self._crew.ask(group, question, request.timeout_s)
+        except WorkerDied as died:
+            raise CellDied(cell, group, died) from died
+        self._listener.verified(cell, isinstance(answer, p.Opened))
+        if isinstance(answer, p.Closed):
+            self._finish(answer.record)
+            if answer.poisoned:
+                self._crew.dismiss(group)
+                raise CellDied(cell, group, WorkerDied("failed", answer.record.reason, answer.record.detail))
+            return None
+        assert isinstance(answer, p.Opened)
+        if not answer.timed:
+            self._finish(answer.record)
+        return RemoteCell(cell, group, answer, self._crew, request.timeout_s)
+
+    def _bury(self, dead: CellDied) -> None:
+        if dead.cell.id in self._records:
+            return
+        kind = {"timeout": Timeout, "out_of_memory": OutOfMemory, "failed": Failed}[dead.died.kind]
+        self._finish(
+            kind(
+                implementation=dead.cell.implementation,
+                workload=dead.cell.workload,
+                config=dead.cell.config,
+                environment=self._crew.environments.get(dead.group),
+                reason=dead.died.reason,
+                detail=dead.died.detail,
+            )
+        )
+
+    def _finish(self, record: Record) -> None:
+        if self._request.in_process:
+            record = msgspec.structs.replace(record, isolation="in-process")
+        self._records[record.cell.id] = record
+        if record.implementation not in anchors.NAMES:
+            self._listener.finished(record)
+
+    def _measure(self, timed: Sequence[RemoteCell]) -> None:
+        request = self._request
+        for one in timed:
+            self._listener.stage(one.cell, "measure")
+        companions = self._anchors(timed)
+        rule = StopRule(request.budget_s, request.precision, request.trials)
+        gathered = interleave(timed, rule, self._rng, always=companions)
+        ceilings = self._crew.ceilings(self._workload.dtype)
+        for series in gathered:
+            one = series.source
+            assert isinstance(one, RemoteCell)
+            self._finish(one.lost if one.lost is not None else self._timed_record(one, series, ceilings))
+
+    def _anchors(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
+        """The two anchors, in the worker of the first cell: one process is enough to tell how fast the machine is."""
+        group = timed[0].group
+        cells = [msgspec.structs.replace(one, implementation=name) for one in [timed[0].cell] for name in anchors.NAMES]
+        opened = [self._open_anchor(cell, group) for cell in cells]
+        return [one for one in opened if one is not None]
+
+    def _open_anchor(self, cell: Cell, group: Group) -> RemoteCell | None:
+        question = p.Open(cell, False, True, None, self._seed)
+        try:
+            answer = self._crew.ask(group, question, self._request.timeout_s)
+        except WorkerDied as died:
+            raise CellDied(cell, group, died) from died
+        if not isinstance(answer, p.Opened):
+            self._listener.warning(f"{cell.implementation} could not be opened: {getattr(answer, 'record', answer)}")
+            return None
+        return RemoteCell(cell, group, answer, self._crew, self._request.timeout_s)
+
+    def _timed_record(self, one: RemoteCell, series: Series, ceilings) -> Record:  # noqa: ANN001
+        opened, ok = one.opened, one.opened.record
+        times = {part: summarise(rounds, opened.clock, series.calls) for part, rounds in series.rounds.items()}
+        main = times.pop("main")
+        if ok.implementation in anchors.NAMES:
+            return msgspec.structs.replace(ok, time=main)
+        try:
+            for clock in opened.other_clocks:
+                times[clock] = summarise([one.sample_other(clock)], clock, 1)
+        except Dropped:
+            assert one.lost is not None
+            return one.lost
+        cost = cost_of(self._workload, main.median_ns, ceilings)
+        if (reason := implausible(cost)) is not None:
+            facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
+            return Failed(reason=reason, **facts)
+        return msgspec.structs.replace(
+            ok,
+            time=main,
+            also=times,
+            cost=cost,
+            throughput=throughput_of(self._workload, main.median_ns),
+            notes=(*ok.notes, *_warnings(main)),
+        )
+
+    def _trace(self, timed: Sequence[RemoteCell]) -> None:
+        if self._request.trace is None:
+            return
+        for one in timed:
+            answer = self._crew.ask(one.group, p.Trace(one.cell.id, str(self._request.trace)), self._request.timeout_s)
+            if isinstance(answer, p.Traced):
+                self._listener.warning(f"trace of {one.cell.id}: {answer.path}")
+
+    def _quietly_release(self, group: Group) -> None:
+        """Let the worker drop this workload's arrays; one that dies now has already given its records."""
+        try:
+            self._crew.ask(group, p.Release(), self._request.timeout_s)
+        except WorkerDied as died:
+            self._listener.warning(f"a {group[0]} worker ended between workloads: {died.reason}")
+
+
+def _warnings(time: Time) -> tuple[str, ...]:
+    half = (time.ci95_ns[1] - time.ci95_ns[0]) / 2 / time.median_ns
+    return (f"unstable samples: the median is known to ±{half:.0%} only",) if half > UNSTABLE else ()

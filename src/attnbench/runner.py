@@ -1,0 +1,234 @@
+"""The Python face: `ab.verify`, `ab.measure`, `ab.BenchmarkRunner`, `ab.compare_implementations`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, SupportsIndex, overload
+
+import msgspec
+
+from attnbench import registry
+from attnbench.errors import InvalidWorkload, UnknownName, UsageError
+from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.run.crew import Crew
+from attnbench.run.launch import CannotTravel, Listener, Request, launch
+from attnbench.spec import Implementation, Record, Workload
+from attnbench.workloads import masks
+
+Subject = str | Callable[..., Any] | Implementation
+BenchmarkType = Literal["inference", "training", "memory", "accuracy", "scaling"]
+PASS_OF = {
+    "inference": "forward",
+    "training": "train",
+    "memory": "forward",
+    "accuracy": "forward",
+    "scaling": "forward",
+}
+METRICS = ("latency", "memory", "throughput")
+DEFAULTS = {"batch": 1, "q_len": 512, "heads": 8, "head_dim": 64}
+WORDS = {
+    "batch_size": "batch",
+    "sequence_length": "q_len",
+    "seq_len": "q_len",
+    "num_heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "pass": "pass_",
+}
+"""The founding document's words -> ours."""
+
+
+class Results(list[Record]):
+    """Records in order; `results["torch.sdpa"]` finds one by the name of its implementation."""
+
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> Record: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Record]: ...
+    @overload
+    def __getitem__(self, key: str) -> Record: ...
+    def __getitem__(self, key: SupportsIndex | slice | str) -> Record | list[Record]:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        for record in self:
+            if record.implementation == key:
+                return record
+        raise KeyError(f"no record of {key}; there are {', '.join(record.implementation for record in self)}")
+
+
+def verify(
+    implementation_or_callable: Subject, workload: Workload, *, framework: str = "torch", device: str | None = None
+) -> Record:
+    """Check an implementation, or a bare function of (q, k, v) in layout bshd, against the reference; no timing."""
+    request = Request(
+        workloads=(workload,),
+        implementations=(implementation_or_callable,),
+        framework=framework,
+        device=_device_name(device),
+        measure=False,
+        thorough=True,
+    )
+    return _carry_out(request)[0]
+
+
+def measure(
+    implementation_or_callable: Subject,
+    workload: Workload,
+    *,
+    framework: str = "torch",
+    device: str | None = None,
+    budget_s: float = 1.0,
+) -> Record:
+    """Check, then time. A record that is not ok has no time."""
+    request = Request(
+        workloads=(workload,),
+        implementations=(implementation_or_callable,),
+        framework=framework,
+        device=_device_name(device),
+        budget_s=budget_s,
+    )
+    return _carry_out(request)[0]
+
+
+def compare_implementations(
+    implementations: Sequence[Subject],
+    config: Mapping[str, Any],
+    metrics: Sequence[str] = METRICS,
+    *,
+    framework: str = "torch",
+    device: str | None = None,
+    trials: int | None = None,
+) -> Results:
+    """Measure several implementations on one workload, interleaved."""
+    for metric in metrics:
+        if metric not in METRICS:
+            raise UnknownName("metric", metric, METRICS, "help(attnbench.compare_implementations)")
+    settings = dict(config)
+    trials = settings.pop("trials", trials)
+    timed = bool({"latency", "throughput"} & set(metrics))
+    request = Request(
+        workloads=(workload_from(settings),),
+        implementations=tuple(implementations),
+        framework=framework,
+        device=_device_name(device),
+        measure=timed,
+        trials=trials,
+    )
+    return _carry_out(request)
+
+
+class BenchmarkRunner:
+    """Baselines and optimisations, measured side by side on what a config describes."""
+
+    def __init__(self, device: Any = None, framework: str = "torch") -> None:
+        self._device, self._framework = _device_name(device), framework
+        self.baselines: list[Subject] = []
+        self.optimizations: list[Subject] = []
+
+    def register_baseline(self, implementation: Subject) -> None:
+        """Add something to compare with: a name, a function of (q, k, v), or an Implementation."""
+        self.baselines.append(_known(implementation))
+
+    def register_optimization(self, implementation: Subject) -> None:
+        """Add something to judge."""
+        self.optimizations.append(_known(implementation))
+
+    def run_benchmark(
+        self, name: str, benchmark_type: BenchmarkType, config: Mapping[str, Any], trials: int | None = None
+    ) -> Results:
+        """Records of every registered implementation; for "scaling" at the config's length, its double and quadruple.
+
+        "memory" and "accuracy" verify and weigh without timing; "accuracy" runs the full set of checks.
+        """
+        if benchmark_type not in PASS_OF:
+            raise UnknownName("benchmark type", str(benchmark_type), PASS_OF, "help(attnbench.BenchmarkRunner)")
+        implementations = (*self.baselines, *self.optimizations)
+        if not implementations:
+            raise UsageError("nothing is registered: call register_baseline or register_optimization first.")
+        settings = {"pass_": PASS_OF[benchmark_type], **dict(config)}
+        trials = settings.pop("trials", trials)
+        workload = workload_from(settings, tags=(name,))
+        workloads = _lengths(workload) if benchmark_type == "scaling" else (workload,)
+        request = Request(
+            workloads=workloads,
+            implementations=implementations,
+            framework=self._framework,
+            device=self._device,
+            measure=benchmark_type not in ("memory", "accuracy"),
+            thorough=benchmark_type == "accuracy",
+            trials=trials,
+        )
+        return _carry_out(request)
+
+
+def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Workload:
+    """A Workload from our words or the founding document's (batch_size, sequence_length, d_model, num_heads)."""
+    fields: dict[str, Any] = {"tags": tags}
+    for word, value in config.items():
+        if word in ("d_model", "causal", "is_causal"):
+            continue
+        field = WORDS.get(word, word)
+        if field not in Workload.__struct_fields__:
+            raise UnknownName(
+                "config word", word, (*WORDS, *Workload.__struct_fields__, "d_model", "causal"), "the README"
+            )
+        fields[field] = value
+    if config.get("causal") or config.get("is_causal"):
+        fields["mask"] = fields["mask"] & masks.causal() if "mask" in fields else masks.causal()
+    if "d_model" in config:
+        heads, width = fields.setdefault("heads", DEFAULTS["heads"]), config["d_model"]
+        if not isinstance(width, int) or not isinstance(heads, int) or width % heads:
+            raise InvalidWorkload(f"d_model {width} is not a whole number of {heads} heads.")
+        fields["head_dim"] = width // heads
+    return Workload(**{**DEFAULTS, **fields})
+
+
+def _lengths(workload: Workload) -> tuple[Workload, ...]:
+    square = workload.q_len == workload.kv_len
+    return tuple(
+        msgspec.structs.replace(
+            workload, q_len=n * workload.q_len if square else workload.q_len, kv_len=n * workload.kv_len
+        )
+        for n in (1, 2, 4)
+    )
+
+
+def _known(implementation: Subject) -> Subject:
+    """Refuse a wrong name at once, not when the benchmark runs."""
+    if isinstance(implementation, str) and ":" not in implementation:
+        registry.get(implementation)
+    return implementation
+
+
+def _device_name(device: Any) -> str | None:
+    """ "cuda" from None, "cuda", "cuda:0" or a torch.device."""
+    return None if device is None else str(device).partition(":")[0]
+
+
+def _carry_out(request: Request) -> Results:
+    if os.environ.get("ATTNBENCH_WORKER"):
+        raise UsageError("a worker cannot start a run: guard the call with `if __name__ == '__main__':`.")
+    records = Results()
+    try:
+        launch(request, records.extend, Listener(), crew=_standing_crew(request))
+    except CannotTravel:
+        records.clear()
+        launch(msgspec.structs.replace(request, in_process=True), records.extend, Listener())
+    return Results(record for record in records if record.implementation not in ANCHORS)
+
+
+def _standing_crew(request: Request) -> Crew | None:
+    """Workers kept warm between calls, for installed implementations only: a user's function gets its own process."""
+    installed = all(isinstance(what, str) and ":" not in what for what in request.implementations)
+    if not installed or any(registry.origin(str(what)) == "this process" for what in request.implementations):
+        return None
+    return _crew(os.getpid(), request.device)
+
+
+@cache
+def _crew(pid: int, device: str | None) -> Crew:
+    crew = Crew((), device, None)
+    atexit.register(crew.__exit__)
+    return crew

@@ -1,0 +1,487 @@
+"""The nouns: Workload (what is asked), Implementation (how), Record (what happened), Environment (where).
+
+Everything here is frozen data or an interface; no framework is imported and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from attnbench.errors import InvalidWorkload
+from attnbench.workloads.masks import AnyMask, Full, MaskShape
+
+Pass = Literal["forward", "backward", "train"]
+Layout = Literal["bshd", "bhsd"]
+Config = Mapping[str, int | float | str | bool]
+Array = Any
+Call = Callable[[Array, Array, Array], Any]
+"""q, k, v in the implementation's layout -> out (or (out, lse) where that was asked for)."""
+
+DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+PASSES: tuple[Pass, ...] = ("forward", "backward", "train")
+INPUTS = ("normal", "sincostan")
+
+
+class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="attention"):
+    """One attention problem. `kv_len` and `kv_heads` default to `q_len` and `heads`, `v_head_dim` to `head_dim`."""
+
+    batch: int
+    q_len: int
+    heads: int
+    head_dim: int
+    kv_len: int = 0
+    kv_heads: int = 0
+    v_head_dim: int | None = None
+    dtype: str = "float32"
+    mask: AnyMask | None = None
+    pass_: Pass = field(default="forward", name="pass")
+    scale: float | None = None
+    softcap: float | None = None
+    inputs: str = "normal"
+    """How Q, K and V are drawn: independent normals, or the sin/cos/tan ramps of the third founding document."""
+    source: str = ""
+    """Where the shape comes from; no part of the identity."""
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        defaults = {"kv_len": self.q_len, "kv_heads": self.heads, "v_head_dim": self.head_dim, "mask": Full()}
+        for name, value in defaults.items():
+            if not getattr(self, name):
+                msgspec.structs.force_setattr(self, name, value)
+        _check_shape(self)
+        self.visible_mask.check(self.mask_shape)
+
+    @property
+    def visible_mask(self) -> AnyMask:
+        """The mask, never None (the field allows None only as a spelling of `full()`)."""
+        assert self.mask is not None
+        return self.mask
+
+    @property
+    def value_dim(self) -> int:
+        """Width of V and of the output."""
+        assert self.v_head_dim is not None
+        return self.v_head_dim
+
+    @property
+    def mask_shape(self) -> MaskShape:
+        """The four sizes a mask is evaluated over."""
+        return MaskShape(self.batch, self.heads, self.q_len, self.kv_len)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def softmax_scale(self) -> float:
+        """The scale that is applied: the one given, or head_dim ** -0.5."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether the backward pass is part of what is asked."""
+        return self.pass_ != "forward"
+
+    @property
+    def axes(self) -> dict[str, int | str]:
+        """Name -> value of everything that identifies the problem, for tables, charts and grouping."""
+        axes: dict[str, int | str] = {
+            "batch": self.batch,
+            "q_len": self.q_len,
+            "kv_len": self.kv_len,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "v_head_dim": self.value_dim,
+            "dtype": self.dtype,
+            "mask": self.visible_mask.id,
+            "pass": self.pass_,
+        }
+        extras = {"scale": self.scale, "softcap": self.softcap}
+        axes.update({name: f"{value:g}" for name, value in extras.items() if value is not None})
+        if self.inputs != "normal":
+            axes["inputs"] = self.inputs
+        return axes
+
+    @property
+    def id(self) -> str:
+        """Stable and readable; the same from live arrays, a suite and a file."""
+        a = self.axes
+        tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}x{self.kv_len}"
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
+        parts = [f"b{self.batch}", f"t{tokens}", f"h{heads}", f"d{dims}", self.visible_mask.id, self.dtype, self.pass_]
+        parts += [f"{name}={a[name]}" for name in ("scale", "softcap", "inputs") if name in a]
+        return "-".join(parts)
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+        tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
+        extras = [f"{name} {self.axes[name]}" for name in ("scale", "softcap", "inputs") if name in self.axes]
+        fields = [
+            f"{self.batch} x {tokens} tokens",
+            f"{heads} heads of {dims}",
+            self.visible_mask.id,
+            self.dtype,
+            self.pass_,
+        ]
+        return " · ".join(fields + extras)
+
+
+def _check_shape(w: Workload) -> None:
+    sizes = {
+        "batch": w.batch,
+        "q_len": w.q_len,
+        "kv_len": w.kv_len,
+        "heads": w.heads,
+        "kv_heads": w.kv_heads,
+        "head_dim": w.head_dim,
+        "v_head_dim": w.value_dim,
+    }
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidWorkload(f"{name} must be a whole number of at least 1, not {value!r}.")
+    if w.heads % w.kv_heads:
+        divisors = [str(n) for n in range(1, w.heads + 1) if w.heads % n == 0]
+        choices = ", ".join(divisors[:-1]) + f" or {divisors[-1]}" if len(divisors) > 1 else divisors[0]
+        raise InvalidWorkload(
+            f"{w.heads} query heads cannot share {w.kv_heads} key/value heads: "
+            f"the second must divide the first ({choices})."
+        )
+    if w.dtype not in DTYPE_BYTES:
+        raise InvalidWorkload(f'dtype "{w.dtype}" is not one of {", ".join(DTYPE_BYTES)}.')
+    if w.pass_ not in PASSES:
+        raise InvalidWorkload(f'pass "{w.pass_}" is not one of {", ".join(PASSES)}.')
+    if w.inputs not in INPUTS:
+        raise InvalidWorkload(f'inputs "{w.inputs}" is not one of {", ".join(INPUTS)}.')
+    for name, value in (("scale", w.scale), ("softcap", w.softcap)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
+            raise InvalidWorkload(f"{name} must be a finite number, not {value!r}.")
+    if w.softcap is not None and not w.softcap > 0:
+        raise InvalidWorkload(f"softcap must be positive, not {w.softcap:g}.")
+
+
+class Library(Struct, frozen=True, omit_defaults=True):
+    """A shared library or package really loaded, and those of the same name that it hides."""
+
+    name: str
+    version: str
+    path: str
+    shadowed: tuple[str, ...] = ()
+
+
+class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a cell runs. The fields of `hard_key` decide whether two absolute times may be compared at all."""
+
+    device: str
+    """cpu, cuda, rocm, xpu, mps or tpu."""
+    device_name: str
+    framework: str = ""
+    memory_bytes: int | None = None
+    """What the device has in all."""
+    free_bytes: int | None = None
+    capability: tuple[int, int] | None = None
+    cpu: str = ""
+    cores: int = 0
+    threads: int = 0
+    python: str = ""
+    system: str = ""
+    driver: str = ""
+    packages: dict[str, str] = {}
+    """Distribution name -> version, of everything that bears on attention."""
+    libraries: tuple[Library, ...] = ()
+    clocks: dict[str, float] = {}
+    """Soft facts at the start: clocks in MHz, temperature, power limit, load."""
+    variables: dict[str, str] = {}
+    """Environment variables that change results."""
+    harness: str = ""
+    commit: str = ""
+
+    @property
+    def hard_key(self) -> Mapping[str, object]:
+        """What may not differ between two runs whose times are compared."""
+        names = ("device", "device_name", "capability", "cpu", "cores", "threads", "python", "system", "driver")
+        return {name: getattr(self, name) for name in names} | {"packages": dict(sorted(self.packages.items()))}
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits over `hard_key`."""
+        return hashlib.sha256(msgspec.json.encode(self.hard_key, order="sorted")).hexdigest()[:12]
+
+
+class Implementation(ABC):
+    """One way to compute attention. A subclass is one small file; see docs in README "Add an implementation"."""
+
+    name: str
+    """framework.family[-variant]"""
+    framework: str
+    """numpy, torch or jax."""
+    layout: Layout = "bshd"
+    approximate: bool = False
+    """Declares an error of its own (`declared_error`, relative Frobenius); never ranked among exact ones."""
+    declared_error: float = 0.0
+    verify_only: str = ""
+    """Why this one may be checked but not timed (an interpreter, say); empty when it may be timed."""
+    materialises_scores: bool = False
+    """Whether T x S logits are stored, so that the plan can tell what will not fit."""
+    process: str = ""
+    """Cells with the same (framework, process) share a worker; a library that poisons its process names its own."""
+    expects: tuple[str, ...] = ()
+    """Regular expressions of operators or kernels, one of which must appear in a profile: proof of the path."""
+    forbids: tuple[str, ...] = ()
+    """Regular expressions of operators or kernels that mean a silent fall-back."""
+    untested: tuple[str, ...] = ()
+    """Device kinds this adapter ought to run on but never has."""
+
+    def available(self, environment: Environment) -> str | None:
+        """None when it can run on this machine at all; else why not and what would make it run."""
+        del environment
+        return None
+
+    @abstractmethod
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """None, or the reason this workload cannot be computed exactly as asked. Cheap; imports no framework."""
+
+    def configs(self, workload: Workload) -> Sequence[Config]:
+        """Tunables worth trying, the default first."""
+        del workload
+        return ({},)
+
+    @abstractmethod
+    def build(self, workload: Workload, config: Config) -> Call:
+        """Plan and compile; the call is what is timed. It is differentiable unless `supports` refuses gradients."""
+
+    def build_lse(self, workload: Workload, config: Config) -> Call | None:
+        """A call that returns (out, lse), lse [b, h, q_len] float32 natural log; None when LSE cannot be had."""
+        del workload, config
+        return None
+
+    def partial(self, workload: Workload, config: Config) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        """(forward, backward) on parts of a larger whole, or None: `forward(q, k, v) -> (out, lse)`,
+        `backward(q, k, v, out, lse, dout) -> (dq, dk, dv)` where out and lse may be those of the whole."""
+        del workload, config
+        return None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Cell(Struct, frozen=True, omit_defaults=True):
+    """One implementation on one workload: what a worker is handed."""
+
+    implementation: str
+    workload: Workload
+    config: dict[str, int | float | str | bool] = {}
+
+    @property
+    def id(self) -> str:
+        """Stable over runs, for --resume, --shard and merge."""
+        config = ",".join(f"{k}={v}" for k, v in sorted(self.config.items()))
+        return (
+            f"{self.implementation}[{config}]/{self.workload.id}"
+            if config
+            else f"{self.implementation}/{self.workload.id}"
+        )
+
+
+class Time(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Samples of one steady-state call, in nanoseconds. Nothing is ever dropped."""
+
+    samples_ns: tuple[float, ...]
+    median_ns: float
+    ci95_ns: tuple[float, float]
+    min_ns: float
+    max_ns: float
+    p50_ns: float
+    p95_ns: float
+    p99_ns: float
+    mean_ns: float
+    std_ns: float
+    outliers: int
+    """Samples outside Tukey's fences: flagged, kept."""
+    clock: str = "wall"
+    """wall, cpu, events, graph or kernel."""
+    calls_per_sample: int = 1
+    rounds: tuple[int, ...] = ()
+    """Samples taken in each interleaving round, so that neighbours can be paired."""
+
+
+class Memory(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Peak extra bytes of one call beyond its inputs."""
+
+    peak_bytes: int | None
+    reason: str | None = None
+    """Why peak_bytes is null."""
+    theory_bytes: int = 0
+    """Output, gradients and, where the implementation stores them, the scores."""
+    scores_bytes: int = 0
+    kv_cache_bytes: int = 0
+    reserved_bytes: int | None = None
+    fragmentation: float | None = None
+    method: str = ""
+
+
+class Cost(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the workload demands and how fast it was met; rates are null before timing."""
+
+    flops: int
+    bytes: int
+    tflops: float | None = None
+    gb_per_s: float | None = None
+    roofline: float | None = None
+    """Share of the measured ceiling that binds (compute or memory)."""
+    bound: str = ""
+    reason: str | None = None
+    """Why roofline is null."""
+
+
+class Throughput(Struct, frozen=True, kw_only=True):
+    """The same time as rates."""
+
+    tokens_per_s: float
+    calls_per_s: float
+    samples_per_s: float
+
+
+class Errors(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Relative Frobenius errors against float64, what was allowed, and what else the checks saw."""
+
+    forward: float | None = None
+    """Null where the pass returns no output (backward alone)."""
+    backward: float | None = None
+    lse: float | None = None
+    forward_allowed: float | None = None
+    backward_allowed: float | None = None
+    max_abs: float | None = None
+    stability: str = ""
+    """Input scales that were tried."""
+    properties: tuple[str, ...] = ()
+    """Properties that were checked and held."""
+    hidden_nan: str = ""
+    """contained, leaks, or empty when the mask hides nothing."""
+
+
+class VerifiedAt(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The shape and the share of output rows that were compared with the reference."""
+
+    shape: dict[str, int]
+    share: float
+    backward_shape: dict[str, int] | None = None
+    backward_share: float | None = None
+
+
+class _Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="status"):
+    implementation: str
+    workload: Workload
+    config: dict[str, int | float | str | bool] = {}
+    environment: Environment | None = None
+    isolation: str = "worker"
+    """worker, or in-process where a function could not travel."""
+
+    @property
+    def status(self) -> str:
+        """The tag: ok, unsupported, incorrect, out_of_memory, failed or timeout."""
+        return str(type(self).__struct_config__.tag)
+
+    @property
+    def cell(self) -> Cell:
+        """What was asked."""
+        return Cell(self.implementation, self.workload, self.config)
+
+
+class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
+    """Verified, and timed unless only verification was asked for."""
+
+    errors: Errors
+    verified_at: VerifiedAt
+    deterministic: bool
+    memory: Memory
+    cost: Cost
+    time: Time | None = None
+    compile_ns: int | None = None
+    first_call_ns: int | None = None
+    throughput: Throughput | None = None
+    also: dict[str, Time] = {}
+    """Other clocks and parts of the same cell: forward, backward, wall, kernel."""
+    kernels: tuple[str, ...] | None = None
+    kernels_reason: str | None = None
+    approximate: bool = False
+    notes: tuple[str, ...] = ()
+    """Honest warnings: unstable samples, clocks changed, compile in the timed region."""
+
+    @property
+    def reason(self) -> None:
+        """An ok record needs none."""
+        return
+
+
+class _NotOk(_Outcome, frozen=True, kw_only=True, omit_defaults=True):
+    reason: str
+    detail: str = ""
+    """A traceback or the end of the worker's stderr."""
+
+    # A record that is not ok has no speed: these read as None and cannot be written.
+    @property
+    def time(self) -> None: ...
+    @property
+    def memory(self) -> None: ...
+    @property
+    def cost(self) -> None: ...
+    @property
+    def throughput(self) -> None: ...
+    @property
+    def compile_ns(self) -> None: ...
+    @property
+    def kernels(self) -> None: ...
+    @property
+    def deterministic(self) -> None: ...
+    @property
+    def verified_at(self) -> None: ...
+
+
+class Unsupported(_NotOk, frozen=True, kw_only=True, tag="unsupported"):
+    """The implementation said that it cannot do this."""
+
+    @property
+    def errors(self) -> None: ...
+
+
+class Incorrect(_NotOk, frozen=True, kw_only=True, tag="incorrect"):
+    """It ran and computed something else."""
+
+    errors: Errors | None = None
+
+
+class OutOfMemory(_NotOk, frozen=True, kw_only=True, tag="out_of_memory"):
+    """It did not fit."""
+
+    @property
+    def errors(self) -> None: ...
+
+
+class Failed(_NotOk, frozen=True, kw_only=True, tag="failed"):
+    """It raised, crashed, fell back silently, or gave an implausible figure."""
+
+    @property
+    def errors(self) -> None: ...
+
+
+class Timeout(_NotOk, frozen=True, kw_only=True, tag="timeout"):
+    """It did not answer in time."""
+
+    @property
+    def errors(self) -> None: ...
+
+
+Record = Ok | Unsupported | Incorrect | OutOfMemory | Failed | Timeout

@@ -1,0 +1,260 @@
+"""Run files: where records go the moment a workload is done, and where show, compare and resume read them again.
+
+JSON lines. The first is the header; an environment is written once and records point at it; records come in the order
+they were made, and a later record of the same cell replaces the earlier one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.errors import BrokenFile, UsageError
+from attnbench.spec import Environment, Record
+
+SCHEMA = 1
+
+
+class Header(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="line", tag="header"):
+    """What was asked, of which version, when."""
+
+    schema: int
+    attnbench: str
+    created: str
+    suite: str = ""
+    request: dict[str, Any] = {}
+    """The whole request, so that `run --resume RUN` needs nothing else."""
+    seed: int | None = None
+
+
+class EnvironmentLine(Struct, frozen=True, tag_field="line", tag="environment"):
+    """One environment. `key` also covers soft facts and the framework, which `fingerprint` leaves out."""
+
+    key: str
+    fingerprint: str
+    environment: Environment
+
+
+class RecordLine(Struct, frozen=True, omit_defaults=True, tag_field="line", tag="record"):
+    """A record without its environment, which is the one of the key."""
+
+    record: Record
+    environment: str | None = None
+
+
+Line = Header | EnvironmentLine | RecordLine
+
+
+class Run(Struct, frozen=True):
+    """A run file, read."""
+
+    header: Header
+    environments: dict[str, Environment]
+    """By key."""
+    records: tuple[Record, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def done(self) -> frozenset[str]:
+        """Ids of the cells that need not run again."""
+        return frozenset(record.cell.id for record in self.records)
+
+
+def new_header(version: str, suite: str, request: Mapping[str, Any] | None = None, seed: int | None = None) -> Header:
+    """The header of a run that starts now."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Header(
+        schema=SCHEMA, attnbench=version, created=created, suite=suite, request=dict(request or {}), seed=seed
+    )
+
+
+class RunWriter:
+    """Appends to a run file; after `write` returns, the records survive `kill -9` and a power cut."""
+
+    def __init__(self, path: Path, header: Header | None = None) -> None:
+        self.path = path
+        self._known: set[str] = set()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        if header is not None and self._file.tell() == 0:
+            self._append([header])
+
+    @classmethod
+    def create(cls, runs_dir: Path, machine: str, suite: str, header: Header | None = None) -> RunWriter:
+        """A new file runs_dir/<machine>/<timestamp>-<suite>-<id>.jsonl."""
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
+        name = f"{stamp}-{slug(suite)}-{secrets.token_hex(2)}.jsonl"
+        return cls(runs_dir / slug(machine) / name, header or new_header("", suite))
+
+    def write(self, records: Sequence[Record]) -> None:
+        """All records of a workload in one write, on disk when this returns."""
+        lines: list[Line] = []
+        for record in records:
+            environment = record.environment
+            key = None if environment is None else environment_key(environment)
+            if environment is not None and key is not None and key not in self._known:
+                self._known.add(key)
+                lines.append(EnvironmentLine(key, environment.fingerprint, environment))
+            lines.append(RecordLine(_finite(msgspec.structs.replace(record, environment=None)), key))
+        self._append(lines)
+
+    def close(self) -> None:
+        """Close the file; nothing was left to flush."""
+        self._file.close()
+
+    def _append(self, lines: Sequence[Line]) -> None:
+        try:
+            self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse at once, not after the first workload, when run files cannot be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{secrets.token_hex(4)}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def environment_key(environment: Environment) -> str:
+    """The fingerprint, and six digits over everything else that the environment says."""
+    whole = msgspec.json.encode(environment, order="sorted")
+    return f"{environment.fingerprint}.{hashlib.sha256(whole).hexdigest()[:6]}"
+
+
+def slug(text: str) -> str:
+    """A folder name made of a device or suite name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
+
+
+def read_run(path: Path) -> Run:
+    """Read a run file; a torn last line is left out with a warning, anything else that is wrong is a BrokenFile."""
+    lines, torn = _split(path)
+    warnings = (_torn_warning(path, len(lines) + 1, torn),) if torn else ()
+    header = _read_header(path, lines[0] if lines else b"")
+    environments: dict[str, Environment] = {}
+    records: dict[str, Record] = {}
+    for number, text in enumerate(lines[1:], start=2):
+        line = _decode(path, number, text)
+        if isinstance(line, EnvironmentLine):
+            environments[line.key] = line.environment
+        elif isinstance(line, RecordLine):
+            record = _rejoin(path, number, line, environments)
+            records.pop(record.cell.id, None)
+            records[record.cell.id] = record
+    return Run(header, environments, tuple(records.values()), warnings)
+
+
+def repair(path: Path) -> str | None:
+    """Cut a torn last line off, or finish it when only its newline is missing; returns the warning, if any."""
+    lines, torn = _split(path)
+    whole = b"".join(line + b"\n" for line in lines)
+    if not lines or path.stat().st_size == len(whole):
+        return None
+    try:
+        with path.open("r+b") as file:
+            file.truncate(min(len(whole), path.stat().st_size))
+            if not torn:
+                file.seek(0, os.SEEK_END)
+                file.write(b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return _torn_warning(path, len(lines) + 1, torn) if torn else None
+
+
+def _finite(record: Record) -> Record:
+    """JSON knows no infinity: an error that is NaN or infinite is written as the largest float."""
+    errors = record.errors
+    if errors is None:
+        return record
+    values = {name: getattr(errors, name) for name in errors.__struct_fields__}
+    odd = {name: sys.float_info.max for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return msgspec.structs.replace(record, errors=msgspec.structs.replace(errors, **odd)) if odd else record
+
+
+def _split(path: Path) -> tuple[list[bytes], bytes]:
+    """Whole lines, and what is left of a last line that was being written when the process died."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
+    lines = content.split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    # One line alone is the header: a file without a readable header is no run file, torn or not.
+    if len(lines) > 1 and not _is_json(lines[-1]):
+        return lines[:-1], lines[-1]
+    return lines, b""
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def _read_header(path: Path, text: bytes) -> Header:
+    why = "this is no attnbench run file (its first line is no header)."
+    try:
+        found = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise BrokenFile(path, 1, why if text else "the file is empty.") from error
+    if not isinstance(found, dict) or found.get("line") != "header":
+        raise BrokenFile(path, 1, why)
+    schema = found.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise BrokenFile(
+            path,
+            1,
+            f"written by attnbench {found.get('attnbench', '?')} (schema {schema}; this one reads {SCHEMA}): upgrade.",
+        )
+    line = _decode(path, 1, text)
+    assert isinstance(line, Header)
+    return line
+
+
+def _decode(path: Path, number: int, text: bytes) -> Line:
+    try:
+        return msgspec.json.decode(text, type=Line)
+    except (msgspec.DecodeError, UsageError) as error:
+        raise BrokenFile(path, number, f"not a line of a run file ({error}).") from error
+
+
+def _rejoin(path: Path, number: int, line: RecordLine, environments: Mapping[str, Environment]) -> Record:
+    if line.environment is None:
+        return line.record
+    if line.environment not in environments:
+        raise BrokenFile(path, number, f'its environment "{line.environment}" does not stand above it.')
+    return msgspec.structs.replace(line.record, environment=environments[line.environment])
+
+
+def _torn_warning(path: Path, number: int, torn: bytes) -> str:
+    return f"{path}, line {number}: the last line was cut off after {len(torn)} bytes and is left out."
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write {path}: {error.strerror or error}. Choose another folder with --out.")

@@ -1,0 +1,92 @@
+"""The built-in suites as Python: name -> description and workloads. Real models' shapes come from models.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from attnbench.spec import Workload
+from attnbench.workloads.edge import edge
+from attnbench.workloads.grid import grid
+from attnbench.workloads.suite_file import models
+
+K = 1024
+LLAMA_HEADS = "32:8"
+
+
+def quick() -> list[Workload]:
+    """Six small problems that between them touch every kind of path; milliseconds each on two CPU cores."""
+    shape = {"batch": 1, "q_len": 512, "heads": 8, "head_dim": 64}
+    return [
+        *grid(**shape, mask=["full", "causal"]),
+        *grid(**shape, mask="causal", dtype="bfloat16"),
+        *grid(batch=2, q_len=256, heads=8, head_dim=64, mask="window:64:0"),
+        *grid(batch=2, q_len=128, heads="8:2", head_dim=64, mask="causal", pass_="train"),
+        *grid(batch=2, q_len=1, kv_len=1 * K, heads="8:2", head_dim=64, tags=["decode"]),
+    ]
+
+
+def whole_grid() -> list[Workload]:
+    """The first founding document's grid: 5 lengths x 4 batches x 2 head layouts x 2 passes."""
+    return _grid([512, 1 * K, 2 * K, 4 * K, 8 * K], [1, 4, 8, 16], ["32:32", LLAMA_HEADS], ["forward", "train"])
+
+
+def _grid(q_len: list[int], batch: list[int], heads: list[str], passes: list[str]) -> list[Workload]:
+    return grid(q_len=q_len, batch=batch, heads=heads, pass_=passes, head_dim=128, dtype="bfloat16", mask="causal")
+
+
+def grid_gpu() -> list[Workload]:
+    """24 of `grid`: each length from launch-bound to large, both head layouts, forward and train."""
+    both, passes = ["32:32", LLAMA_HEADS], ["forward", "train"]
+    corners = [(512, [1, 16]), (1 * K, [4]), (2 * K, [8]), (4 * K, [4]), (8 * K, [1])]
+    return [workload for q_len, batch in corners for workload in _grid([q_len], batch, both, passes)]
+
+
+def square_cpu() -> list[Workload]:
+    """One head, as many tokens as dimensions, on the third founding document's ramps and on normals."""
+    sizes = (32, 64, 128, 256, 512)
+    kinds = ["sincostan", "normal"]
+    return [
+        w
+        for n in sizes
+        for w in grid(batch=1, q_len=n, heads=1, head_dim=n, inputs=kinds, source="founding document 3")
+    ]
+
+
+def decode() -> list[Workload]:
+    """Few queries against a long cache, one sequence and sixteen; the last query sees every key."""
+    shape = {"heads": LLAMA_HEADS, "head_dim": 128, "dtype": "bfloat16"}
+    kv_len = [1 * K, 4 * K, 16 * K, 64 * K, 128 * K]
+    return [
+        *grid(q_len=1, kv_len=kv_len, batch=[1, 16], **shape),
+        *grid(q_len=[4, 8], kv_len=kv_len, batch=1, mask="causal", **shape),
+    ]
+
+
+def long() -> list[Workload]:
+    """32k to 1M tokens, causal, and the same with a window where only a linear cost is bearable."""
+    shape = {"batch": 1, "heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    return [
+        *grid(q_len=[32 * K, 64 * K, 128 * K, 256 * K, 512 * K, 1024 * K], mask="causal", **shape),
+        *grid(q_len=[32 * K, 64 * K, 128 * K, 256 * K], mask="causal", pass_="train", **shape),
+        *grid(q_len=[128 * K, 1024 * K], mask="window:4095:0", **shape),
+    ]
+
+
+def _from_models(suite: str) -> Callable[[], list[Workload]]:
+    return lambda: [workload for of, _, workloads in models() if of == suite for workload in workloads]
+
+
+BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
+    "quick": ("six small shapes for any machine: the default", quick),
+    "grid": (
+        "512-8192 tokens x batch 1-16 x 32:32 and 32:8 heads of 128, forward and train, causal bfloat16",
+        whole_grid,
+    ),
+    "grid-gpu": ("24 of grid, for a first run on a GPU", grid_gpu),
+    "gemma": ("openpi's pi0, pi0.5, pi0-FAST and SigLIP: train, prefill, denoise, decode", _from_models("gemma")),
+    "square-cpu": ("one head, tokens = dim in 32-512, sin/cos/tan and random inputs, float32", square_cpu),
+    "decode": ("1-8 queries against 1k-128k keys, 32:8 heads of 128, bfloat16", decode),
+    "long": ("32k-1M tokens, 8 heads of 128, bfloat16", long),
+    "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", _from_models("models")),
+    "edge": ("conformance: small shapes at every edge of the semantics", edge),
+}

@@ -1,0 +1,102 @@
+"""What a workload demands, before anything runs: exact FLOPs of the visible pairs, least bytes, sizes in memory.
+
+Conventions (one multiply-add is 2 FLOPs; softmax, bias and masking are not counted, as everywhere in the field):
+- forward: 2 matmuls per visible pair, QK^T and PV: 2 * (head_dim + v_head_dim), that is 4 * head_dim;
+- backward: 5 matmuls, as a kernel that stores no scores must do them: QK^T again, dP = dO V^T, dV, dQ and dK:
+  6 * head_dim + 4 * v_head_dim, that is 2.5 x forward; train is both, 3.5 x forward.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from msgspec import Struct
+
+from attnbench.spec import DTYPE_BYTES, Workload
+from attnbench.workloads.masks import AnyMask, Both, MaskShape
+
+LOGIT_BYTES = 4
+"""Scores and LSE are float32 wherever they are stored."""
+
+
+class Demand(Struct, frozen=True, kw_only=True):
+    """Cost of one call of the workload's pass."""
+
+    flops: int
+    bytes: int
+    """Least traffic: every array once, of K and V only the keys that some query of the batch row sees."""
+    scores_bytes: int
+    """The [b, h, q, kv] float32 logits, for implementations that store them."""
+    kv_cache_bytes: int
+    """K and V at kv_len, in the workload's dtype."""
+    io_bytes: int
+    """All arrays of the call, whole: what must lie in memory at least."""
+    output_bytes: int
+    """The part of io_bytes that the call itself makes: out, and dq, dk, dv where gradients are asked."""
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte: which ceiling binds."""
+        return self.flops / self.bytes
+
+
+def demand(workload: Workload) -> Demand:
+    """The demand of one call."""
+    w, size = workload, DTYPE_BYTES[workload.dtype]
+    q_bytes = w.batch * w.q_len * w.heads * w.head_dim * size
+    out_bytes = w.batch * w.q_len * w.heads * w.value_dim * size
+    kv_token_bytes = w.kv_heads * (w.head_dim + w.value_dim) * size
+    kv_bytes = w.batch * w.kv_len * kv_token_bytes
+    lse_bytes = w.batch * w.heads * w.q_len * LOGIT_BYTES
+    kv_seen_bytes = seen_keys(w.visible_mask, w.mask_shape) * kv_token_bytes
+    gradients = q_bytes + kv_bytes if w.needs_gradients else 0
+    backward_only = gradients + out_bytes + lse_bytes if w.needs_gradients else 0  # + dout
+    made = gradients + (0 if w.pass_ == "backward" else out_bytes)
+    return Demand(
+        flops=pairs(w.visible_mask, w.mask_shape) * flops_per_pair(w),
+        bytes=q_bytes + kv_seen_bytes + out_bytes + backward_only,
+        scores_bytes=w.batch * w.heads * w.q_len * w.kv_len * LOGIT_BYTES,
+        kv_cache_bytes=kv_bytes,
+        io_bytes=q_bytes + kv_bytes + out_bytes + backward_only,
+        output_bytes=made,
+    )
+
+
+def flops_per_pair(workload: Workload) -> int:
+    """FLOPs that one visible (query, key) pair of one head costs in the workload's pass."""
+    qk, pv = 2 * workload.head_dim, 2 * workload.value_dim
+    forward, backward = qk + pv, 3 * qk + 2 * pv
+    return {"forward": forward, "backward": backward, "train": forward + backward}[workload.pass_]
+
+
+@lru_cache(maxsize=4096)
+def pairs(mask: AnyMask, shape: MaskShape) -> int:
+    """Exact number of visible pairs, remembered: a sweep asks for the same ones again and again."""
+    return mask.pairs(shape)
+
+
+@lru_cache(maxsize=4096)
+def seen_keys(mask: AnyMask, shape: MaskShape) -> int:
+    """(batch row, key) places that some query sees, so that must be read.
+
+    Exact for masks made of intervals and key filters; dilated, blocks and dense parts are not looked into.
+    """
+    seen = np.ones((1, shape.kv_len), bool)
+    for part in mask.parts if isinstance(mask, Both) else (mask,):
+        if (keys := part.key_filter(shape)) is not None:
+            seen = seen & keys
+        elif (interval := part.interval(shape)) is not None:
+            seen = seen & _covered(*interval, shape.kv_len)
+    return int(seen.sum()) * (shape.batch // len(seen))
+
+
+def _covered(low: np.ndarray, high: np.ndarray, kv_len: int) -> np.ndarray:
+    """[b or 1, kv] whether a key lies in some row's interval: +1 where one opens, -1 where it closes, summed up."""
+    low, high = (np.clip(edge, 0, kv_len) for edge in np.broadcast_arrays(low, high))
+    high = np.maximum(low, high)
+    steps = np.zeros((len(low), kv_len + 1), np.int64)
+    rows = np.broadcast_to(np.arange(len(low))[:, None], low.shape)
+    np.add.at(steps, (rows, low), 1)
+    np.add.at(steps, (rows, high), -1)
+    return np.cumsum(steps, axis=1)[:, :kv_len] > 0

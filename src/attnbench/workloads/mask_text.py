@@ -1,0 +1,193 @@
+"""Masks as people write them: `window:128:0` on the command line, a string or a table in a suite's TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from inspect import signature
+from operator import and_
+from typing import Any
+
+import numpy as np
+
+from attnbench.errors import InvalidWorkload, UnknownName
+from attnbench.workloads import masks
+from attnbench.workloads.masks import AnyMask, Mask, MaskShape
+
+FORMS = (
+    "full",
+    "causal[:top-left]",
+    "window:LEFT[:RIGHT][:top-left]",
+    "prefix:N[:top-left]",
+    "block_causal:SIZE,SIZE,...",
+    "documents:SIZE,SIZE,...",
+    "lengths:N,N,...",
+    "valid:FIRST-LAST,...",
+    "dilated:WrR+WrR[:group]",
+    "A&B",
+)
+"""What `parse_mask` reads, for help texts. Window sides may be `all`; sizes are of consecutive blocks or documents."""
+
+_ALIGNMENTS = ("bottom-right", "top-left")
+
+
+def parse_mask(text: str, shape: MaskShape) -> AnyMask:
+    """The mask that a text such as `causal`, `prefix:816` or `causal&lengths:512,300` names, fitted to the shape."""
+    mask = reduce(and_, [_parse_part(part.strip(), shape) for part in text.split("&")])
+    mask.check(shape)
+    return mask  # pyright: ignore[reportReturnType]  (every concrete Mask is in the union)
+
+
+def read_mask(value: str | Mapping[str, Any] | Mask, shape: MaskShape) -> AnyMask:
+    """A mask given as itself, as text, or as a table `{kind = "window", left = 128}`."""
+    if isinstance(value, str):
+        return parse_mask(value, shape)
+    if isinstance(value, Mapping):
+        value = _from_table(dict(value), shape)
+    if not isinstance(value, Mask):
+        raise InvalidWorkload(f"mask must be text such as {FORMS[1]} or a table with kind = ..., not {value!r}.")
+    value.check(shape)
+    return value  # pyright: ignore[reportReturnType]
+
+
+def ids_of_sizes(sizes: Sequence[int]) -> np.ndarray:
+    """[3, 2] -> 0 0 0 1 1: ids of consecutive blocks or documents of these sizes."""
+    return np.repeat(np.arange(len(sizes)), sizes)
+
+
+def ids_of_mask_ar(runs: str) -> np.ndarray:
+    """Running sum of openpi's mask_ar, written in runs: `0*816 1 1 0*49`."""
+    flags: list[int] = []
+    for run in runs.split():
+        flag, _, times = run.partition("*")
+        if flag not in ("0", "1"):
+            raise InvalidWorkload(f'mask_ar is runs of 0 and 1 such as "0*816 1 1 0*49", not "{runs}".')
+        flags += [int(flag)] * (_whole(times, "mask_ar run") if times else 1)
+    return np.cumsum(flags)
+
+
+def _parse_part(text: str, shape: MaskShape) -> Mask:
+    kind, *arguments = text.split(":")
+    reader = _READERS.get(kind)
+    if reader is None:
+        if kind in _FUNCTIONS:
+            raise InvalidWorkload(
+                f"a {kind} mask holds an array and has no text form: give it from Python or as a table."
+            )
+        raise UnknownName("mask", kind, _READERS, "attnbench run --help")
+    try:
+        return reader(arguments, shape)
+    except _WrongForm as error:
+        form = next(form for form in FORMS if form.partition(":")[0].partition("[")[0] == kind)
+        raise InvalidWorkload(f'mask "{text}" cannot be read: write {form}.') from error
+
+
+def _aligned(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
+    if arguments and arguments[-1] in _ALIGNMENTS:
+        return arguments[:-1], {"align": arguments[-1]}
+    return arguments, {}
+
+
+def _read_causal(arguments: list[str], shape: MaskShape) -> Mask:
+    rest, align = _aligned(arguments)
+    _expect(not rest)
+    return masks.causal(**align)
+
+
+def _read_window(arguments: list[str], shape: MaskShape) -> Mask:
+    words, align = _aligned(arguments)
+    _expect(len(words) in (1, 2))
+    sides = [None if word == "all" else _whole(word, "window side") for word in words]
+    return masks.window(sides[0], sides[1] if len(sides) == 2 else 0, **align)
+
+
+def _read_prefix(arguments: list[str], shape: MaskShape) -> Mask:
+    words, align = _aligned(arguments)
+    _expect(len(words) == 1)
+    return masks.prefix(_whole(words[0], "prefix"), **align)
+
+
+def _read_sizes(make: Callable[[Any], Mask]) -> Callable[[list[str], MaskShape], Mask]:
+    return lambda arguments, shape: make(ids_of_sizes(_numbers(arguments, "size")))
+
+
+def _read_lengths(arguments: list[str], shape: MaskShape) -> Mask:
+    return masks.lengths(_numbers(arguments, "length"))
+
+
+def _read_valid(arguments: list[str], shape: MaskShape) -> Mask:
+    keys = np.zeros(shape.kv_len, bool)
+    _expect(len(arguments) == 1)
+    for run in arguments[0].split(","):
+        first, _, last = run.partition("-")
+        begin, end = _whole(first, "key"), _whole(last or first, "key")
+        if not begin <= end < shape.kv_len:
+            raise InvalidWorkload(f'valid keys "{run}" do not lie in 0-{shape.kv_len - 1}.')
+        keys[begin : end + 1] = True
+    return masks.valid(keys)
+
+
+def _read_dilated(arguments: list[str], shape: MaskShape) -> Mask:
+    _expect(len(arguments) in (1, 2))
+    branches = [branch.split("r") for branch in arguments[0].split("+")]
+    _expect(all(len(branch) == 2 for branch in branches))
+    segments, rates = ([_whole(branch[n], "dilated branch") for branch in branches] for n in (0, 1))
+    return masks.dilated(segments, rates, *arguments[1:])  # pyright: ignore[reportArgumentType]
+
+
+def _read_full(arguments: list[str], shape: MaskShape) -> Mask:
+    _expect(not arguments)
+    return masks.full()
+
+
+_READERS: Mapping[str, Callable[[list[str], MaskShape], Mask]] = {
+    "full": _read_full,
+    "causal": _read_causal,
+    "window": _read_window,
+    "prefix": _read_prefix,
+    "block_causal": _read_sizes(masks.block_causal),
+    "documents": _read_sizes(masks.documents),
+    "lengths": _read_lengths,
+    "valid": _read_valid,
+    "dilated": _read_dilated,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Mask]] = {name: getattr(masks, name) for name in (*_READERS, "blocks", "dense")}
+
+
+def _from_table(table: dict[str, Any], shape: MaskShape) -> Mask:
+    kind = table.pop("kind", None)
+    if kind == "both":
+        return reduce(and_, [read_mask(part, shape) for part in table["parts"]])
+    if kind not in _FUNCTIONS:
+        raise UnknownName("mask", str(kind), _FUNCTIONS, "attnbench run --help")
+    if kind in ("block_causal", "documents") and "sizes" in table:
+        table["ids"] = ids_of_sizes(table.pop("sizes"))
+    if kind == "block_causal" and "mask_ar" in table:
+        table["ids"] = ids_of_mask_ar(table.pop("mask_ar"))
+    function = _FUNCTIONS[kind]
+    try:
+        signature(function).bind(**table)
+    except TypeError as error:
+        fields = ", ".join(signature(function).parameters) or "no fields"
+        raise InvalidWorkload(f"a {kind} mask takes {fields}: {error}.") from error
+    return function(**table)
+
+
+class _WrongForm(Exception):
+    """The words after the mask's name are not as many as its form has."""
+
+
+def _expect(holds: bool) -> None:
+    if not holds:
+        raise _WrongForm
+
+
+def _numbers(arguments: list[str], what: str) -> list[int]:
+    _expect(len(arguments) == 1)
+    return [_whole(number.strip(), what) for number in arguments[0].split(",")]
+
+
+def _whole(text: str, what: str) -> int:
+    if not text.isdecimal():
+        raise InvalidWorkload(f'{what} "{text}" is not a whole number.')
+    return int(text)

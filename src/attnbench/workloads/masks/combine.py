@@ -1,0 +1,104 @@
+"""Masks combined with `&`: a pair is visible when every part sees it; log-weights add."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from attnbench.workloads.masks.base import Mask, MaskShape, Namespace, Predicate, _interval_pairs
+from attnbench.workloads.masks.dilated import Dilated
+from attnbench.workloads.masks.gridded import Blocks, Dense
+from attnbench.workloads.masks.keyed import BlockCausal, Documents, Lengths, Valid
+from attnbench.workloads.masks.positional import Causal, Full, Prefix, Window
+
+
+class Both(Mask, frozen=True, tag="both"):
+    """Two or more masks at once."""
+
+    parts: tuple[
+        Full | Causal | Window | Prefix | BlockCausal | Documents | Lengths | Valid | Dilated | Blocks | Dense, ...
+    ]
+
+    @property
+    def id(self) -> str:
+        return "&".join(part.id for part in self.parts)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(kind for part in self.parts for kind in part.kinds)
+
+    @property
+    def weighted(self) -> bool:
+        return any(part.weighted for part in self.parts)
+
+    @property
+    def per_batch(self) -> bool:
+        return any(part.per_batch for part in self.parts)
+
+    @property
+    def per_head(self) -> bool:
+        return any(part.per_head for part in self.parts)
+
+    @property
+    def per_block(self) -> bool:
+        return all(part.per_block for part in self.parts)
+
+    def check(self, shape: MaskShape) -> None:
+        for part in self.parts:
+            part.check(shape)
+
+    def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
+        tests = [part.predicate(shape, namespace) for part in self.parts]
+        return lambda b, h, q, kv: reduce(lambda seen, test: seen & test(b, h, q, kv), tests[1:], tests[0](b, h, q, kv))
+
+    def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate | None:
+        weights = [w for part in self.parts if (w := part.log_weight(shape, namespace)) is not None]
+        if not weights:
+            return None
+
+        def total(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return reduce(lambda value, weight: value + weight(b, h, q, kv), weights[1:], weights[0](b, h, q, kv))
+
+        return total
+
+    def interval(self, shape: MaskShape) -> tuple[np.ndarray, np.ndarray] | None:
+        intervals = [part.interval(shape) for part in self.parts]
+        found = [interval for interval in intervals if interval is not None]
+        return _meet(found) if len(found) == len(intervals) else None
+
+    def pairs(self, shape: MaskShape) -> int:
+        whole = (np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len))
+        intervals, keys, rest = [whole], [], []
+        for part in self.parts:
+            if (interval := part.interval(shape)) is not None:
+                intervals.append(interval)
+            elif (allowed := part.key_filter(shape)) is not None:
+                keys.append(allowed)
+            else:
+                rest.append(part)
+        if not rest:
+            return _interval_pairs(_meet(intervals), reduce(np.logical_and, keys) if keys else None, shape)
+        low, high = _meet(intervals)
+        starts_at_zero = len(low) == 1 and not low.clip(min=0).any()
+        if len(rest) == 1 and isinstance(rest[0], Dilated) and not keys and starts_at_zero:
+            return rest[0].count(shape, np.clip(high[0], 0, shape.kv_len))
+        return self._count_pairs(shape)
+
+
+def _meet(intervals: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    low = reduce(np.maximum, [low for low, _ in intervals])
+    high = reduce(np.minimum, [high for _, high in intervals])
+    return low, high
+
+
+def both(a: Mask, b: Mask) -> Mask:
+    """`a & b`, flattened; `full()` is dropped."""
+    if not isinstance(b, Mask):
+        return NotImplemented
+    parts = [part for mask in (a, b) for part in (mask.parts if isinstance(mask, Both) else (mask,))]
+    parts = [part for part in parts if not isinstance(part, Full)]
+    if not parts:
+        return Full()
+    return parts[0] if len(parts) == 1 else Both(tuple(parts))

@@ -1,0 +1,41 @@
+"""Suites by name or from a user's TOML file: where a run's workloads come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attnbench.errors import BrokenFile, UnknownName
+from attnbench.spec import Workload
+from attnbench.workloads.catalogue import BUILTIN
+from attnbench.workloads.mask_text import parse_mask
+from attnbench.workloads.shrink import shrink
+from attnbench.workloads.suite_file import Suite, read_suite
+
+__all__ = ["Suite", "load", "names", "parse_mask", "quicken"]
+
+
+def names() -> list[str]:
+    """Built-in suites, the default first."""
+    return list(BUILTIN)
+
+
+def load(name_or_path: str | Path) -> Suite:
+    """A built-in suite, or a file whose name ends in .toml."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise BrokenFile(path, None, "there is no such file.")
+        return read_suite(path)
+    name = str(name_or_path)
+    if name not in BUILTIN:
+        raise UnknownName("suite", name, BUILTIN, "attnbench list suites")
+    description, make = BUILTIN[name]
+    return Suite(name, description, tuple(make()))
+
+
+def quicken(suite: Suite) -> Suite:
+    """The suite with shapes capped (see `shrink`); workloads that become the same are kept once."""
+    small: dict[str, Workload] = {}
+    for workload in map(shrink, suite.workloads):
+        small.setdefault(workload.id, workload)
+    return Suite(f"{suite.name}-quick", suite.description, tuple(small.values()))

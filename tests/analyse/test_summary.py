@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from record_factory import incorrect, noisy, ok, unsupported, workload
+
+from attnbench.analyse.ranking import baseline, rank
+from attnbench.analyse.summary import closing, count_notes, not_run
+from attnbench.spec import Failed
+
+SHAPES = [workload(n) for n in (64, 128, 256, 512)]
+
+
+def field(medians: dict[str, float], on=None, seed: int = 0) -> list:
+    return [ok(name, noisy(median, seed + i), on) for i, (name, median) in enumerate(medians.items())]
+
+
+def places(rows) -> list[tuple[str, int | None, bool]]:
+    return [(row.implementation, row.rank, row.tied) for row in rows]
+
+
+def test_rows_come_in_order_of_time():
+    rows = rank(field({"b": 2e6, "a": 1e6, "c": 3e6}))
+    assert places(rows) == [("a", 1, False), ("b", 2, False), ("c", 3, False)]
+
+
+def test_two_names_for_one_function_are_never_ranked_apart():
+    apart = 0
+    for seed in range(0, 200, 2):
+        rows = rank([ok("one", noisy(1e6, seed, 0.03)), ok("two", noisy(1e6, seed + 1, 0.03))])
+        apart += {row.rank for row in rows} != {1}
+    assert apart == 0
+
+
+def test_less_than_one_percent_is_a_tie_however_certain():
+    same = noisy(1e6, 1)
+    assert places(rank([ok("a", same), ok("b", same * 1.009)])) == [("a", 1, False), ("b", 1, True)]
+    assert places(rank([ok("a", same), ok("b", same * 1.02)])) == [("a", 1, False), ("b", 2, False)]
+
+
+def test_a_tie_is_with_the_leader_not_with_the_neighbour():
+    same = noisy(1e6, 1)
+    rows = rank([ok(name, same * factor) for name, factor in (("a", 1), ("b", 1.008), ("c", 1.016), ("d", 1.023))])
+    assert places(rows) == [("a", 1, False), ("b", 1, True), ("c", 3, False), ("d", 3, True)]
+
+
+def test_wrong_approximate_untimed_and_anchors_are_not_ranked():
+    records = [
+        ok("torch.eager", noisy(4e6, 1)),
+        ok("torch.sage", noisy(1e6, 2), approximate=True),
+        incorrect("mine", "wrong"),
+        unsupported("torch.fa3", "needs cuda"),
+        ok("jax.splash"),
+        ok("anchor.matmul", noisy(1e5, 3)),
+    ]
+    rows = rank(records, "torch.eager")
+    assert places(rows)[0] == ("torch.eager", 1, False)
+    assert [row.rank for row in rows[1:]] == [None] * 4
+    assert "anchor.matmul" not in [row.implementation for row in rows]
+    assert all(row.reason for row in rows[1:])
+    assert rows[1].speedup is not None
+    assert 3.8 < rows[1].speedup.value < 4.2
+
+
+def test_config_is_part_of_the_label():
+    rows = rank([ok("torch.flex", noisy(1e6, 1), config={"block": 64})])
+    assert rows[0].implementation == "torch.flex[block=64]"
+
+
+def test_baseline_is_the_plain_one_unless_named():
+    records = field({"jax.einsum": 3, "torch.eager": 2, "torch.sdpa": 1, "jax.xla": 1})
+    assert baseline(records) == "torch.eager"
+    assert baseline(records, ["jax.xla"]) == "jax.xla"
+    assert baseline(records, ["jax"]) == "jax.einsum"
+    assert baseline(records[:1] + records[3:]) == "jax.einsum"
+    assert baseline([*field({"numpy.float32": 1}), incorrect("torch.eager", "x")]) == "numpy.float32"
+    assert baseline([]) is None
+
+
+def test_closing_sentence_of_the_issue():
+    records = []
+    for i, shape in enumerate(SHAPES):
+        fast, other = (3e6, 1e6) if i == 3 else (1e6, 2e6)
+        records += field(
+            {"torch.eager": 3e6 if i < 3 else 9e6, "torch.sdpa-flash": fast, "jax.xla": other}, shape, 10 * i
+        )
+    sentence = closing(records)
+    assert re.match(r"torch.sdpa-flash is (2.9|3.0)\dx", sentence)
+    assert "faster than torch.eager over 4 shapes; jax.xla wins 1." in sentence
+
+
+def test_closing_without_a_confident_winner_says_so():
+    records = []
+    for i, shape in enumerate(SHAPES):
+        records += field({"torch.eager": 3e6, "torch.sdpa": 1e6, "torch.sdpa-flash": 1.001e6}, shape, 10 * i)
+    sentence = closing(records)
+    assert sentence.startswith("No confident winner over 4 shapes: torch.sdpa")
+    assert "faster than torch.eager" in sentence
+
+
+def test_closing_when_the_baseline_wins_compares_with_the_next():
+    sentence = closing(field({"torch.eager": 1e6, "torch.sdpa": 2e6}))
+    assert sentence.startswith("torch.eager is ")
+    assert "faster than torch.sdpa over 1 shape." in sentence
+
+
+def test_closing_counts_the_shapes_both_ran():
+    records = field({"torch.eager": 3e6, "torch.sdpa": 1e6}, SHAPES[0])
+    records += [*field({"torch.sdpa": 1e6}, SHAPES[1]), unsupported("torch.eager", "no", SHAPES[1])]
+    assert "over 1 of 2 shapes" in closing(records)
+
+
+def test_closing_tells_where_the_one_asked_for_stands():
+    sentence = closing(field({"torch.eager": 4e6, "torch.sdpa": 1e6, "mine": 2e6}), focus=["mine"])
+    assert re.search(r"^torch.sdpa is (3.9|4.0)\dx .* faster than torch.eager", sentence)
+    assert re.search(r"mine is (1.9|2.0)\dx .* slower than torch.sdpa", sentence)
+
+
+def test_closing_of_a_lone_implementation():
+    assert closing(field({"mine": 1e6})) == "mine is the only one that was ranked, over 1 shape."
+
+
+def test_closing_when_nothing_is_ok():
+    failed = Failed(implementation="b", workload=workload(), reason="raised")
+    assert closing([unsupported("a", "no"), failed]) == "Nothing could be measured (1 unsupported, 1 failed)."
+    assert closing([]) == "Nothing could be measured (no cells)."
+    assert closing([ok("a")]) == "1 cells verified, none was timed."
+
+
+def test_wrong_ones_are_named_before_the_answer():
+    records = [
+        *field({"torch.eager": 3e6, "torch.sdpa": 1e6}),
+        incorrect("my_attention", "its gradient of K is wrong from row 4096 on."),
+    ]
+    sentence = closing(records)
+    assert sentence.startswith(
+        "my_attention is not ranked: its gradient of K is wrong from row 4096 on. torch.sdpa is "
+    )
+
+
+def test_notes_are_counted_with_advice():
+    records = [ok("a", notes=("unstable: +-7 %",)), ok("b", notes=("unstable: +-9 %", "something else"))]
+    notes = count_notes(records)
+    assert notes[0].startswith("unstable: 2 cells (")
+    assert notes[1] == "something else: 1 cell"
+
+
+def test_refusals_are_grouped_by_reason():
+    records = [unsupported(n, r) for n, r in (("a", "one"), ("b", "two"), ("c", "two"), ("c", "two"))]
+    assert not_run(records) == [("two", ["b", "c"]), ("one", ["a"])]
+
+
+def test_ranking_of_many_is_quick():
+    rng = np.random.default_rng(0)
+    records = [ok(f"i{n}", rng.normal(1e6 + 1e4 * n, 1e4, 500)) for n in range(15)]
+    assert len(rank(records, "i3")) == 15

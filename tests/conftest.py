@@ -1,0 +1,31 @@
+"""Test set-up: survive a CPU that traps on AMX, keep the cache apart, skip what the machine cannot do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+from attnbench.run.instructions import isa_cap
+
+os.environ.update(isa_cap())  # before torch is first imported
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def pytest_collection_modifyitems(items):
+    have_gpu = _have_gpu() if any("gpu" in item.keywords for item in items) else False
+    for item in items:
+        if "gpu" in item.keywords and not have_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+        for framework in ("torch", "jax"):
+            if framework in item.keywords and importlib.util.find_spec(framework) is None:
+                item.add_marker(pytest.mark.skip(reason=f"{framework} is not installed"))
+
+
+def _have_gpu():
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()

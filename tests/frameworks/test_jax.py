@@ -1,0 +1,364 @@
+"""The JAX adapter: precision, compiled programs of each pass, clocks (CUPTI faked), memory, traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from attnbench.errors import UsageError
+from attnbench.frameworks import jax_clocks
+from attnbench.frameworks.base import Inputs, Program
+from attnbench.frameworks.jax import FRAMEWORK as JAX
+from attnbench.frameworks.jax import precision_of
+from attnbench.frameworks.jax_clocks import Kernel, ProfilerFailed, split_calls
+from attnbench.frameworks.jax_plain import plain_call
+from attnbench.frameworks.jax_programs import Compiler
+from attnbench.spec import Workload
+from attnbench.workloads import masks
+
+jax = pytest.importorskip("jax")
+pytestmark = pytest.mark.jax
+jnp = jax.numpy
+SHAPE = {"batch": 1, "q_len": 8, "heads": 2, "head_dim": 4}
+
+
+def inputs(dtype="float32", seed=0):
+    random = np.random.default_rng(seed)
+    return Inputs(*(JAX.array(random.standard_normal((1, 8, 2, 4)), dtype, "cpu") for _ in range(4)))
+
+
+def causal(dtype="float32"):
+    return plain_call(Workload(**SHAPE, mask=masks.causal(), dtype=dtype))
+
+
+class TestArrays:
+    @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+    def test_round_trip_keeps_the_dtype(self, dtype):
+        values = np.random.default_rng(0).standard_normal((3, 4))
+        array = JAX.array(values, dtype, "cpu")
+        assert str(array.dtype) == dtype
+        back = JAX.numpy(array)
+        assert back.dtype == (np.float64 if dtype == "float64" else np.float32)
+        assert np.array_equal(back, values.astype(JAX.dtype(dtype)).astype(back.dtype))
+
+    def test_float64_survives_every_operation_outside_x64(self):
+        array = JAX.array(np.array([1.0, 1 + 2**-40]).reshape(1, 2, 1, 1), "float64", "cpu")
+        assert not jax.config.jax_enable_x64
+        changed = [
+            JAX.transpose(array, "bshd", "bhsd"),
+            JAX.flip(array, np.ones(1)),
+            JAX.put(array, (0, 0, 0, 0), 1.0),
+            *JAX.snapshot((array,)),
+            JAX.cast(JAX.array(np.ones(1), "float32", "cpu"), "float64"),
+        ]
+        assert {str(x.dtype) for x in changed} == {"float64"}
+        assert JAX.numpy(changed[0]).max() == 1 + 2**-40
+
+    def test_same_bits_tells_nan_and_signed_zero_apart(self):
+        for dtype in ("float64", "float32", "bfloat16"):
+            a = JAX.array(np.array([0.0, np.nan]), dtype, "cpu")
+            assert JAX.same_bits(a, a)
+            assert not JAX.same_bits(a, JAX.array(np.array([-0.0, np.nan]), dtype, "cpu"))
+            assert not JAX.is_finite(a)
+
+    def test_flip_and_put_leave_the_original(self):
+        a = JAX.array(np.ones(2), "float32", "cpu")
+        assert JAX.numpy(JAX.flip(a, np.array([1, -1]))).tolist() == [1, -1]
+        assert JAX.numpy(JAX.put(a, (0,), 5.0)).tolist() == [5, 1]
+        assert JAX.numpy(a).tolist() == [1, 1]
+
+    def test_owns_concrete_arrays_only(self):
+        seen = []
+        jax.jit(lambda x: seen.append(JAX.owns(x)) or x)(jnp.ones(2))
+        assert seen == [False]
+        assert JAX.owns(jnp.ones(2))
+        assert not JAX.owns(np.ones(2))
+
+    def test_exact_is_float64_and_compiled(self):
+        x = JAX.array(np.array([1.0, 2.0**-40]), "float32", "cpu")
+        total = JAX.exact(lambda a: JAX.cast(a, "float64").sum())(x)
+        assert float(total) == 1 + 2**-40
+
+
+class TestPrograms:
+    def test_outputs_of_each_pass_agree(self):
+        x = inputs()
+        out = JAX.numpy(causal()(x.q, x.k, x.v))
+        forward = JAX.programs(causal(), "forward", x)
+        backward = JAX.programs(causal(), "backward", x)
+        train = JAX.programs(causal(), "train", x)
+        (found,) = forward.main.run(forward.main.prepare(x))
+        gradients = backward.main.run(backward.main.prepare(x))
+        both = train.main.run(train.main.prepare(x))
+        assert [len(gradients), len(both)] == [3, 4]
+        assert np.allclose(JAX.numpy(found), out, atol=1e-6)
+        for a, b in zip((found, *gradients), both):
+            assert np.allclose(JAX.numpy(a), JAX.numpy(b), atol=1e-6)
+        assert set(train.parts) == {"forward", "backward"}
+        part = train.parts["backward"]
+        assert np.allclose(JAX.numpy(part.run(part.prepare(x))[2]), JAX.numpy(both[3]), atol=1e-6)
+        assert np.allclose(JAX.numpy(train.parts["forward"].run(x)[0]), out, atol=1e-6)
+        assert forward.compile_ns > 0
+        assert backward.temp_bytes is not None
+
+    def test_fresh_inputs_reach_a_compiled_backward(self):
+        main = JAX.programs(causal(), "backward", inputs()).main
+        a, b = (main.run(main.prepare(inputs(seed=n))) for n in (1, 2))
+        assert not np.allclose(JAX.numpy(a[0]), JAX.numpy(b[0]))
+
+    def test_float64_is_accurate_to_1e_12(self):
+        x = inputs("float64")
+        main = JAX.programs(causal("float64"), "train", x).main
+        out = main.run(main.prepare(x))[0]
+        q, k, v = (JAX.numpy(a)[0] for a in x[:3])
+        logits = np.where(np.tri(8), np.einsum("ihd,jhd->hij", q, k) / 2, -np.inf)
+        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        assert abs(JAX.numpy(out)[0] - np.einsum("hij,jhd->ihd", p, v)).max() < 1e-12
+
+    def test_float32_products_are_float32_products(self):
+        seen = []
+
+        def call(q, k, v):
+            seen.append(jax.config.jax_default_matmul_precision)
+            return q + k + v
+
+        JAX.programs(call, "forward", inputs())
+        JAX.programs(call, "forward", inputs("bfloat16"))
+        assert seen == ["highest", None]
+
+    def test_captured_arrays_become_arguments(self):
+        captured = jnp.asarray(np.random.default_rng(0).standard_normal((512, 512)), jnp.float32)
+
+        def call(q, k, v):
+            return q + (captured @ captured).sum()
+
+        compiler = Compiler(jax, call, inputs(), precision_of)
+        assert [array.shape for array in compiler._captured] == [(512, 512)]
+        out = compiler.programs("forward").main.run(inputs())[0]
+        assert np.allclose(JAX.numpy(out - inputs().q), float((captured @ captured).sum()), rtol=1e-3)
+
+    def test_another_shape_is_rejected_not_recompiled(self):
+        main = JAX.programs(causal(), "forward", inputs()).main
+        with pytest.raises(TypeError):
+            main.run(Inputs(*(a[:, :4] for a in inputs())))
+
+    def test_a_call_must_return_one_array(self):
+        with pytest.raises(UsageError, match="one array"):
+            JAX.programs(lambda q, k, v: (q, k), "forward", inputs())
+
+    def test_compile_time_does_not_come_from_a_cache(self, tmp_path):
+        from jax.experimental.compilation_cache import compilation_cache
+
+        old = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", *CACHE_EVERYTHING)}
+        try:
+            for name, value in {"jax_compilation_cache_dir": str(tmp_path), **CACHE_EVERYTHING}.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+            JAX.programs(causal(), "forward", inputs())
+            assert not list(tmp_path.iterdir())
+            assert jax.config.jax_enable_compilation_cache
+        finally:
+            for name, value in old.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+
+
+CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
+
+
+class TestMachine:
+    def test_cpu_is_always_there_and_last(self):
+        assert JAX.devices()[-1] == "cpu"
+        environment = JAX.environment("cpu")
+        assert environment.device == "cpu"
+        assert environment.framework == "jax"
+        assert environment.memory_bytes
+        assert environment.packages["jax"] == jax.__version__
+
+    def test_a_missing_device_is_one_sentence(self):
+        if "tpu" in JAX.devices():
+            pytest.skip("there is a TPU")
+        with pytest.raises(UsageError, match="no tpu device"):
+            JAX.environment("tpu")
+
+    def test_accelerators_are_told_apart_by_their_client(self):
+        from attnbench.frameworks.jax import _accelerator_facts, _kind
+
+        def device(platform, version):
+            return types.SimpleNamespace(platform=platform, client=types.SimpleNamespace(platform_version=version))
+
+        assert _kind(device("gpu", "PJRT C API\ncuda 13000")) == "cuda"
+        assert _kind(device("gpu", "rocm 70000")) == "rocm"
+        assert _kind(device("tpu", "")) == "tpu"
+        card = types.SimpleNamespace(
+            memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30},
+            compute_capability="9.0",
+            device_kind="NVIDIA H200",
+        )
+        assert _accelerator_facts(card) == {
+            "device_name": "NVIDIA H200", "memory_bytes": 100, "free_bytes": 70, "capability": (9, 0),
+        }  # fmt: skip
+
+    def test_memory_is_not_preallocated(self):
+        code = "import os; from attnbench.frameworks.jax import import_jax; import_jax(); " \
+            "print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"  # fmt: skip
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "false"
+
+    def test_out_of_memory(self):
+        exhausted = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+        assert JAX.is_out_of_memory(exhausted)
+        assert JAX.is_out_of_memory(MemoryError())
+        assert not JAX.is_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: illegal memory access"))
+        assert not JAX.is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
+
+    def test_peak_is_temp_plus_outputs(self):
+        programs = JAX.programs(causal(), "train", inputs())
+        peak = JAX.peak(programs.main, inputs(), "cpu", programs.temp_bytes)
+        assert peak.bytes == programs.temp_bytes + 4 * 8 * 2 * 4 * 4
+        assert JAX.peak(programs.main, inputs(), "cpu", None).reason
+
+    def test_trace_lands_where_asked(self, tmp_path):
+        main = JAX.programs(causal(), "backward", inputs()).main
+        unpacked = JAX.trace(main, inputs(), tmp_path / "new" / "cell.json", "cpu")
+        assert json.loads(unpacked.read_text())["traceEvents"]
+        packed = JAX.trace(main, inputs(), tmp_path, "cpu")
+        assert packed.parent == tmp_path
+        assert json.loads(gzip.decompress(packed.read_bytes()))["traceEvents"]
+
+    def test_anchors(self):
+        product, a, b = JAX.matmul(16, "float32", "cpu").run(None)
+        assert np.allclose(JAX.numpy(product), JAX.numpy(a) @ JAX.numpy(b), atol=1e-5)
+        target, source = JAX.copy(64, "cpu").run(None)
+        assert target is not source
+        assert JAX.same_bits(target, source)
+        assert target.nbytes == 64
+
+    def test_cpu_has_the_wall_clock_only(self):
+        assert JAX.clocks("cpu") == ("wall",)
+        assert JAX.kernels(Program(run=lambda x: (x,)), inputs(), "cpu")[0] is None
+        with pytest.raises(UsageError, match="kernel clock"):
+            JAX.clock("kernel", "cpu")
+        samples = JAX.clock("wall", "cpu").sample(JAX.programs(causal(), "forward", inputs()).main, [inputs()], 3)
+        assert len(samples.ns) == 3
+        assert min(samples.ns) > 0
+
+
+class FakeCupti:
+    """Stands where `jax.experimental.mosaic.gpu.profiler` does: calls f twice, records launches of the second call."""
+
+    def __init__(self):
+        self.launched: list[Kernel] | None = None
+
+    def launch(self, name, ms):
+        if self.launched is not None:
+            self.launched.append(Kernel(name, ms))
+
+    def measure(self, f, *, aggregate=True, iterations=1):
+        from jax._src import stages
+
+        assert isinstance(f, (stages.Wrapped, stages.Compiled)), "JAX would trace this function"
+        assert (aggregate, iterations) == (False, 1)
+
+        def wrapper():
+            f()
+            self.launched = []
+            result, seen = f(), self.launched
+            self.launched = None
+            return result, [tuple(kernel) for kernel in seen] or None
+
+        return wrapper
+
+
+@pytest.fixture
+def cupti(monkeypatch):
+    fake = FakeCupti()
+    package = types.ModuleType("jax.experimental.mosaic.gpu")
+    package.profiler = types.SimpleNamespace(measure=fake.measure)
+    monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu", package)
+
+    class Flush:
+        def __init__(self, device):
+            del device
+
+        def __call__(self):
+            fake.launch("wrapped_xor", 0.5)
+
+        def wait(self):
+            return None
+
+    monkeypatch.setattr(jax_clocks, "Flush", Flush)
+    jax_clocks.cupti_problem.cache_clear()
+    yield fake
+    jax_clocks.cupti_problem.cache_clear()
+
+
+class TestKernelClock:
+    def program(self, cupti):
+        def prepare(x):
+            cupti.launch("forward", 9.0)
+            return x
+
+        def run(x):
+            cupti.launch("attention", 0.001 * float(x.q[0, 0, 0, 0]))
+            cupti.launch("merge", 0.002)
+            return (x.q,)
+
+        return Program(run, prepare)
+
+    def sets(self):
+        return [inputs()._replace(q=jnp.full((1, 8, 2, 4), float(n))) for n in (1, 3)]
+
+    def test_flushes_and_preparation_are_left_out_and_inputs_rotate(self, cupti):
+        clock = jax_clocks.KernelClock(JAX, None)
+        samples = clock.sample(self.program(cupti), self.sets(), count=3, calls=2)
+        assert np.allclose(samples.ns, [3000, 5000, 3000])
+        assert samples.last_input == 0
+        assert float(samples.last[0].max()) == 1.0
+
+    def test_names_without_repeats(self, cupti):
+        assert jax_clocks.kernel_names(self.program(cupti), self.sets()[0]) == ["attention", "merge"]
+
+    def test_cupti_is_tried_and_its_failure_is_the_reason(self, cupti, monkeypatch):
+        assert jax_clocks.cupti_problem("gpu0") is None
+
+        def refuse(f, **_):
+            raise RuntimeError("CUPTI profiling is not supported on this platform")
+
+        monkeypatch.setattr(sys.modules["jax.experimental.mosaic.gpu"].profiler, "measure", refuse)
+        assert "not supported" in jax_clocks.cupti_problem("gpu1")
+        monkeypatch.delattr(sys.modules["jax.experimental.mosaic.gpu"].profiler, "measure")
+        assert "measure" in jax_clocks.cupti_problem("gpu2")
+
+    @pytest.mark.parametrize(
+        "names,words",
+        [
+            (["a", "flush", "a"], "before the first flush"),
+            (["flush", "a"], "saw 1 calls"),
+            (["flush", "a", "flush", "flush"], "1 of them without a kernel"),
+            (["flush", "a", "flush", "a", "b"], "between 1 and 2"),
+        ],
+    )
+    def test_what_makes_no_sense_is_no_time(self, names, words):
+        with pytest.raises(ProfilerFailed, match=words):
+            split_calls([Kernel(name, 1.0) for name in names], frozenset({"flush"}), 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(JAX.devices()[0] != "cuda", reason="needs a CUDA device that JAX sees")
+class TestCuda:
+    def test_kernel_time_of_a_matmul_is_plausible_and_named(self):
+        assert JAX.clocks("cuda") == ("kernel", "wall")
+        program = JAX.matmul(4096, "bfloat16", "cuda")
+        x = Inputs(*(JAX.array(np.ones((1, 1, 1, 1)), "float32", "cuda") for _ in range(4)))
+        kernel = JAX.clock("kernel", "cuda").sample(program, [x], 5).ns
+        wall = JAX.clock("wall", "cuda").sample(program, [x], 5).ns
+        assert 1e4 < min(kernel) < min(wall)
+        names, reason = JAX.kernels(program, x, "cuda")
+        assert names
+        assert reason is None

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from record_factory import incorrect, noisy, ok, timing, unsupported, workload
+from rich.console import Console
+
+from attnbench.report import units
+from attnbench.report.detail import print_cell
+from attnbench.report.tables import print_rankings
+from attnbench.report.verification import print_verification, verdict
+from attnbench.spec import Cost, Failed, Memory, OutOfMemory
+
+
+def text_of(show, *arguments, **options) -> str:
+    stream = io.StringIO()
+    show(Console(file=stream, width=200), *arguments, **options)
+    return stream.getvalue()
+
+
+def test_ranked_table_says_everything_a_reader_asks():
+    records = [
+        ok("torch.eager", noisy(4e6, 1)),
+        ok("torch.sdpa", noisy(1e6, 2), memory=Memory(peak_bytes=97_000_000), notes=("unstable: +-3 %",)),
+        incorrect("mine", "gradient of K: 14.2 x the error allowed"),
+        unsupported("torch.fa3", "needs cuda, this is cpu"),
+        unsupported("torch.fa4", "needs cuda, this is cpu"),
+        ok("anchor.matmul", noisy(1e5, 3)),
+    ]
+    lines = text_of(print_rankings, records).splitlines()
+    first = next(line for line in lines if "torch.sdpa " in line)
+    assert first.split()[0] == "1"
+    assert "97.0 MB" in first
+    assert "42 %" in first
+    assert "unstable" in first
+    assert "x (" in first
+    eager = next(line for line in lines if " torch.eager " in line and "ms" in line)
+    assert units.DASH in eager  # its memory was not measured: no 0
+    assert any("mine" in line and "14.2 x" in line and "ms" not in line for line in lines)
+    assert any(line.startswith("Not run: torch.fa3, torch.fa4 (needs cuda") for line in lines)
+    assert not any("anchor" in line for line in lines)
+
+
+def test_train_shows_its_parts():
+    on = workload(pass_="train")
+    record = ok("torch.sdpa", noisy(3e6, 1), on, also={"forward": timing([1e6] * 5), "backward": timing([2e6] * 5)})
+    text = text_of(print_rankings, [record])
+    heading = next(line for line in text.splitlines() if "implementation" in line)
+    assert heading.split()[:5] == ["#", "implementation", "train", "forward", "backward"]
+    assert "1.00 ms" in text
+    assert "2.00 ms" in text
+
+
+def test_ties_and_approximate_ones_are_marked():
+    same = noisy(1e6, 1)
+    records = [ok("a", same), ok("b", same * 1.001), ok("c", same * 0.5, approximate=True)]
+    marks = [
+        line.split()[0] for line in text_of(print_rankings, records).splitlines() if " us " in line or " ms " in line
+    ]
+    assert marks == ["1", "=", "~"]
+
+
+def test_markup_in_reasons_is_printed_as_it_is():
+    text = text_of(print_rankings, [incorrect("mine", "bad [red]index[/red] [0]"), unsupported("x[y]", "no [bold]")])
+    assert "bad [red]index[/red] [0]" in text
+    assert "x[y] (no [bold])" in text
+
+
+def test_mixed_clocks_are_said():
+    records = [ok("a", time=timing([1e6] * 8, clock="events")), ok("b", time=timing([1e6] * 8, clock="wall"))]
+    assert "different clocks (events, wall)" in text_of(print_rankings, records)
+
+
+def test_detail_of_an_ok_cell():
+    record = ok("torch.sdpa", noisy(1e6, 1), compile_ns=2_000_000_000, kernels=("aten::sdpa",))
+    text = text_of(print_cell, record)
+    for expected in (
+        "p99",
+        "compile",
+        "2.00 s",
+        "not asked for",
+        "aten::sdpa",
+        "verified at",
+        "Test CPU 9000",
+        "allowed 1.0e-06",
+    ):
+        assert expected in text
+
+
+def test_detail_of_a_failed_cell():
+    failed = Failed(implementation="a", workload=workload(), reason="fell back", detail="Traceback [line 3]")
+    text = text_of(print_cell, failed)
+    assert "fell back" in text
+    assert "Traceback [line 3]" in text
+
+
+def test_unmeasured_rates_are_dashes():
+    record = ok("a", noisy(1e6, 1), cost=Cost(flops=1, bytes=1, reason="no ceiling known"))
+    row = next(line for line in text_of(print_rankings, [record]).splitlines() if " a " in line and "ms" in line)
+    assert row.count(units.DASH) == 3
+    assert "no ceiling known" in text_of(print_cell, record)
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"),
+    [
+        (None, "–"),
+        (0.5, "0.50 ns"),
+        (999, "999 ns"),
+        (1234, "1.23 us"),
+        (83_000, "83.0 us"),
+        (2.51e6, "2.51 ms"),
+        (1.2e11, "120 s"),
+    ],
+)
+def test_durations(ns: float | None, text: str):
+    assert units.duration(ns) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(None, "–"), (12, "12 B"), (97_000_000, "97.0 MB"), (38_000_000_000, "38.0 GB")]
+)
+def test_sizes(count: int | None, text: str):
+    assert units.size(count) == text
+
+
+def test_verification_names_the_broken():
+    records = [
+        ok("torch.eager"),
+        ok("torch.sdpa"),
+        unsupported("torch.fa3", "needs cuda"),
+        incorrect("mine", "leaks the future", detail="row 3 differs"),
+        OutOfMemory(implementation="torch.sdpa", workload=workload(64), reason="needs 9 GB"),
+    ]
+    assert verdict(records) == "1 of 3 implementations are broken: mine."
+    short, long = text_of(print_verification, records), text_of(print_verification, records, explain=True)
+    assert "leaks the future" in short
+    assert "row 3 differs" not in short
+    assert "row 3 differs" in long
+    assert "needs cuda" in short
+
+
+def test_verification_when_all_is_well_or_nothing_ran():
+    assert verdict([ok("a"), ok("b"), unsupported("c", "no")]).startswith("All 2 implementations")
+    assert verdict([unsupported("c", "no")]).startswith("Nothing could be verified")

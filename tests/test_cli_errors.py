@@ -1,0 +1,101 @@
+"""Bad input: exit code 2, one clear sentence on stderr, no traceback, nothing on stdout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnbench import registry
+from attnbench.cli import execute
+
+NAMES = ["jax.xla", "torch.eager", "torch.sdpa", "torch.sdpa-math"]
+
+
+@pytest.fixture(autouse=True)
+def _known_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "names", lambda: NAMES)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("run --impl torch.sdap", 'no implementation called "torch.sdap". Near: torch.sdpa'),
+        ("run --heads 12:5", "12 query heads cannot share 5 key/value heads"),
+        ("run --heads x", "heads"),
+        ("run --seq-len 0", "q_len must be"),
+        ("run --seq-len two", "two"),
+        ("run --dtype float31", "float31"),
+        ("run --mask windw:4", "windw"),
+        ("run --pass sideways", "sideways"),
+        ("run qick", 'no suite called "qick". Near: quick'),
+        ("run nowhere.toml", "nowhere.toml"),
+        ("run --framework pytorch", 'no framework called "pytorch"'),
+        ("run --against nothing", 'no implementation called "nothing"'),
+        ("run --trials 0", "--trials must be more than 0"),
+        ("run --shard 3/2", "--shard takes i/n"),
+        ("run --tag none", "tagged none"),
+        ("run -k zzz", "zzz"),
+        ("run --resume none.jsonl", "none.jsonl cannot be read"),
+        ("run --sequence-length 12", "--sequence-length"),
+        ("show none.jsonl", "none.jsonl"),
+        ("show", "there is no run file"),
+        ("list workloads nothing", 'no suite called "nothing"'),
+        ("verify --impl nothing", 'no implementation called "nothing"'),
+        ("verify --family nothing", "family nothing"),
+        ("frobnicate", "frobnicate"),
+    ],
+)
+def test_usage_errors(command: str, expected: str, capsys: pytest.CaptureFixture[str]):
+    assert execute(command.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert expected in err
+
+
+def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "taken").write_text("a file")
+    assert execute(["run", "--impl", "torch.sdpa", "--seq-len", "64", "--out", "taken", "--quiet"]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot write taken")
+
+
+def test_broken_run_file_names_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "bad.jsonl").write_text(
+        '{"line":"header","schema":1,"attnbench":"0","created":"now"}\nnonsense\n{"line":"record"}\n'
+    )
+    assert execute(["show", "bad.jsonl"]) == 2
+    assert "bad.jsonl, line 2" in capsys.readouterr().err
+
+
+def test_broken_suite_names_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "bad.toml").write_text("[[workload]]\nbatch = 1\nq_len = = 3\n")
+    assert execute(["run", "bad.toml"]) == 2
+    assert "line 3" in capsys.readouterr().err
+
+
+def test_run_without_stored_request_cannot_resume_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "old.jsonl").write_text('{"line":"header","schema":1,"attnbench":"0","created":"now"}\n')
+    assert execute(["run", "--resume", "old.jsonl"]) == 2
+    assert "name the suite" in capsys.readouterr().err
+
+
+def test_help_loads_no_framework():
+    code = (
+        "import sys\nfrom attnbench.cli import execute\nexecute(['run', '--help'])\n"
+        "sys.exit(bool({'torch', 'jax', 'transformers', 'scipy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_module_is_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "attnbench", "frobnicate"], capture_output=True, check=False, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")

@@ -1,0 +1,86 @@
+"""Settings: precedence, places, and one clear sentence for everything wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnbench.config import Settings, load_settings
+from attnbench.errors import BrokenFile, UsageError
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    return tmp_path
+
+
+def load(cwd, overrides=None, **environ) -> Settings:
+    return load_settings(overrides, {f"ATTNBENCH_{name}": value for name, value in environ.items()}, cwd)
+
+
+def test_defaults(project):
+    assert load(project) == Settings()
+    assert Settings().runs_dir == "runs"
+
+
+def test_command_line_over_environment_over_file_over_default(project):
+    (project / "attnbench.toml").write_text("threads = 1\nbudget_s = 9\nseed = 5\n")
+    found = load(project, {"threads": 3, "seed": None}, THREADS="2", BUDGET_S="0.5")
+    assert (found.threads, found.budget_s, found.seed, found.timeout_s) == (3, 0.5, 5, Settings().timeout_s)
+
+
+def test_nearest_file_wins_and_pyproject_needs_the_table(project):
+    (project / "attnbench.toml").write_text("threads = 1\n")
+    (project / "a" / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert load(project / "a" / "b").threads == 1
+    (project / "a" / "pyproject.toml").write_text("[tool.attnbench]\nthreads = 2\n")
+    assert load(project / "a" / "b").threads == 2
+    (project / "a" / "attnbench.toml").write_text("threads = 3\n")
+    assert load(project / "a" / "b").threads == 3
+
+
+def test_runs_folder_is_relative_to_the_file(project):
+    (project / "attnbench.toml").write_text('runs_dir = "out"\n')
+    assert load(project / "a" / "b").runs_dir == str(project / "out")
+    assert load(project, RUNS_DIR="here").runs_dir == "here"
+
+
+def test_unknown_names_come_with_the_nearest(project):
+    with pytest.raises(UsageError, match=r"did you mean threads\?"):
+        load(project, {"thread": 3})
+    with pytest.raises(UsageError, match=r'"ATTNBENCH_TREADS": did you mean ATTNBENCH_THREADS\?'):
+        load(project, TREADS="3")
+    assert load(project, SOMETHING_ELSE="3") == Settings()
+    with pytest.raises(UsageError, match="known are runs_dir"):
+        load(project, {"zzz": 3})
+
+
+WRONG_FILES = [
+    ("attnbench.toml", "threads = = 1\n", 1, "no valid TOML"),
+    ("attnbench.toml", "seed = 1\nthread = 1\n", 2, "did you mean threads"),
+    ("attnbench.toml", 'seed = 1\nthreads = "many"\n', 2, "Expected `int | null`, got `str`"),
+    ("attnbench.toml", "threads = 0\n", 1, "threads must be more than 0"),
+    (
+        "pyproject.toml",
+        "[project]\nthreads = 1\n\n[tool.attnbench]\nbudget = 3\nthreads = 1\n",
+        5,
+        "did you mean budget_s",
+    ),
+    ("pyproject.toml", "[project]\nthreads = 1\n[tool.attnbench]\nthreads = 1.5\n", 4, "threads"),
+]
+
+
+@pytest.mark.parametrize("name,text,line,words", WRONG_FILES, ids=[w for *_, w in WRONG_FILES])
+def test_wrong_file_names_the_line(project, name, text, line, words):
+    (project / name).write_text(text)
+    with pytest.raises(BrokenFile) as caught:
+        load(project)
+    assert str(caught.value).startswith(f"{project / name}, line {line}: ")
+    assert words in str(caught.value)
+
+
+def test_wrong_values_elsewhere_say_where(project):
+    with pytest.raises(UsageError, match="in the environment is wrong"):
+        load(project, THREADS="many")
+    with pytest.raises(UsageError, match="in the command line is wrong"):
+        load(project, {"timeout_s": -1.0})
