@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import fake_lab
 import pytest
+from cli_process import attnbench
 
 from attnbench.cli import execute
 
@@ -32,3 +35,35 @@ def test_every_command_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_p
     for command in commands():
         arguments = [str(path) if word == "RUN" else word for word in shlex.split(command)[1:]]
         assert execute(arguments) in (0, 1), command
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.torch
+def test_the_python_of_the_readme_runs(tmp_path: Path):
+    (tmp_path / "script.py").write_text(python_blocks()[0])
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    status, median = done.stdout.split()
+    assert status == "ok", done.stderr
+    assert float(median) > 0
+
+
+KERNEL = """
+def my_kernel(q, k, v, scale):
+    import torch
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+"""
+
+
+@pytest.mark.torch
+def test_the_implementation_of_the_readme_is_one(tmp_path: Path):
+    (block,) = (block for block in python_blocks() if "class Mine" in block)
+    (tmp_path / "mine.py").write_text(block + KERNEL)
+    done = attnbench(tmp_path, "verify", "--impl", "mine.py:MINE", "--causal", "--seq-len", "32")
+    assert done.returncode == 0, done.stderr
+    refused = attnbench(tmp_path, "run", "--impl", "mine.py:MINE", "--against", "mine.py:MINE", "--seq-len", "32")
+    assert refused.returncode == 3
+    assert "takes a causal mask only" in refused.stdout

@@ -28,13 +28,16 @@ class Gradients(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One batch row and one key/value head with the query heads that share it: q [g, t, d], k [s, d], v [s, dv]."""
+    """One batch row and one key/value head with the query heads that share it: q [g, t, d], k [s, d], v [s, dv].
+
+    `batch` and `kv_head` only choose the mask's part; a compiled computation may trace them.
+    """
 
     q: Array
     k: Array
     v: Array
-    batch: int
-    kv_head: int
+    batch: int | Array
+    kv_head: int | Array
 
 
 def head_of(q: Array, k: Array, v: Array, batch: int, index: int) -> Head:
@@ -48,11 +51,10 @@ def head_of(q: Array, k: Array, v: Array, batch: int, index: int) -> Head:
 def visible_bias(workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace) -> tuple[Array, Array | None]:
     """Visibility [g or 1, rows, s] and log-weights (or None) of one head's rows."""
     mask, shape = workload.visible_mask, workload.mask_shape
-    group = workload.group
-    heads = np.arange(head.kv_head * group, (head.kv_head + 1) * group) if mask.per_head else np.zeros(1, np.int64)
+    members = np.arange(workload.group if mask.per_head else 1).reshape(-1, 1, 1)
     index = (
-        namespace.asarray(np.full((1, 1, 1), head.batch)),
-        namespace.asarray(heads.reshape(-1, 1, 1)),
+        namespace.asarray(np.zeros((1, 1, 1), np.int64)) + head.batch,
+        namespace.asarray(members) + head.kv_head * workload.group,
         namespace.asarray(np.asarray(rows).reshape(1, -1, 1)),
         namespace.asarray(np.arange(workload.kv_len).reshape(1, 1, -1)),
     )
@@ -137,9 +139,9 @@ def backward_rows(
     return Gradients(xp.matmul(dlogits, head.k), dk, dv)
 
 
-def row_blocks(workload: Workload, rows: np.ndarray) -> list[np.ndarray]:
+def row_blocks(workload: Workload, rows: np.ndarray, pairs: int = BLOCK_PAIRS) -> list[np.ndarray]:
     """Rows cut so that one block's logits stay small."""
-    size = max(1, BLOCK_PAIRS // (workload.group * workload.kv_len))
+    size = max(1, pairs // (workload.group * workload.kv_len))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 

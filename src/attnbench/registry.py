@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -29,6 +30,17 @@ def register(implementation: Implementation) -> Implementation:
         raise UsageError(f"register takes an attnbench Implementation, not {type(implementation).__name__}.")
     _registered[implementation.name] = implementation
     return implementation
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Forget at the end what was registered meanwhile: a function of one call is no implementation of this process."""
+    before = dict(_registered)
+    try:
+        yield
+    finally:
+        _registered.clear()
+        _registered.update(before)
 
 
 def names() -> list[str]:

@@ -165,7 +165,7 @@ class BenchmarkRunner:
 
 def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Workload:
     """A Workload from our words or the founding document's (batch_size, sequence_length, d_model, num_heads)."""
-    fields: dict[str, Any] = {"tags": tags}
+    fields: dict[str, Any] = {}
     for word, value in config.items():
         if word in ("d_model", "causal", "is_causal"):
             continue
@@ -174,15 +174,23 @@ def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Work
             raise UnknownName(
                 "config word", word, (*WORDS, *Workload.__struct_fields__, "d_model", "causal"), "the README"
             )
-        fields[field] = value
+        if fields.setdefault(field, value) != value:
+            raise InvalidWorkload(f'"{word}" gives {field} a second time ({fields[field]!r} and {value!r}).')
     if config.get("causal") or config.get("is_causal"):
         fields["mask"] = fields["mask"] & masks.causal() if "mask" in fields else masks.causal()
     if "d_model" in config:
-        heads, width = fields.setdefault("heads", DEFAULTS["heads"]), config["d_model"]
-        if not isinstance(width, int) or not isinstance(heads, int) or width % heads:
-            raise InvalidWorkload(f"d_model {width} is not a whole number of {heads} heads.")
-        fields["head_dim"] = width // heads
-    return Workload(**{**DEFAULTS, **fields})
+        fields.update(_heads_of(config["d_model"], fields))
+    return Workload(**{**DEFAULTS, "tags": tags, **fields})
+
+
+def _heads_of(d_model: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """heads and head_dim from a model width; a head_dim that is also given must agree."""
+    heads = fields.get("heads", DEFAULTS["heads"])
+    if not isinstance(d_model, int) or not isinstance(heads, int) or heads < 1 or d_model % heads:
+        raise InvalidWorkload(f"d_model {d_model} is not a whole number of {heads} heads.")
+    if fields.get("head_dim", d_model // heads) != d_model // heads:
+        raise InvalidWorkload(f"d_model {d_model} is not {heads} heads with head_dim {fields['head_dim']}: give one.")
+    return {"heads": heads, "head_dim": d_model // heads}
 
 
 def _lengths(workload: Workload) -> tuple[Workload, ...]:
@@ -215,7 +223,8 @@ def _carry_out(request: Request) -> Results:
         launch(request, records.extend, Listener(), crew=_standing_crew(request))
     except CannotTravel:
         records.clear()
-        launch(msgspec.structs.replace(request, in_process=True), records.extend, Listener())
+        with registry.restored():
+            launch(msgspec.structs.replace(request, in_process=True), records.extend, Listener())
     return Results(record for record in records if record.implementation not in ANCHORS)
 
 

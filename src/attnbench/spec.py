@@ -419,6 +419,8 @@ class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
     approximate: bool = False
     notes: tuple[str, ...] = ()
     """Honest warnings: unstable samples, clocks changed, compile in the timed region."""
+    spent_ns: dict[str, int] = {}
+    """Wall time of each stage of this cell: build, verify, profile, warm_up, sample."""
 
     @property
     def reason(self) -> None:

@@ -102,7 +102,8 @@ def attend(
     (batch, q_len, heads, dim), kv_heads = q.shape, k.shape[2]
     # Query heads of one group are stacked as rows, so that grouped heads need no copies of K and V.
     stacked = (batch, kv_heads, heads // kv_heads * q_len)
-    logits = q.transpose(1, 2).reshape(*stacked, dim) @ k.permute(0, 2, 3, 1)
+    # Two transposes, not one permute: torch.compile takes the latter for its fused pattern and gets the axes wrong.
+    logits = q.transpose(1, 2).reshape(*stacked, dim) @ k.transpose(1, 2).transpose(-2, -1)
     logits = logits.reshape(batch, heads, q_len, -1).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.frameworks.jax_plain import log_weight, parts_of, visible
+from attnbench.frameworks.jax_plain import log_weight, parts_of, rows_that_see, visible
 from attnbench.spec import Workload
 from attnbench.workloads.masks import Causal, Documents, Full, Lengths, Mask, MaskShape, Window
 from attnbench.workloads.masks.combine import both
@@ -26,6 +26,9 @@ class MaskArguments:
     window: tuple[int, int] | None = None
     kv_lengths: np.ndarray | None = None
     rest: Mask = field(default_factory=Full)
+    shows_blind_rows: bool = False
+    """Whether rows that see no key are shown all of them: their output is zeroed outside, and fused kernels would give
+    them NaN gradients (seen on cuDNN and tokamax)."""
 
     @property
     def needs_array(self) -> bool:
@@ -47,6 +50,8 @@ class MaskArguments:
             return words
         shape = workload.mask_shape
         seen = visible(self.rest, shape)
+        if self.shows_blind_rows:
+            seen = seen | ~seen.any(-1, keepdims=True)
         words["mask"] = jnp.broadcast_to(seen, tuple(shape)) if full_pairs else seen
         weight = log_weight(self.rest, shape, jnp.promote_types(workload.dtype, jnp.float32))
         if weight is not None:
@@ -57,6 +62,8 @@ class MaskArguments:
 def mask_arguments(workload: Workload) -> MaskArguments:
     """Split the mask. A window is native only with right = 0, and then always with is_causal: see jax.cudnn."""
     shape = workload.mask_shape
+    if workload.needs_gradients and rows_that_see(workload.visible_mask, shape) is not None:
+        return MaskArguments(rest=workload.visible_mask, shows_blind_rows=True)
     causal, window, lengths, rest = False, None, None, []
     for part in parts_of(workload.visible_mask):
         if isinstance(part, Causal) and starts_together(part, shape):

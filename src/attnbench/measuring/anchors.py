@@ -33,7 +33,7 @@ class AnchorSession:
     timed = True
 
     def __init__(self, framework: Framework, environment: Environment, cell: Cell) -> None:
-        self._framework, self._environment, self._cell = framework, environment, cell
+        self._framework, self._environment, self.cell = framework, environment, cell
         device = environment.device
         self._dtype = "float32" if device == "cpu" else "bfloat16"
         self._size = MATMUL_SIZE.get(device, ACCELERATOR_MATMUL)
@@ -51,15 +51,14 @@ class AnchorSession:
         return self._clock.name
 
     def open(self) -> Ok:
-        """Check the anchor's own arithmetic on a few rows, then warm it up."""
+        """Check the anchor's own arithmetic on a few rows."""
         error = self._check()
-        self.call_ns = float(np.median(self._clock.sample(self._program, [NOTHING], 5).ns))
-        matmul = self._cell.implementation == "anchor.matmul"
+        matmul = self.cell.implementation == "anchor.matmul"
         return Ok(
-            implementation=self._cell.implementation,
-            workload=self._cell.workload,
+            implementation=self.cell.implementation,
+            workload=self.cell.workload,
             environment=self._environment,
-            config=self._cell.config,
+            config=self.cell.config,
             errors=Errors(forward=error),
             verified_at=VerifiedAt(
                 shape={"size": self._size} if matmul else {"bytes": self._bytes}, share=1 / self._size
@@ -68,6 +67,10 @@ class AnchorSession:
             memory=Memory(peak_bytes=None, reason="an anchor is not weighed"),
             cost=Cost(flops=2 * self._size**3 if matmul else 0, bytes=0 if matmul else 2 * self._bytes),
         )
+
+    def warm_up(self) -> None:
+        """A few calls; the median of the last ones is the estimate."""
+        self.call_ns = float(np.median(self._clock.sample(self._program, [NOTHING], 5).ns))
 
     def sample(self, part: str, count: int, calls: int) -> list[float]:
         """ns per call."""
@@ -80,7 +83,7 @@ class AnchorSession:
     def _check(self) -> float:
         output = self._program.run(self._program.prepare(NOTHING))
         self._framework.wait(output)
-        if self._cell.implementation == "anchor.copy":
+        if self.cell.implementation == "anchor.copy":
             if not self._framework.same_bits(output[0], output[1]):
                 raise Wrong("the copy anchor did not copy")
             return 0.0

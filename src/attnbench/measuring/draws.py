@@ -5,6 +5,7 @@ All implementations of a workload in one worker share the draws, so that the flo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ BACKWARD_FLOPS = {"cpu": 3e9}
 DEVICE_FLOPS = 2e13
 """What the reference may cost per input set: NumPy on a CPU, the float64 port on an accelerator."""
 MAX_HEADS = 4
+ALL_HEADS = {"cpu": 64}
+DEVICE_BLOCK_PAIRS = 1 << 27
 EDGE_ROWS = (0, 1, 63, 64, 127, 128)
 
 
@@ -53,6 +56,7 @@ class Draws:
         """Signs that V has been multiplied by since it was drawn, per layout (see Session)."""
         self._arrays: dict[Layout, list[Inputs]] = {}
         self._truths: dict[tuple[int, bool], list[Truth]] = {}
+        self._runs: dict[tuple[bool, bool], Callable[..., tuple[Array, ...]]] = {}
 
     def inputs(self, layout: Layout) -> list[Inputs]:
         """The input sets in a layout."""
@@ -78,10 +82,9 @@ class Draws:
 
     def scaled(self, layout: Layout, scale: float) -> Inputs:
         """The first set with Q, K and V multiplied."""
-        q, k, v, dout = self.inputs(layout)[0]
-        fw = self.framework
-        larger = [fw.flip(x, np.array(scale)) for x in fw.snapshot((q, k, v))]
-        return Inputs(*larger, dout)
+        fw, first = self.framework, self.inputs(layout)[0]
+        q, k, v = (fw.flip(x, np.array(scale)) for x in fw.snapshot((first.q, first.k, first.v)))
+        return Inputs(q, k, v, first.dout)
 
     def _put(self, values: np.ndarray, layout: Layout) -> Array:
         array = self.framework.array(values, self.workload.dtype, self.device)
@@ -89,7 +92,7 @@ class Draws:
 
     @cached_property
     def _canonical(self) -> list[Inputs]:
-        drawn = (drawing.draw(self.workload, self.seed + n) for n in range(SETS))
+        drawn = (drawing.draw(self.workload, SETS * self.seed + n) for n in range(SETS))
         return [Inputs(*(self._put(x, "bshd") for x in arrays)) for arrays in drawn]
 
     @cached_property
@@ -99,7 +102,7 @@ class Draws:
         heads = _choose_heads(w, rng, MAX_HEADS)
         budget = FORWARD_FLOPS.get(self.device, DEVICE_FLOPS)
         per_row = 2 * (w.head_dim + w.value_dim) * w.kv_len * w.group
-        if per_row * w.q_len * w.batch * w.kv_heads <= budget:
+        if self._few_heads and per_row * w.q_len * w.batch * w.kv_heads <= budget:
             heads = [(b, g) for b in range(w.batch) for g in range(w.kv_heads)]
         count = max(1, int(budget / (per_row * len(heads))))
         rows = np.arange(w.q_len)
@@ -108,13 +111,18 @@ class Draws:
             rows = np.sort(np.array(list(edges | set(rng.choice(w.q_len, size=count, replace=False).tolist()))))
         return Sample(tuple(heads), rows, len(heads) * len(rows) / (w.batch * w.kv_heads * w.q_len))
 
+    @property
+    def _few_heads(self) -> bool:
+        """Whether all heads may be compared: each costs a round trip to the device."""
+        return self.workload.batch * self.workload.kv_heads <= ALL_HEADS.get(self.device, MAX_HEADS)
+
     @cached_property
     def gradient_heads(self) -> tuple[tuple[int, int], ...]:
         """Heads whose gradients are compared in full; empty when not even one fits the budget."""
         w = self.workload
         per_head = 10 * (w.head_dim + w.value_dim) * w.kv_len * w.q_len * w.group
         budget = BACKWARD_FLOPS.get(self.device, DEVICE_FLOPS)
-        if per_head * w.batch * w.kv_heads <= budget:
+        if self._few_heads and per_head * w.batch * w.kv_heads <= budget:
             return tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads))
         return tuple(_choose_heads(w, np.random.default_rng(self.seed), min(MAX_HEADS, int(budget // per_head))))
 
@@ -142,13 +150,22 @@ class Draws:
         if on_host:
             arrays = [fw.numpy(x).astype(np.float64) for x in narrow]
             return _head_results(self.workload, arrays, at, rows, gradients, np, np.float64)
+        run = self._compiled(rows, gradients, plain)
+        return tuple(fw.numpy(x).astype(np.float64) for x in run(*at, *narrow))
+
+    def _compiled(self, rows: np.ndarray, gradients: bool, plain: bool) -> Callable[..., tuple[Array, ...]]:
+        """The same computation for every head, so that a framework that compiles does it once."""
+        fw, key = self.framework, (gradients, plain)
         wide = "float32" if plain and self.workload.dtype != "float64" else "float64"
 
-        def compute(*own: Array) -> tuple[Array, ...]:
+        def compute(batch: Array, index: Array, *own: Array) -> tuple[Array, ...]:
             arrays = own if plain else [fw.cast(x, "float64") for x in own]
-            return _head_results(self.workload, arrays, at, rows, gradients, fw.namespace(self.device), fw.dtype(wide))
+            namespace, at = fw.namespace(self.device), (batch, index)
+            return _head_results(self.workload, arrays, at, rows, gradients, namespace, fw.dtype(wide))
 
-        return tuple(fw.numpy(x).astype(np.float64) for x in fw.exact(compute)(*narrow))
+        if key not in self._runs:
+            self._runs[key] = fw.exact(compute)
+        return self._runs[key]
 
 
 def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
@@ -162,7 +179,8 @@ def _head_results(workload, arrays, at, rows, gradients, namespace, wide):  # no
     q, k, v, dout = arrays
     xp = array_api_compat.array_namespace(q)
     head = reference.Head(xp.permute_dims(q, (1, 0, 2)), k[:, 0], v[:, 0], *at)
-    blocks = reference.row_blocks(workload, rows)
+    on_host = isinstance(q, np.ndarray)
+    blocks = reference.row_blocks(workload, rows, reference.BLOCK_PAIRS if on_host else DEVICE_BLOCK_PAIRS)
     parts = [reference.forward_rows(workload, head, block, namespace, wide) for block in blocks]
     out, lse = (xp.concat([part[n] for part in parts], axis=1) for n in range(2))
     if not gradients:

@@ -79,15 +79,26 @@ class Crew:
             self._workers.pop(group)
             self.unusable[group[0]] = f"no {group[0]} worker could be started: {died.reason}"
             return
+        if isinstance(answer, p.Refused):
+            self.dismiss(group)
+            self.unusable[group[0]] = answer.reason
+            return
         assert isinstance(answer, p.Described)
         if group not in self.environments:
             self.environments[group] = answer.environment
             self.on_environment(group[0], answer.environment)
         for traveller in self._travellers:
             if (traveller.framework, traveller.process) == group and not traveller.is_here:
-                enlisted = self._workers[group].ask(traveller.enlist(), START_S)
-                if isinstance(enlisted, p.Refused):
-                    raise errors.UsageError(f"{traveller.label} could not be loaded: {enlisted.reason}")
+                self._enlist(traveller, group)
+
+    def _enlist(self, traveller: Traveller, group: Group) -> None:
+        try:
+            answer = self._workers[group].ask(traveller.enlist(), START_S)
+        except WorkerDied as died:
+            self._workers.pop(group)
+            raise errors.UsageError(f"{traveller.label} could not be loaded: {died.reason}.") from died
+        if isinstance(answer, p.Refused):
+            raise errors.UsageError(f"{traveller.label} could not be loaded: {answer.reason}")
 
     def ask(self, group: Group, question: p.Question, timeout_s: float) -> p.Answer:
         """Ask a group's worker; a dead one is forgotten before WorkerDied is passed on."""
@@ -111,10 +122,19 @@ class Crew:
             if base not in self._workers:
                 reasons |= {cell.id: self.unusable.get(base[0], "no worker") for cell in mine}
                 continue
-            answer = self.ask(base, p.Refusals(mine), START_S)
-            assert isinstance(answer, p.Reasons)
-            reasons |= dict(zip((cell.id for cell in mine), answer.reasons))
+            reasons |= dict(zip((cell.id for cell in mine), self._reasons(base, mine)))
         return [Planned(cell, reasons[cell.id]) for cell in cells]
+
+    def _reasons(self, group: Group, cells: Sequence[Cell]) -> list[str | None]:
+        """What the worker says; when the question kills it, each cell is asked about alone."""
+        try:
+            answer = self.ask(group, p.Refusals(list(cells)), START_S)
+        except WorkerDied as died:
+            if len(cells) == 1:
+                return [f"could not say whether it supports this: {died.reason}"]
+            return [reason for cell in cells for reason in self._reasons(group, [cell])]
+        assert isinstance(answer, p.Reasons)
+        return answer.reasons
 
     def _judge(self, cell: Cell, groups: dict[str, Group]) -> Group:
         known = any(traveller.name == cell.implementation for traveller in self._travellers)
@@ -135,8 +155,7 @@ class Crew:
                 continue
             known = load_ceilings(environment, dtype)
             if known is None:
-                answer = self.ask(group, p.MeasureCeilings(dtype), CEILINGS_S)
-                known = answer.ceilings if isinstance(answer, p.Measured) else None
+                known = self._measure_ceilings(group, dtype)
                 if known is not None:
                     store_ceilings(environment, dtype, known)
             if known is not None:
@@ -148,3 +167,11 @@ class Crew:
             max(one.bytes_per_s for one in found),
             max(one.cache_bytes for one in found),
         )
+
+    def _measure_ceilings(self, group: Group, dtype: str) -> Ceilings | None:
+        """None where it cannot be done: the record then says that there is no ceiling."""
+        try:
+            answer = self.ask(group, p.MeasureCeilings(dtype), CEILINGS_S)
+        except WorkerDied:
+            return None
+        return answer.ceilings if isinstance(answer, p.Measured) else None

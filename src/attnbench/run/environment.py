@@ -20,7 +20,7 @@ LIBRARIES = re.compile(
     r"torch_cuda|MIOpen|amdhip64|ze_loader|xla_extension|_jax|jax_common)[-_\w.]*\.so[\d.]*)$"
 )
 VARIABLES = re.compile(
-    r"^(ONEDNN_|DNNL_|CUDA_|CUDNN_|NVIDIA_|OMP_|MKL_|OPENBLAS_|KMP_|XLA_|JAX_|TORCH|PYTORCH_|TRITON_|NCCL_|HIP_|ROCR_|MALLOC_|ATTNBENCH_)"
+    r"^(ONEDNN_|DNNL_|CUDA_(?!VERSION|HOME)|CUDNN_|NVIDIA_(?:TF32_OVERRIDE|VISIBLE_DEVICES)|OMP_|MKL_|OPENBLAS_|KMP_|XLA_|JAX_|TORCH|PYTORCH_|TRITON_|NCCL_(?!VERSION)|HIP_|ROCR_|MALLOC_|ATTNBENCH_(?!WORKER))"
 )
 SEARCHED = (
     "/usr/lib",

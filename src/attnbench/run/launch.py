@@ -15,8 +15,8 @@ from attnbench import frameworks, registry
 from attnbench.errors import UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
-from attnbench.run.plan import Planned, cells_of
-from attnbench.run.travel import Traveller, from_object, from_reference
+from attnbench.run.plan import Planned, cells_of, distinct
+from attnbench.run.travel import Traveller, free_name, from_object, from_reference
 from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Implementation, Record, Unsupported, Workload
 
@@ -100,10 +100,11 @@ def _run_all(
 ) -> None:
     seed = secrets.randbits(31) if request.seed is None else request.seed
     rng = random.Random(seed)
-    planned = crew.refusals([cell for cell in cells_of(request.workloads, names) if cell.id not in done])
+    workloads = distinct(request.workloads)
+    planned = crew.refusals([cell for cell in cells_of(workloads, names) if cell.id not in done])
     _require_device(request, crew)
     listener.planned(planned)
-    for number, workload in enumerate(request.workloads):
+    for number, workload in enumerate(workloads):
         mine = [one for one in planned if one.cell.workload == workload]
         if not mine:
             continue
@@ -112,7 +113,9 @@ def _run_all(
             listener.finished(record)
         todo = [one.cell for one in mine if one.reason is None]
         run = WorkloadRun(request, workload, crew, listener, rng, seed + 7919 * number)
-        sink([*refused, *run.records(todo)])
+        made = {record.cell.id: record for record in (*refused, *run.records(todo))}
+        asked = [made.pop(one.cell.id) for one in mine]
+        sink([*asked, *made.values()])  # in the order asked, the anchors last
 
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:
@@ -120,7 +123,7 @@ def plan_only(request: Request, listener: Listener) -> list[Planned]:
     names, travellers = _recruit(request)
     with Crew(travellers, request.device, request.threads, request.in_process) as crew:
         crew.on_environment = listener.environment
-        planned = crew.refusals(cells_of(request.workloads, names))
+        planned = crew.refusals(cells_of(distinct(request.workloads), names))
         _require_device(request, crew)
         return planned
 
@@ -134,7 +137,7 @@ def diagnose(listener: Listener) -> Diagnosis:
         try:
             known.append(registry.get(name))
         except UsageError as error:
-            facts = {"name": name, "framework": name.partition(".")[0], "origin": registry.origin(name)}
+            facts: dict[str, Any] = {"name": name, "framework": name.partition(".")[0], "origin": registry.origin(name)}
             broken.append(ImplementationState(**facts, approximate=False, reason=str(error), timed=False))
     with Crew((), None, None) as crew:
         crew.on_environment = listener.environment
@@ -168,7 +171,9 @@ def _recruit(request: Request) -> tuple[list[str], list[Traveller]]:
     names: list[str] = []
     travellers: list[Traveller] = []
     for what in request.implementations:
-        traveller = _traveller(what, request, {*names, *registry.names()})
+        # What an earlier in-process run registered may be replaced; a rival of this run may not.
+        taken = set(names) if request.in_process else {*names, *registry.names()}
+        traveller = _traveller(what, request, taken)
         if traveller is not None:
             travellers.append(traveller)
             names.append(traveller.name)
@@ -181,13 +186,12 @@ def _traveller(what: Any, request: Request, taken: set[str]) -> Traveller | None
     if isinstance(what, str):
         if ":" in what:
             return from_reference(what, request.framework, taken)
-        return (
-            from_object(registry.get(what), request.framework, set())
-            if registry.origin(what) == "this process"
-            else None
-        )
+        if registry.origin(what) != "this process":
+            return None
+        what, taken = registry.get(what), set()
     if request.in_process:
         implementation = registry.resolve(what, request.framework)
+        implementation.name = free_name(implementation.name, taken)
         registry.register(implementation)
         return Traveller(
             name=implementation.name,

@@ -24,6 +24,11 @@ def group_of(implementation: Implementation) -> Group:
     return implementation.framework, implementation.process
 
 
+def distinct(workloads: Sequence[Workload]) -> list[Workload]:
+    """Each problem once, in order."""
+    return list({workload.id: workload for workload in workloads}.values())
+
+
 def cells_of(workloads: Sequence[Workload], names: Sequence[str]) -> list[Cell]:
     """All cells, workload by workload: what ratios are taken over stays together."""
     return [Cell(name, workload) for workload in workloads for name in names]

@@ -39,13 +39,19 @@ class VerifyOnly(Struct, tag="verify_only"):
 
 
 class Open(Struct, tag="open"):
-    """Build, verify and warm up a cell."""
+    """Build and verify a cell."""
 
     cell: Cell
     thorough: bool
     measure: bool
     clock: str | None
     seed: int
+
+
+class WarmUp(Struct, tag="warm_up"):
+    """Run an open cell until it is steady, and choose its clock."""
+
+    cell: str
 
 
 class Sample(Struct, tag="sample"):
@@ -82,7 +88,9 @@ class Release(Struct, tag="release"):
     """Close all cells and forget their arrays and compiled code."""
 
 
-Question = Describe | Enlist | Refusals | VerifyOnly | Open | Sample | SampleOther | Trace | MeasureCeilings | Release
+Question = (
+    Describe | Enlist | Refusals | VerifyOnly | Open | WarmUp | Sample | SampleOther | Trace | MeasureCeilings | Release
+)
 
 
 class Described(Struct, tag="described"):
@@ -98,15 +106,21 @@ class Reasons(Struct, tag="reasons"):
 
 
 class Opened(Struct, tag="opened"):
-    """The cell is right and warm; `record` lacks its times."""
+    """The cell is right; `record` lacks its times."""
 
     record: Ok
     timed: bool
-    call_ns: float = 0.0
-    parts: tuple[str, ...] = ()
-    slow_clock: bool = False
-    clock: str = ""
-    other_clocks: tuple[str, ...] = ()
+
+
+class Warm(Struct, tag="warm"):
+    """The cell is steady and can be sampled."""
+
+    call_ns: float
+    parts: tuple[str, ...]
+    slow_clock: bool
+    clock: str
+    other_clocks: tuple[str, ...]
+    spent_ns: int
 
 
 class Closed(Struct, tag="closed"):
@@ -144,7 +158,7 @@ class Refused(Struct, tag="refused"):
     reason: str
 
 
-Answer = Described | Reasons | Opened | Closed | Sampled | Traced | Measured | Done | Refused
+Answer = Described | Reasons | Opened | Warm | Closed | Sampled | Traced | Measured | Done | Refused
 
 encode = msgspec.msgpack.Encoder().encode
 decode_question = msgspec.msgpack.Decoder(Question).decode

@@ -88,7 +88,11 @@ class Remote:
             )
 
     def _autopsy(self) -> WorkerDied:
-        code = self._process.wait(10)
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return WorkerDied("failed", "hung up without ending", self._tail())
         detail = self._tail()
         if code == -signal.SIGKILL:
             return WorkerDied("out_of_memory", "the system killed the process, most likely for its memory", detail)

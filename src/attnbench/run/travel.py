@@ -47,7 +47,7 @@ def from_reference(text: str, framework: str, taken: set[str]) -> Traveller:
         text = f"{Path(where).resolve()}:{attribute}"
     if not attribute:
         raise UsageError(f'"{text}" names no function: write file.py:function or package.module:function.')
-    name = _free(attribute, taken)
+    name = free_name(attribute, taken)
     return Traveller(name=name, framework=framework, process="", label=text, reference=text)
 
 
@@ -57,13 +57,13 @@ def from_object(what: Callable[..., Any] | Implementation, framework: str, taken
     pickled = _pickle(what)
     if pickled is None:
         return None
-    name = _free(implementation.name, taken)
+    name = free_name(implementation.name, taken)
     return Traveller(
         name=name, framework=implementation.framework, process=implementation.process, label=name, pickled=pickled
     )
 
 
-def _free(name: str, taken: set[str]) -> str:
+def free_name(name: str, taken: set[str]) -> str:
     """The name, with a number behind it when it is taken."""
     if name not in taken:
         return name

@@ -6,8 +6,12 @@ The same `Worker` also serves in the calling process, for a function that cannot
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
+import select
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -30,7 +34,10 @@ class Worker:
 
     def __init__(self, framework: str, device: str | None) -> None:
         self._framework = frameworks.get(framework)
-        self._device = device or self._framework.devices()[0]
+        devices = self._framework.devices()
+        if device is not None and device not in devices:
+            raise errors.UsageError(f"{framework} has no {device} here, only {' and '.join(devices)}")
+        self._device = device or devices[0]
         self._environment = self._framework.environment(self._device)
         self._sessions: dict[str, Session | anchors.AnchorSession] = {}
         self._draws: dict[str, Draws] = {}
@@ -40,9 +47,10 @@ class Worker:
             p.Refusals: self._refusals,
             p.VerifyOnly: lambda q: p.Reasons([registry.get(q.implementation).verify_only or None]),
             p.Open: self._open,
+            p.WarmUp: self._warm_up,
             p.Sample: lambda q: self._sampling(q.cell, lambda s: s.sample(q.part, q.count, q.calls)),
             p.SampleOther: lambda q: self._sampling(q.cell, lambda s: s.sample_other(q.clock, q.count)),
-            p.Trace: lambda q: p.Traced(str(self._sessions[q.cell].trace(Path(q.folder)))),
+            p.Trace: self._trace,
             p.MeasureCeilings: self._ceilings,
             p.Release: self._release,
         }
@@ -79,7 +87,11 @@ class Worker:
         if cell.implementation in anchors.NAMES:
             return None
         implementation = registry.get(cell.implementation)
-        reason = refusal(implementation, cell.workload, self._environment)
+        try:
+            reason = refusal(implementation, cell.workload, self._environment)
+        except Exception as error:
+            # A third party's mistake costs its own cells, not the run.
+            return f"could not say whether it supports this: {type(error).__name__}: {error}"
         return reason or does_not_fit(implementation, cell.workload, self._environment)
 
     def _open(self, question: p.Open) -> p.Answer:
@@ -93,19 +105,21 @@ class Worker:
                 session.open() if isinstance(session, anchors.AnchorSession) else session.open(self._inputs(question))
             )
             self._sessions[cell.id] = session
-            if not session.timed:
-                return p.Opened(record, timed=False)
-            return p.Opened(
-                record,
-                True,
-                session.call_ns,
-                session.parts,
-                session.slow_clock,
-                session.clock_name,
-                session.other_clocks,
-            )
+            return p.Opened(record, session.timed)
 
         return self._guarded(cell, start)
+
+    def _warm_up(self, question: p.WarmUp) -> p.Answer:
+        session = self._sessions[question.cell]
+
+        def warm() -> p.Warm:
+            start = time.perf_counter_ns()
+            session.warm_up()
+            spent_ns = time.perf_counter_ns() - start
+            facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
+            return p.Warm(*facts, spent_ns)
+
+        return self._guarded(session.cell, warm)
 
     def _session(self, question: p.Open) -> Session | anchors.AnchorSession:
         cell = question.cell
@@ -122,7 +136,7 @@ class Worker:
 
     def _sampling(self, cell: str, sample: Callable[[Any], list[float]]) -> p.Answer:
         session = self._sessions[cell]
-        return self._guarded(session._cell, lambda: p.Sampled(sample(session)))
+        return self._guarded(session.cell, lambda: p.Sampled(sample(session)))
 
     def _guarded(self, cell: Cell, action: Callable[[], p.Answer]) -> p.Answer:
         """Run an action of a cell; anything it raises becomes the cell's record."""
@@ -137,26 +151,45 @@ class Worker:
         except errors.Unsupported as refused:
             return p.Closed(Unsupported(reason=str(refused), **facts))
         except Wrong as wrong:
-            return p.Closed(Incorrect(reason=str(wrong), errors=wrong.errors, **facts))
+            record = Incorrect(reason=str(wrong), errors=wrong.errors, **facts)
         except FellBack as fell:
-            return p.Closed(Failed(reason=str(fell), **facts))
+            record = Failed(reason=str(fell), **facts)
         except Exception as error:
             detail = traceback.format_exc()[-4000:]
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             if self._framework.is_out_of_memory(error):
-                self._release(p.Release())
-                return p.Closed(OutOfMemory(reason=first_line or "out of memory", detail=detail, **facts))
-            reason = f"{type(error).__name__}: {first_line}"
-            return p.Closed(Failed(reason=reason, detail=detail, **facts), poisoned=not self._healthy())
+                record = OutOfMemory(reason=first_line or "out of memory", detail=detail, **facts)
+            else:
+                record = Failed(reason=f"{type(error).__name__}: {first_line}", detail=detail, **facts)
+        self._sessions.pop(cell.id, None)
+        gc.collect()
+        return p.Closed(record, poisoned=not self._healthy(record))
 
-    def _healthy(self) -> bool:
-        """Whether the device still answers (an illegal memory access poisons a CUDA context for good)."""
+    def _healthy(self, record: p.NotOk) -> bool:
+        """Whether the others can go on here: the device still answers (an illegal memory access poisons a CUDA context
+        for good), and the inputs that all share are still what was drawn (too dear to ask where memory ran out)."""
         try:
             small = self._framework.copy(1024, self._device)
             self._framework.wait(small.run(None))
+            return isinstance(record, OutOfMemory) or self._inputs_are_intact(record.cell)
         except Exception:
             return False
-        return True
+
+    def _inputs_are_intact(self, cell: Cell) -> bool:
+        used = self._draws.get(cell.workload.id)
+        if used is None or cell.implementation in anchors.NAMES:
+            return True
+        layout = registry.get(cell.implementation).layout
+        used.restore()
+        drawn = Draws(self._framework, self._device, cell.workload, used.seed)
+        pairs = zip(used.inputs(layout), drawn.inputs(layout))
+        return all(self._framework.same_bits(a, b) for mine, fresh in pairs for a, b in zip(mine, fresh))
+
+    def _trace(self, question: p.Trace) -> p.Answer:
+        try:
+            return p.Traced(str(self._sessions[question.cell].trace(Path(question.folder))))
+        except Exception as error:
+            return p.Refused(f"{type(error).__name__}: {error}")
 
     def _ceilings(self, question: p.MeasureCeilings) -> p.Answer:
         try:
@@ -171,18 +204,35 @@ class Worker:
         return p.Done()
 
 
+def _die_with_parent(socket: int) -> None:
+    """End this process when its parent is gone, whatever the main thread is busy with."""
+    hung_up = select.poll()
+    hung_up.register(socket, 0)  # no events: only a hang-up wakes it
+
+    def watch() -> None:
+        hung_up.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
     """Serve one parent over the inherited socket."""
     faulthandler.enable()
     os.environ["ATTNBENCH_WORKER"] = "1"
     connection = Connection(int(sys.argv[1]))
-    worker = Worker(sys.argv[2], sys.argv[3] or None)
+    _die_with_parent(connection.fileno())
+    try:
+        answer = Worker(sys.argv[2], sys.argv[3] or None).answer
+    except errors.AttnBenchError as error:
+        why = str(error)  # `error` itself is gone when the first question arrives
+        answer = lambda question: p.Refused(why)  # noqa: E731
     while True:
         try:
             question = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(p.encode(worker.answer(p.decode_question(question))))
+        connection.send_bytes(p.encode(answer(p.decode_question(question))))
 
 
 if __name__ == "__main__":

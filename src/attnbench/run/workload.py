@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from attnbench.run import protocol as p
 from attnbench.run.crew import Crew
 from attnbench.run.plan import Group
 from attnbench.run.remote import WorkerDied
-from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Time, Timeout, Workload
+from attnbench.spec import Cell, Failed, OutOfMemory, Record, Time, Timeout, Workload
 
 if TYPE_CHECKING:
     from attnbench.run.launch import Listener, Request
@@ -30,11 +31,24 @@ UNSTABLE = 0.05
 
 
 class CellDied(Exception):
-    """A cell took its worker along."""
+    """A cell took its worker along; `record` is what is left of it."""
 
-    def __init__(self, cell: Cell, group: Group, died: WorkerDied) -> None:
-        super().__init__(died.reason)
-        self.cell, self.group, self.died = cell, group, died
+    def __init__(self, cell: Cell, group: Group, record: Record) -> None:
+        super().__init__(record.reason)
+        self.cell, self.group, self.record = cell, group, record
+
+
+def _last_words(cell: Cell, group: Group, crew: Crew, died: WorkerDied) -> CellDied:
+    kind = {"timeout": Timeout, "out_of_memory": OutOfMemory, "failed": Failed}[died.kind]
+    record = kind(
+        implementation=cell.implementation,
+        workload=cell.workload,
+        config=cell.config,
+        environment=crew.environments.get(group),
+        reason=died.reason,
+        detail=died.detail,
+    )
+    return CellDied(cell, group, record)
 
 
 @dataclass
@@ -46,39 +60,59 @@ class RemoteCell:
     opened: p.Opened
     crew: Crew
     timeout_s: float
+    warm: p.Warm | None = None
     lost: Record | None = None
 
     @property
     def call_ns(self) -> float:
         """Estimate from the warm-up."""
-        return self.opened.call_ns
+        return self.steady.call_ns
 
     @property
     def parts(self) -> tuple[str, ...]:
         """What is sampled."""
-        return self.opened.parts
+        return self.steady.parts
 
     @property
     def slow_clock(self) -> bool:
         """Whether a visit has a large fixed cost."""
-        return self.opened.slow_clock
+        return self.steady.slow_clock
+
+    @property
+    def steady(self) -> p.Warm:
+        """What the warm-up found."""
+        assert self.warm is not None
+        return self.warm
+
+    def warm_up(self) -> None:
+        """Make it steady; raises like `sample`."""
+        answer = self._ask(p.WarmUp(self.cell.id))
+        assert isinstance(answer, p.Warm)
+        self.warm = answer
 
     def sample(self, part: str, count: int, calls: int) -> list[float]:
         """ns per call; raises Dropped when the cell turned out wrong, CellDied when its worker is gone."""
-        return self._ask(p.Sample(self.cell.id, part, count, calls))
+        return self._sampled(p.Sample(self.cell.id, part, count, calls))
 
     def sample_other(self, clock: str) -> list[float]:
         """The main part by another clock."""
-        return self._ask(p.SampleOther(self.cell.id, clock, OTHER_CLOCK_SAMPLES))
+        return self._sampled(p.SampleOther(self.cell.id, clock, OTHER_CLOCK_SAMPLES))
 
-    def _ask(self, question: p.Question) -> list[float]:
+    def _sampled(self, question: p.Question) -> list[float]:
+        answer = self._ask(question)
+        assert isinstance(answer, p.Sampled)
+        return answer.ns
+
+    def _ask(self, question: p.Question) -> p.Answer:
         try:
             answer = self.crew.ask(self.group, question, self.timeout_s)
         except WorkerDied as died:
-            raise CellDied(self.cell, self.group, died) from died
-        if isinstance(answer, p.Sampled):
-            return answer.ns
-        assert isinstance(answer, p.Closed)
+            raise _last_words(self.cell, self.group, self.crew, died) from died
+        if not isinstance(answer, p.Closed):
+            return answer
+        if answer.poisoned:
+            self.crew.dismiss(self.group)
+            raise CellDied(self.cell, self.group, answer.record)
         self.lost = answer.record
         raise Dropped
 
@@ -92,17 +126,19 @@ class WorkloadRun:
         self._request, self._workload, self._crew, self._listener = request, workload, crew, listener
         self._rng, self._seed = rng, seed
         self._records: dict[str, Record] = {}
+        self._traced: set[str] = set()
 
     def records(self, cells: Sequence[Cell]) -> list[Record]:
         """A record for every cell, and for the anchors when something was timed."""
         groups: dict[Group, list[Cell]] = {}
         for cell in cells:
             groups.setdefault(self._crew.group(cell.implementation), []).append(cell)
-        open_cells = [one for group, mine in groups.items() for one in self._open_group(group, mine)]
-        timed = [one for one in open_cells if one.opened.timed]
-        self._trace(timed)
+        # Before anything is open: measuring them may cost a worker its life.
+        self._ceilings = self._crew.ceilings(self._workload.dtype) if cells and self._request.measure else None
+        timed = [one for one in self._open_all(groups) if one.opened.timed]
         while timed:
             try:
+                self._trace(timed)
                 self._measure(timed)
                 break
             except CellDied as dead:
@@ -114,6 +150,15 @@ class WorkloadRun:
             self._quietly_release(group)
         return list(self._records.values())
 
+    def _open_all(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
+        """Open every cell: on an accelerator group by group side by side, since compiling on the host is what takes the
+        time there; one after the other on a CPU, where each would slow the others down."""
+        environments = [self._crew.environments.get(group) for group in groups]
+        if len(groups) < 2 or any(one is None or one.device == "cpu" for one in environments):
+            return [one for group, mine in groups.items() for one in self._open_group(group, mine)]
+        with ThreadPoolExecutor(len(groups)) as pool:
+            return [one for opened in pool.map(self._open_group, groups, groups.values()) for one in opened]
+
     def _open_group(self, group: Group, cells: Sequence[Cell]) -> list[RemoteCell]:
         """Open cells one by one; when one brings the worker down, those opened before are opened again."""
         todo = list(cells)
@@ -122,7 +167,7 @@ class WorkloadRun:
                 return [one for cell in todo if (one := self._open(cell, group)) is not None]
             except CellDied as dead:
                 self._bury(dead)
-                todo = [cell for cell in todo if cell.id not in self._records or isinstance(self._records[cell.id], Ok)]
+                todo = [cell for cell in todo if cell.id not in self._records]
 
     def _open(self, cell: Cell, group: Group) -> RemoteCell | None:
         request = self._request
@@ -131,13 +176,13 @@ class WorkloadRun:
         try:
             answer = self._crew.ask(group, question, request.timeout_s)
         except WorkerDied as died:
-            raise CellDied(cell, group, died) from died
+            raise _last_words(cell, group, self._crew, died) from died
         self._listener.verified(cell, isinstance(answer, p.Opened))
         if isinstance(answer, p.Closed):
-            self._finish(answer.record)
             if answer.poisoned:
                 self._crew.dismiss(group)
-                raise CellDied(cell, group, WorkerDied("failed", answer.record.reason, answer.record.detail))
+                raise CellDied(cell, group, answer.record)
+            self._finish(answer.record)
             return None
         assert isinstance(answer, p.Opened)
         if not answer.timed:
@@ -145,19 +190,8 @@ class WorkloadRun:
         return RemoteCell(cell, group, answer, self._crew, request.timeout_s)
 
     def _bury(self, dead: CellDied) -> None:
-        if dead.cell.id in self._records:
-            return
-        kind = {"timeout": Timeout, "out_of_memory": OutOfMemory, "failed": Failed}[dead.died.kind]
-        self._finish(
-            kind(
-                implementation=dead.cell.implementation,
-                workload=dead.cell.workload,
-                config=dead.cell.config,
-                environment=self._crew.environments.get(dead.group),
-                reason=dead.died.reason,
-                detail=dead.died.detail,
-            )
-        )
+        if dead.cell.id not in self._records:
+            self._finish(dead.record)
 
     def _finish(self, record: Record) -> None:
         if self._request.in_process:
@@ -170,20 +204,29 @@ class WorkloadRun:
         request = self._request
         for one in timed:
             self._listener.stage(one.cell, "measure")
-        companions = self._anchors(timed)
+        companions = [one for one in self._anchors(timed) if self._warmed(one)]
+        timed = [one for one in timed if self._warmed(one)]
         rule = StopRule(request.budget_s, request.precision, request.trials)
         gathered = interleave(timed, rule, self._rng, always=companions)
-        ceilings = self._crew.ceilings(self._workload.dtype)
         for series in gathered:
             one = series.source
             assert isinstance(one, RemoteCell)
-            self._finish(one.lost if one.lost is not None else self._timed_record(one, series, ceilings))
+            self._finish(one.lost if one.lost is not None else self._timed_record(one, series))
+
+    def _warmed(self, one: RemoteCell) -> bool:
+        try:
+            one.warm_up()
+        except Dropped:
+            assert one.lost is not None
+            self._finish(one.lost)
+        return one.lost is None
 
     def _anchors(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
         """The two anchors, in the worker of the first cell: one process is enough to tell how fast the machine is."""
         group = timed[0].group
         cells = [msgspec.structs.replace(one, implementation=name) for one in [timed[0].cell] for name in anchors.NAMES]
-        opened = [self._open_anchor(cell, group) for cell in cells]
+        # One that has brought a worker down before is not tried again.
+        opened = [self._open_anchor(cell, group) for cell in cells if cell.id not in self._records]
         return [one for one in opened if one is not None]
 
     def _open_anchor(self, cell: Cell, group: Group) -> RemoteCell | None:
@@ -191,25 +234,25 @@ class WorkloadRun:
         try:
             answer = self._crew.ask(group, question, self._request.timeout_s)
         except WorkerDied as died:
-            raise CellDied(cell, group, died) from died
+            raise _last_words(cell, group, self._crew, died) from died
         if not isinstance(answer, p.Opened):
             self._listener.warning(f"{cell.implementation} could not be opened: {getattr(answer, 'record', answer)}")
             return None
         return RemoteCell(cell, group, answer, self._crew, self._request.timeout_s)
 
-    def _timed_record(self, one: RemoteCell, series: Series, ceilings) -> Record:  # noqa: ANN001
-        opened, ok = one.opened, one.opened.record
-        times = {part: summarise(rounds, opened.clock, series.calls) for part, rounds in series.rounds.items()}
+    def _timed_record(self, one: RemoteCell, series: Series) -> Record:
+        warm, ok = one.steady, one.opened.record
+        times = {part: summarise(rounds, warm.clock, series.calls) for part, rounds in series.rounds.items()}
         main = times.pop("main")
         if ok.implementation in anchors.NAMES:
             return msgspec.structs.replace(ok, time=main)
         try:
-            for clock in opened.other_clocks:
+            for clock in warm.other_clocks:
                 times[clock] = summarise([one.sample_other(clock)], clock, 1)
         except Dropped:
             assert one.lost is not None
             return one.lost
-        cost = cost_of(self._workload, main.median_ns, ceilings)
+        cost = cost_of(self._workload, main.median_ns, self._ceilings)
         if (reason := implausible(cost)) is not None:
             facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
             return Failed(reason=reason, **facts)
@@ -220,15 +263,25 @@ class WorkloadRun:
             cost=cost,
             throughput=throughput_of(self._workload, main.median_ns),
             notes=(*ok.notes, *_warnings(main)),
+            spent_ns={**ok.spent_ns, "warm_up": warm.spent_ns, "sample": int(series.spent_s * 1e9)},
         )
 
     def _trace(self, timed: Sequence[RemoteCell]) -> None:
         if self._request.trace is None:
             return
         for one in timed:
-            answer = self._crew.ask(one.group, p.Trace(one.cell.id, str(self._request.trace)), self._request.timeout_s)
+            if one.cell.id in self._traced:
+                continue
+            question = p.Trace(one.cell.id, str(self._request.trace))
+            try:
+                answer = self._crew.ask(one.group, question, self._request.timeout_s)
+            except WorkerDied as died:
+                raise _last_words(one.cell, one.group, self._crew, died) from died
+            self._traced.add(one.cell.id)
             if isinstance(answer, p.Traced):
                 self._listener.warning(f"trace of {one.cell.id}: {answer.path}")
+            elif isinstance(answer, p.Refused):
+                self._listener.warning(f"no trace of {one.cell.id}: {answer.reason}")
 
     def _quietly_release(self, group: Group) -> None:
         """Let the worker drop this workload's arrays; one that dies now has already given its records."""

@@ -1,0 +1,97 @@
+"""Every registered implementation, third parties' included, on the edges: right, or refused with a reason. Nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnbench import frameworks, registry
+from attnbench.run import protocol as p
+from attnbench.run.remote import Local
+from attnbench.spec import Cell, Workload
+from attnbench.workloads import masks
+from attnbench.workloads.edge import edge
+
+EDGES = {
+    "one key": "b2-t64x1-h4-d32-full-float32-forward",
+    "primes": "b3-t61x127-h5-d32-causal-float32-forward",
+    "grouped heads, gradients": "b2-t64-h6:2-d32-causal-float32-train",
+    "bfloat16, gradients": "b2-t64-h4-d32-causal-bfloat16-train",
+    "rows that see nothing, gradients": "b2-t96x40-h4-d32-causal-float32-train",
+    "top-left": "b2-t40x96-h4-d32-causal-topleft-float32-forward",
+    "narrow values": "b2-t64-h4-d48/32-causal-float32-forward",
+    "an empty batch row": "b2-t64-h4-d32-lengths-f96b0713-float32-forward",
+    "left padding": "b2-t64-h4-d32-causal&valid-9b97ab12-float32-forward",
+    "window": "b2-t64-h4-d32-window7:3-float32-forward",
+    "bias with -inf": "b2-t64-h4-d32-bias-e6471880-float32-forward",
+    "dilated": "b2-t64-h4-d32-causal&dilated16r1+32r2+64r4-float32-forward",
+    "softcap": "b2-t64-h4-d32-causal-float32-forward-softcap=5",
+}
+BLOCKS = {  # kernels that are interpreted here take whole blocks, and their time
+    "whole blocks": Workload(batch=1, q_len=128, heads=2, head_dim=32, mask=masks.causal()),
+    "whole blocks, grouped": Workload(batch=1, q_len=128, heads=2, kv_heads=1, head_dim=32, pass_="train"),
+}
+INTERPRETED = ("jax.pallas-triton", "jax.splash")
+COMPILED = {"torch.compiled": "softcap", "torch.flex": "window"}
+FOR_JAX = (
+    "primes",
+    "grouped heads, gradients",
+    "rows that see nothing, gradients",
+    "an empty batch row",
+    "bias with -inf",
+    "dilated",
+)  # XLA compiles each in seconds, and impls/ has the rest
+COMPUTE_ALL = ("torch.eager", "jax.einsum")
+BY_ID = {workload.id: workload for workload in edge()}
+
+
+def cases_of(name):
+    """Case -> workload."""
+    if name in INTERPRETED:
+        return BLOCKS
+    chosen = [COMPILED[name]] if name in COMPILED else FOR_JAX if name.startswith("jax.") else EDGES
+    return {case: BY_ID[EDGES[case]] for case in chosen}
+
+
+def cells():
+    for name in registry.names():
+        marks = [getattr(pytest.mark, name.partition(".")[0])] if name.startswith(("torch.", "jax.")) else []
+        marks += [pytest.mark.slow(reason="compiles with the C++ compiler")] if name in COMPILED else []
+        for case, workload in cases_of(name).items():
+            yield pytest.param(name, workload, id=f"{name}-{case}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """One per framework, here; all implementations of a workload are then judged by the same draws."""
+    started: dict[str, Local] = {}
+
+    def worker(framework):
+        if framework not in started:
+            started[framework] = Local(framework, "cpu")
+        return started[framework]
+
+    yield worker
+    for one in started.values():
+        one.kill()
+
+
+@pytest.mark.parametrize("name, workload", list(cells()))
+def test_it_is_right_or_refuses_with_a_reason(name, workload, workers):
+    implementation = registry.get(name)
+    if not frameworks.installed(implementation.framework):
+        pytest.skip(f"{implementation.framework} is not installed")
+    question = p.Open(Cell(name, workload), thorough=True, measure=False, clock=None, seed=11)
+    record = workers(implementation.framework).ask(question, 60).record
+    assert record.status in ("ok", "unsupported"), f"{record.status}: {record.reason}\n{record.detail}"
+    if record.status == "unsupported":
+        assert len(record.reason) > 10, "a refusal says why"
+        assert name not in (*COMPUTE_ALL, *INTERPRETED), f"the one that computes everything refused: {record.reason}"
+    else:
+        assert record.errors.properties or workload.pass_ == "backward"
+        assert record.verified_at.share == 1.0
+        assert (record.errors.backward is not None) == workload.needs_gradients
+
+
+def test_the_edges_are_edges_of_the_suite():
+    assert set(EDGES.values()) <= set(BY_ID)
+    assert len(set(EDGES.values())) == len(EDGES) >= 12

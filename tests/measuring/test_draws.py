@@ -1,0 +1,170 @@
+"""Which heads and rows are compared, what that is as a share, and gradients proved on a smaller shape."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attnbench import frameworks, registry
+from attnbench.measuring import draws as module
+from attnbench.measuring.draws import EDGE_ROWS, MAX_HEADS, SETS, Draws
+from attnbench.run import protocol as p
+from attnbench.run.remote import Local
+from attnbench.spec import Cell, Workload
+from attnbench.workloads import masks
+from attnbench.workloads.shrink import TOKENS
+
+SMALL = Workload(batch=2, q_len=64, heads=4, kv_heads=2, head_dim=16, mask=masks.causal())
+LARGE = Workload(batch=8, q_len=8192, heads=32, kv_heads=8, head_dim=128, mask=masks.causal())
+
+
+def draws_of(workload, seed=0, framework="numpy"):
+    return Draws(frameworks.get(framework), "cpu", workload, seed)
+
+
+def test_a_small_workload_is_compared_whole():
+    sample = draws_of(SMALL).sample
+    assert sample.heads == ((0, 0), (0, 1), (1, 0), (1, 1))
+    assert sample.rows.tolist() == list(range(64))
+    assert sample.share == 1.0
+    assert draws_of(SMALL).gradient_heads == sample.heads
+
+
+def test_a_large_workload_is_sampled_within_the_budget():
+    sample = draws_of(LARGE).sample
+    assert len(sample.heads) == MAX_HEADS
+    assert all(0 <= b < 8 and 0 <= g < 8 for b, g in sample.heads)
+    assert len(set(sample.heads)) == MAX_HEADS
+    rows = sample.rows
+    assert len(np.unique(rows)) == len(rows)
+    assert (np.diff(rows) > 0).all()
+    assert sample.share == pytest.approx(len(rows) * MAX_HEADS / (8 * 8 * 8192))
+    work = len(rows) * MAX_HEADS * LARGE.group * LARGE.kv_len * 4 * LARGE.head_dim
+    extra = len(EDGE_ROWS) + 2
+    assert work <= module.FORWARD_FLOPS["cpu"] * (1 + extra / (len(rows) - extra) + 0.01)
+    assert work > 0.5 * module.FORWARD_FLOPS["cpu"], "a budget is there to be used"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_edges_are_always_among_the_rows(seed):
+    rows = set(draws_of(LARGE, seed).sample.rows.tolist())
+    assert {*EDGE_ROWS, LARGE.q_len // 2, LARGE.q_len - 1} <= rows
+
+
+def test_rows_and_heads_are_fresh_for_every_seed():
+    samples = [draws_of(LARGE, seed).sample for seed in range(8)]
+    assert len({sample.heads for sample in samples}) > 4
+    assert len({tuple(sample.rows) for sample in samples}) == 8
+    again = draws_of(LARGE, 3).sample
+    assert again.heads == samples[3].heads
+    assert (again.rows == samples[3].rows).all()
+
+
+def test_even_one_huge_row_is_looked_at():
+    workload = Workload(batch=1, q_len=1, kv_len=1 << 20, heads=64, kv_heads=1, head_dim=256)
+    assert draws_of(workload).sample.rows.tolist() == [0]
+
+
+def test_input_sets_differ_and_follow_the_seed():
+    first, other = (draws_of(SMALL, seed).inputs("bshd") for seed in (1, 2))
+    assert len(first) == SETS
+    arrays = [inputs.q for inputs in (*first, *other)]
+    assert not any((a == b).any() for n, a in enumerate(arrays) for b in arrays[:n]), "fresh normals never repeat"
+    assert (draws_of(SMALL, 1).inputs("bshd")[0].v == first[0].v).all()
+
+
+def test_layouts_hold_the_same_numbers():
+    draws = draws_of(SMALL)
+    for a, b in zip(draws.inputs("bshd")[1], draws.inputs("bhsd")[1]):
+        assert b.flags.c_contiguous
+        np.testing.assert_array_equal(a, b.transpose(0, 2, 1, 3))
+
+
+@pytest.mark.parametrize(
+    "framework", ["numpy", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "jax"))]
+)
+def test_signs_are_undone_exactly(framework):
+    draws = draws_of(SMALL, framework=framework)
+    fw, rng = draws.framework, np.random.default_rng(0)
+    before = [fw.snapshot(tuple(inputs)) for inputs in draws.inputs("bshd")]
+    total = np.ones((2, 1, 2, 1), np.float32)
+    for _ in range(5):
+        signs = rng.choice(np.array([-1.0, 1.0], np.float32), (2, 1, 2, 1))
+        total = total * signs
+        np.testing.assert_array_equal(draws.flip_values("bshd", signs), total)
+    np.testing.assert_array_equal(fw.numpy(draws.inputs("bshd")[1].v), fw.numpy(before[1][2]) * total)
+    draws.restore()
+    for old, new in zip(before, draws.inputs("bshd")):
+        assert all(fw.same_bits(a, b) for a, b in zip(old, new))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_sampled_truth_is_part_of_the_whole_truth(gradients, monkeypatch):
+    whole = draws_of(SMALL)
+    truths = dict(zip(whole.sample.heads, whole.truths(1, gradients)))
+    monkeypatch.setitem(module.FORWARD_FLOPS, "cpu", 4e5)
+    monkeypatch.setitem(module.BACKWARD_FLOPS, "cpu", 1e6 * 3)
+    part = draws_of(SMALL)
+    heads = part.gradient_heads if gradients else part.sample.heads
+    rows = np.arange(64) if gradients else part.sample.rows
+    assert len(heads) < 4 or len(rows) < 64
+    for head, truth in zip(heads, part.truths(1, gradients)):
+        np.testing.assert_allclose(truth.out, truths[head].out[:, rows], rtol=0, atol=1e-14)
+        np.testing.assert_allclose(truth.lse, truths[head].lse[:, rows], rtol=0, atol=1e-14)
+        if gradients:
+            for a, b in zip(truth.grads, truths[head].grads):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    worker = Local("numpy", None)
+    yield worker
+    worker.kill()
+
+
+def test_a_record_says_what_share_was_compared(worker, monkeypatch):
+    monkeypatch.setitem(module.FORWARD_FLOPS, "cpu", 2e6)
+    workload = Workload(batch=4, q_len=300, heads=4, head_dim=16)
+    record = worker.ask(p.Open(Cell("numpy.float32", workload), False, False, None, 1), 60).record
+    sample = draws_of(workload, 1).sample
+    assert record.verified_at.share == sample.share == MAX_HEADS * len(sample.rows) / (4 * 4 * 300)
+    assert record.verified_at.share < 0.25
+    assert record.verified_at.shape["q_len"] == 300
+    assert record.verified_at.backward_shape is None
+
+
+def test_gradients_that_fit_in_part_are_compared_there(worker, monkeypatch):
+    workload = Workload(batch=2, q_len=96, heads=4, head_dim=16, pass_="train")
+    monkeypatch.setitem(module.BACKWARD_FLOPS, "cpu", 2 * 10 * 32 * 96 * 96)
+    record = worker.ask(p.Open(Cell("numpy.float32", workload), False, False, None, 1), 60).record
+    assert record.verified_at.backward_share == 2 / 8
+    assert record.verified_at.backward_shape["q_len"] == 96
+
+
+def test_gradients_that_do_not_fit_are_proved_on_a_smaller_shape(worker, monkeypatch):
+    workload = Workload(batch=1, q_len=2 * TOKENS, heads=2, head_dim=8, mask=masks.causal(), pass_="train")
+    monkeypatch.setitem(module.BACKWARD_FLOPS, "cpu", 10 * 16 * TOKENS * TOKENS * 2)
+    record = worker.ask(p.Open(Cell("numpy.float32", workload), False, False, None, 1), 60).record
+    assert record.status == "ok", record
+    assert record.verified_at.shape["q_len"] == 2 * TOKENS
+    assert record.verified_at.backward_shape["q_len"] == TOKENS
+    assert record.verified_at.backward_share == 1.0
+    assert 0 < record.errors.backward < record.errors.backward_allowed
+
+
+def test_a_gradient_that_is_wrong_on_the_smaller_shape_is_caught(worker, monkeypatch):
+    class Subject(type(registry.get("numpy.float32"))):
+        def build(self, workload, config):
+            call = super().build(workload, config)
+            honest = call.vjp
+            call.vjp = lambda *arrays: tuple(1.1 * g for g in honest(*arrays))
+            return call
+
+    registry.register(Subject("subject", np.float32))
+    workload = Workload(batch=1, q_len=2 * TOKENS, heads=2, head_dim=8, pass_="train")
+    monkeypatch.setitem(module.BACKWARD_FLOPS, "cpu", 10 * 16 * TOKENS * TOKENS * 2)
+    record = worker.ask(p.Open(Cell("subject", workload), False, False, None, 1), 60).record
+    assert record.status == "incorrect"
+    assert "gradient of Q" in record.reason

@@ -1,0 +1,120 @@
+"""`ab.MemoryProfiler` sees what every library allocates, and says why where it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import attnbench as ab
+from attnbench.measuring import memory
+
+SIZE = 64 << 20
+SLACK = max(SIZE // 10, 1 << 20)
+
+
+def assert_close(got, wanted=SIZE):
+    assert got is not None
+    assert abs(got - wanted) <= SLACK, f"{got / 2**20:.1f} MB instead of {wanted / 2**20:.0f}"
+
+
+def numpy_block():
+    return np.ones(SIZE // 4, np.float32)
+
+
+def test_a_numpy_allocation():
+    with ab.MemoryProfiler() as profiler:
+        array = numpy_block()
+    assert profiler.reason is None
+    assert_close(profiler.get_peak_memory())
+    del array
+
+
+@pytest.mark.torch
+def test_a_torch_allocation():
+    import torch
+
+    torch.ones(8)
+    with ab.MemoryProfiler(device="cpu") as profiler:
+        array = torch.ones(SIZE // 4)
+    assert_close(profiler.get_peak_memory())
+    del array
+
+
+@pytest.mark.jax
+def test_a_jax_allocation():
+    import jax.numpy as jnp
+
+    jnp.full(SIZE // 4, 2.0).block_until_ready()  # compiled before it is weighed
+    with ab.MemoryProfiler(device="cpu") as profiler:
+        array = jnp.full(SIZE // 4, 3.0).block_until_ready()
+    assert_close(profiler.get_peak_memory())
+    del array
+
+
+def test_it_is_the_peak_that_counts_not_what_remains():
+    with ab.MemoryProfiler() as profiler:
+        for _ in range(3):
+            numpy_block()
+    assert_close(profiler.get_peak_memory())
+
+
+def test_what_was_freed_before_is_not_counted_again_nor_hidden():
+    numpy_block()
+    with ab.MemoryProfiler() as profiler:
+        array = numpy_block()
+    assert_close(profiler.get_peak_memory())
+    with ab.MemoryProfiler() as again:
+        pass
+    assert again.get_peak_memory() < 4 << 20
+    del array
+
+
+def test_a_block_that_raises_is_weighed_and_still_raises():
+    profiler = ab.MemoryProfiler()
+    with pytest.raises(ValueError, match="boom"), profiler:
+        numpy_block()
+        raise ValueError("boom")
+    assert_close(profiler.get_peak_memory())
+
+
+def test_before_the_block_there_is_nothing_to_tell():
+    profiler = ab.MemoryProfiler()
+    assert profiler.get_peak_memory() is None
+    assert "not been run" in profiler.reason
+
+
+@pytest.mark.parametrize(
+    "patch, says",
+    [
+        (lambda m: m.setattr(memory.sys, "platform", "darwin"), "Linux only"),
+        (lambda m: m.setattr(memory, "CLEAR", Path("/nowhere/clear_refs")), "cannot be reset here"),
+    ],
+    ids=["another system", "no permission"],
+)
+def test_where_it_cannot_be_had_it_is_null_with_a_reason(monkeypatch, patch, says):
+    patch(monkeypatch)
+    with ab.MemoryProfiler() as profiler:
+        numpy_block()
+    assert profiler.get_peak_memory() is None
+    assert says in profiler.reason
+
+
+def test_a_device_that_was_never_used_has_no_counter():
+    with ab.MemoryProfiler(device="tpu") as profiler:
+        pass
+    assert profiler.get_peak_memory() is None
+    assert "tpu" in profiler.reason
+
+
+@pytest.mark.gpu
+def test_a_cuda_allocation():
+    import torch
+
+    torch.ones(8, device="cuda")
+    with ab.MemoryProfiler() as profiler:
+        array = torch.ones(SIZE // 4, device="cuda")
+    assert profiler.method == "torch CUDA allocator"
+    assert_close(profiler.get_peak_memory())
+    del array

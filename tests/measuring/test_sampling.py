@@ -1,0 +1,171 @@
+"""Statistics of samples, the stop rule, and the interleaving loop with sources that cost nothing."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from attnbench.measuring import sampling
+from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, median_interval, summarise
+
+
+class Fake:
+    """A source whose calls take what `speed` says; it notes when it was visited."""
+
+    parts = ("main",)
+    slow_clock = False
+
+    def __init__(self, name="a", call_ns=1e6, speed=lambda visit: 1e6, log=None, drop_at=None, parts=("main",)):
+        self.name, self.call_ns, self.speed, self.log, self.drop_at = name, call_ns, speed, log, drop_at
+        self.parts, self.visits, self.asked = parts, 0, []
+
+    def sample(self, part, count, calls):
+        if part == "main":
+            self.visits += 1
+            if self.log is not None:
+                self.log.append(self.name)
+            if self.visits == self.drop_at:
+                raise Dropped
+        self.asked.append((part, count, calls))
+        return [self.speed(self.visits)] * count
+
+
+@pytest.mark.parametrize("n", [6, 7, 10, 15, 30, 50])
+def test_the_interval_of_the_median_covers_it_as_often_as_it_says(n):
+    rng = np.random.default_rng(n)
+    covered = 0
+    for values in rng.exponential(size=(2000, n)):
+        low, high = median_interval(values.tolist())
+        covered += low <= np.log(2) <= high
+    assert covered / 2000 >= 0.95 - 0.012, "four standard errors below the nominal 95 %"
+    assert n < 15 or covered / 2000 <= 0.985, "and it is no wider than it need be"
+
+
+def test_the_interval_of_few_values_is_as_wide_as_it_can_be():
+    for n in range(1, 9):
+        values = list(range(n))
+        assert median_interval(random.sample(values, n)) == (0, n - 1)
+    assert median_interval(list(range(9))) == (1, 7)
+
+
+def test_a_summary_against_numpy():
+    rng = np.random.default_rng(0)
+    rounds = [rng.gamma(4, 1e5, size=5).tolist() for _ in range(12)]
+    rounds[3][2] = 9e7
+    samples = np.concatenate(rounds)
+    time = summarise(rounds, "wall", 3)
+    assert time.samples_ns == tuple(np.round(samples, 1)), "in order, none dropped"
+    assert time.rounds == (5,) * 12
+    assert (time.clock, time.calls_per_sample) == ("wall", 3)
+    assert (time.min_ns, time.max_ns) == (samples.min(), 9e7)
+    assert time.median_ns == time.p50_ns == np.median(samples)
+    assert [time.p95_ns, time.p99_ns] == np.percentile(samples, [95, 99]).tolist()
+    assert time.mean_ns == pytest.approx(samples.mean())
+    assert time.std_ns == pytest.approx(samples.std(ddof=1))
+    assert time.ci95_ns == median_interval([float(np.median(one)) for one in rounds])
+    q1, q3 = np.percentile(samples, [25, 75])
+    expected = [x for x in samples if x < q1 - 1.5 * (q3 - q1) or x > q3 + 1.5 * (q3 - q1)]
+    assert time.outliers == len(expected) >= 1
+
+
+def test_a_single_sample_has_no_spread():
+    time = summarise([[5.0]], "wall", 1)
+    assert (time.std_ns, time.ci95_ns, time.outliers) == (0.0, (5.0, 5.0), 0)
+
+
+def series_of(medians, spent_s=0.0):
+    series = Series(Fake())
+    series.rounds = {"main": [[m] for m in medians]}
+    series.spent_s = spent_s
+    return series
+
+
+def test_enough_when_tight():
+    rule = StopRule(budget_s=1.0, precision=0.01)
+    assert rule.enough(series_of([1e6] * 6))
+    assert not rule.enough(series_of([1e6] * 5)), "five rounds cannot give a 95 % interval"
+    assert not rule.enough(series_of([1e6, 1.1e6] * 3))
+
+
+def test_enough_when_the_budget_is_spent_but_never_before_a_few_rounds():
+    rule = StopRule(budget_s=1.0, precision=0.0001)
+    noisy = [1e6, 1.5e6]
+    assert not rule.enough(series_of(noisy * 10, spent_s=0.9))
+    assert rule.enough(series_of(noisy * 10, spent_s=1.0))
+    assert not rule.enough(series_of(noisy * 2, spent_s=2.0))
+    assert rule.enough(series_of(noisy * 2, spent_s=3.1)), "very slow calls stop after three"
+    assert not rule.enough(series_of(noisy, spent_s=99))
+
+
+def test_trials_are_an_exact_number():
+    rule = StopRule(budget_s=0.001, precision=0.5, trials=50)
+    assert not rule.enough(series_of([1e6] * 49, spent_s=9))
+    source = Fake(call_ns=100.0)
+    (series,) = interleave([source], rule, random.Random(0))
+    assert sum(len(visit) for visit in series.rounds["main"]) == 50
+
+
+def test_short_calls_are_timed_several_at_a_time_and_long_ones_singly():
+    short, long = Series(Fake(call_ns=1e3)), Series(Fake(call_ns=1e9))
+    assert short.calls * 1e3 == pytest.approx(sampling.SHORTEST_SAMPLE_NS)
+    assert 1 < short.count <= sampling.MOST_SAMPLES_PER_VISIT
+    assert (long.calls, long.count) == (1, 1)
+
+
+def test_every_round_has_its_own_random_order():
+    log, names = [], "abcd"
+    rule = StopRule(budget_s=0, precision=0, trials=40)
+    interleave([Fake(name, log=log) for name in names], rule, random.Random(0))
+    rounds = ["".join(log[n : n + 4]) for n in range(0, len(log), 4)]
+    assert len(rounds) == 40
+    assert all(sorted(one) == list(names) for one in rounds)
+    assert len(set(rounds)) > 10, "24 orders are possible; a fixed one would be 1"
+
+
+def test_companions_join_every_round_and_stop_with_the_last():
+    log = []
+    quick, slow = (Fake(name, log=log) for name in ("quick", "slow"))
+    slow.speed = lambda visit: 1e6 * (1 + visit % 7)
+    anchor = Fake("anchor", log=log)
+    rule = StopRule(budget_s=1e-3, precision=0.001)
+    found = interleave([quick, slow], rule, random.Random(0), always=[anchor])
+    assert [one.source for one in found] == [quick, slow, anchor]
+    assert log.count("quick") == 6, "tight at once"
+    assert log.count("anchor") == max(log.count("slow"), log.count("quick"))
+
+
+def test_a_source_that_is_dropped_leaves_and_the_others_go_on():
+    bad, good = Fake("bad", drop_at=3), Fake("good")
+    found = interleave([bad, good], StopRule(1.0, 0.01, trials=10), random.Random(0))
+    assert bad.visits == 3
+    assert good.visits == 10
+    assert [one.done for one in found] == [True, True]
+
+
+def test_all_parts_are_sampled_at_each_visit():
+    source = Fake(parts=("main", "forward", "backward"))
+    (series,) = interleave([source], StopRule(1.0, 0.01), random.Random(0))
+    assert set(series.rounds) == {"main", "forward", "backward"}
+    assert len({len(rounds) for rounds in series.rounds.values()}) == 1
+
+
+def test_a_drifting_machine_slows_both_alike():
+    """The ratio of neighbours is right although the machine gets 3 x slower on the way."""
+    clock = iter(range(10_000))
+
+    def speed(factor):
+        return lambda visit: factor * 1e6 * (1 + next(clock) / 100)
+
+    a, b = Fake("a", speed=speed(1.0)), Fake("b", speed=speed(1.2))
+    first, second = interleave([a, b], StopRule(0, 0, trials=100), random.Random(1))
+    mine, other = (np.array([visit[0] for visit in one.rounds["main"]]) for one in (first, second))
+    assert mine[-1] > 2.5 * mine[0]
+    assert np.median(other / mine) == pytest.approx(1.2, rel=0.005)
+
+
+def test_the_visitor_is_told_of_cells_and_not_of_companions():
+    seen = []
+    interleave([Fake("a")], StopRule(0, 0, trials=3), random.Random(0), seen.append, always=[Fake("anchor")])
+    assert [one.source.name for one in seen] == ["a"] * 3

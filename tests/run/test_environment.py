@@ -1,0 +1,112 @@
+"""Where a run took place, as its workers say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attnbench.measuring.rates import Ceilings
+from attnbench.run import protocol as p
+from attnbench.run.ceilings import cache_folder, load_ceilings, store_ceilings
+from attnbench.run.crew import Crew
+from attnbench.run.remote import Remote
+from attnbench.spec import Environment
+
+START_S = 60.0
+HERE = Environment(device="cpu", device_name="Test CPU", framework="numpy", packages={"numpy": "2.0"})
+
+
+def described(framework):
+    worker = Remote(framework, None, None)
+    try:
+        answer = worker.ask(p.Describe([]), START_S)
+    finally:
+        worker.kill()
+    assert isinstance(answer, p.Described)
+    return answer.environment
+
+
+def test_two_processes_have_one_fingerprint(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    first, second = described("numpy"), described("numpy")
+    assert first.fingerprint == second.fingerprint
+    assert first.device_name
+    assert first.packages["numpy"]
+    assert first.memory_bytes > first.free_bytes > 0
+    assert first.variables["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert described("numpy").fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    "change", [{"packages": {"numpy": "2.1"}}, {"device_name": "Other"}, {"threads": 7}, {"driver": "1"}]
+)
+def test_what_decides_about_times_changes_the_fingerprint(change):
+    assert msgspec.structs.replace(HERE, **change).fingerprint != HERE.fingerprint
+
+
+def test_soft_facts_do_not():
+    warm = msgspec.structs.replace(HERE, clocks={"load": 3.0}, variables={"OMP_NUM_THREADS": "2"}, free_bytes=5)
+    assert warm.fingerprint == HERE.fingerprint
+
+
+def test_loaded_libraries_are_listed_with_their_files():
+    libraries = described("numpy").libraries
+    blas = [library for library in libraries if "openblas" in library.name or "mkl" in library.name]
+    assert blas
+    assert all(Path(library.path).is_file() for library in libraries)
+
+
+@pytest.mark.torch
+def test_torch_says_which_libraries_it_really_loaded():
+    environment = described("torch")
+    assert any(library.name.startswith("libtorch_cpu") for library in environment.libraries)
+    assert environment.packages["torch"]
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path))
+    return tmp_path / "attnbench"
+
+
+def test_ceilings_are_kept_per_environment_and_dtype(cache):
+    assert cache_folder() == cache
+    assert load_ceilings(HERE, "float32") is None
+    store_ceilings(HERE, "float32", Ceilings(1e12, 1e11, 1 << 20))
+    assert load_ceilings(HERE, "float32") == Ceilings(1e12, 1e11, 1 << 20)
+    assert load_ceilings(HERE, "bfloat16") is None
+    assert load_ceilings(msgspec.structs.replace(HERE, packages={"numpy": "2.1"}), "float32") is None
+
+
+def test_a_broken_or_unwritable_cache_costs_a_measurement_and_nothing_else(cache):
+    store_ceilings(HERE, "float32", Ceilings(1e12, 1e11))
+    (file,) = cache.iterdir()
+    file.write_text('{"flops_per_s": "much"}')
+    assert load_ceilings(HERE, "float32") is None
+    file.unlink()
+    cache.rmdir()
+    cache.write_text("a file where the folder should be")
+    store_ceilings(HERE, "float32", Ceilings(1e12, 1e11))
+    assert load_ceilings(HERE, "float32") is None
+
+
+def test_ceilings_are_measured_once(cache, monkeypatch):
+    with Crew((), None, None) as crew:
+        crew.start([("numpy", "")])
+        measured = crew.ceilings("float32")
+    assert measured is not None
+    assert measured.flops_per_s > 1e8
+    assert measured.bytes_per_s > 1e8
+    monkeypatch.setattr(Crew, "_measure_ceilings", lambda *_: pytest.fail("measured again"))
+    with Crew((), None, None) as crew:
+        crew.start([("numpy", "")])
+        assert crew.ceilings("float32") == measured
+
+
+def test_no_ceiling_for_a_dtype_that_the_framework_lacks(cache):
+    with Crew((), None, None) as crew:
+        crew.start([("numpy", "")])
+        assert crew.ceilings("bfloat16") is None

@@ -1,0 +1,127 @@
+"""One cell's death is its own: the others are opened again, the sweep goes on, and no worker is left behind."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import psutil
+import pytest
+from cli_process import alive
+
+from attnbench.analyse.summary import rank
+from attnbench.run.launch import Listener, Request, launch
+from attnbench.spec import Failed, Ok
+
+
+@pytest.fixture
+def openings(monkeypatch, tmp_path):
+    """The processes that `counts_its_openings` ran in."""
+    log = tmp_path / "openings"
+    log.touch()
+    monkeypatch.setenv("TRAP_LOG", str(log))
+    return lambda: log.read_text().split()
+
+
+def lengths(workload, *values):
+    return [msgspec.structs.replace(workload, q_len=n, kv_len=n) for n in values]
+
+
+def test_those_opened_before_a_death_are_opened_again(lab, trap, openings):
+    seen = lab(trap("counts_its_openings"), trap("crashes"), trap("honest"))
+    assert [record.status for record in seen.records] == ["ok", "failed", "ok"]
+    assert len(openings()) == len(set(openings())) == 2
+
+
+def test_a_verified_cell_is_not_verified_twice(lab, trap, openings):
+    seen = lab(trap("counts_its_openings"), trap("crashes"), trap("honest"), measure=False)
+    assert [record.status for record in seen.records] == ["ok", "failed", "ok"]
+    assert all(record.time is None for record in seen.records)
+    assert len(openings()) == 1
+    finished = [cell for event, cell in seen.events if event == "finished"]
+    assert len(finished) == len(set(finished)) == 3
+
+
+def test_a_failed_cell_has_the_end_of_its_stderr(lab, trap):
+    record = lab(trap("crashes"), measure=False).records[0]
+    assert isinstance(record, Failed)
+    assert "Segmentation fault" in record.detail
+    assert "traps.py" in record.detail
+    assert record.environment is not None
+
+
+def test_each_workload_is_handed_over_before_the_next_begins(lab, trap, causal):
+    first, second = lengths(causal, 16, 20)
+    seen = lab(trap("honest"), trap("leaves"), trap("also_honest"), workloads=[first, second, first])
+    assert len(seen.batches) == 2
+    for batch in seen.batches:
+        names = [record.implementation for record in batch]
+        assert names == ["honest", "leaves", "also_honest", "anchor.matmul", "anchor.copy"]
+    handed_over = seen.events.index(("sink", first.id))
+    assert all(second.id not in cell for _, cell in seen.events[:handed_over])
+    assert all(first.id not in cell for _, cell in seen.events[handed_over + 1 :])
+
+
+def test_what_is_done_is_not_run_again(lab, trap, causal):
+    first, second = lengths(causal, 16, 20)
+    seen = lab(trap("honest"), workloads=[first, second], done=frozenset({f"honest/{first.id}"}))
+    assert [record.workload.id for record in seen.records] == [second.id]
+
+
+def test_an_anchor_that_dies_costs_itself_alone(lab, trap):
+    seen = lab(trap("honest"), trap("breaks_the_anchor"))
+    statuses = {record.implementation: record.status for batch in seen.batches for record in batch}
+    assert statuses == {"honest": "ok", "breaks_the_anchor": "ok", "anchor.matmul": "failed", "anchor.copy": "ok"}
+
+
+def test_one_that_cannot_say_what_it_supports_is_refused(lab, trap):
+    seen = lab(trap("confused"), trap("deadly"), trap("honest"))
+    assert [record.status for record in seen.records] == ["unsupported", "unsupported", "ok"]
+    assert "KeyError" in seen.by_name["confused"].reason
+    assert "ended with code 5" in seen.by_name["deadly"].reason
+
+
+def test_two_names_for_one_function_are_not_ranked_apart(lab, trap, causal):
+    workloads = lengths(causal, 24, 28, 32, 40)
+    seen = lab(trap("honest"), trap("also_honest"), workloads=workloads, trials=30)
+    for workload in workloads:
+        rows = rank([record for record in seen.records if record.workload == workload])
+        assert [row.rank for row in rows] == [1, 1], workload.id
+    assert "No confident winner" in seen.closing
+
+
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt, OSError, RuntimeError])
+def test_no_worker_outlives_an_exception(trap, ceilings, causal, trouble):
+    children = []
+
+    def sink(records):
+        children.extend(child.pid for child in psutil.Process().children())
+        raise trouble
+
+    before = {child.pid for child in psutil.Process().children()}
+    request = Request(workloads=(causal,), implementations=(trap("honest"),), framework="numpy", budget_s=0.01)
+    with pytest.raises(trouble):
+        launch(request, sink, Listener())
+    workers = set(children) - before
+    assert workers
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_traces_are_written_and_a_folder_that_cannot_be_made_is_told(lab, trap, tmp_path):
+    (tmp_path / "taken").touch()
+    good = lab(trap("honest"), trace=tmp_path / "traces")
+    bad = lab(trap("honest"), trace=tmp_path / "taken")
+    (written,) = (tmp_path / "traces").iterdir()
+    assert written.suffix == ".json"
+    assert any(str(written) in warning for warning in good.warnings)
+    assert any("no trace of honest" in warning and "FileExistsError" in warning for warning in bad.warnings)
+    assert isinstance(good.records[0], Ok)
+    assert isinstance(bad.records[0], Ok)
+
+
+def test_threads_are_set_and_pinned(lab):
+    seen = lab("numpy.float32", threads=1, measure=False)
+    environment = seen.records[0].environment
+    assert environment.threads == 1
+    assert environment.variables["OMP_NUM_THREADS"] == "1"
+    assert len(os.sched_getaffinity(0)) >= environment.cores == 1

@@ -1,0 +1,133 @@
+"""Every trap gets the right status and a reason that names its fault, is never ranked, and harms nobody beside it."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import msgspec
+import psutil
+import pytest
+
+from attnbench.run import remote
+from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Timeout
+
+OUTPUT = r"output: [\d.]+ x the .* error allowed .* first at batch 0, head {}, row {}"
+STORED = r"remembers its results: inputs met before take [\d.e-]+ of the time of new ones"
+TIMED = "a timed call returned a wrong out: right when checked, wrong when timed"
+EARLY = r"returned before its work was done: out changed after the call|error allowed"
+
+NUMPY_TRAPS = {
+    "zeros": (Incorrect, OUTPUT.format(0, 0)),
+    "ignores_the_mask": (Incorrect, OUTPUT.format(0, 0)),
+    "leaks_the_future": (Incorrect, OUTPUT.format(0, 0)),
+    "drops_the_scale": (Incorrect, OUTPUT.format(0, 1)),
+    "attends_over_heads": (Incorrect, OUTPUT.format(0, 1)),
+    "interleaves_the_groups": (Incorrect, OUTPUT.format(1, 0)),
+    "writes_nan": (Incorrect, "1 rows hold NaN or infinite values, first at batch 1, head 3, row 23"),
+    "wrong_shape": (Incorrect, r"out has shape \(2, 23, 4, 8\), \(2, 24, 4, 8\) was asked for"),
+    "wrong_dtype": (Incorrect, "out is float64, the inputs are float32"),
+    "overflows": (Incorrect, "unstable: NaN or Inf with inputs scaled by 100"),
+    "cached_result": (Incorrect, r"on the second input set only: a stored result\?"),
+    "cached_by_pointer": (Incorrect, f"{STORED}|{TIMED}"),
+    "cached_by_queries": (Incorrect, f"{STORED}|{TIMED}"),
+    "cached_by_content": (Incorrect, STORED),
+    "right_when_checked": (Incorrect, TIMED),
+    "returns_early": (Incorrect, EARLY),
+    "returns_a_lazy_object": (Incorrect, r"returned traps\.Lazy, not a plain numpy array"),
+    "changes_its_inputs": (Incorrect, "changed its inputs"),
+    "changes_its_inputs_and_raises": (Failed, "ValueError: no kernel for this shape"),
+    "raises": (Failed, "ValueError: no kernel for this shape"),
+    "raises_out_of_memory": (OutOfMemory, "unable to allocate 640 TiB"),
+    "poisons_the_process": (Failed, "RuntimeError: an illegal memory access was encountered"),
+    "poisons_when_timed": (Failed, "RuntimeError: an illegal memory access was encountered"),
+    "crashes": (Failed, "crashed with SIGSEGV"),
+    "crashes_when_timed": (Failed, "crashed with SIGSEGV"),
+    "leaves": (Failed, "the process ended with code 7"),
+}
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """A machine whose free memory a few steps of the hoarder fill."""
+    free = remote.SPARE_BYTES + (1 << 30)
+    narrow = SimpleNamespace(
+        Process=psutil.Process,
+        NoSuchProcess=psutil.NoSuchProcess,
+        virtual_memory=lambda: SimpleNamespace(available=free),
+    )
+    monkeypatch.setattr(remote, "psutil", narrow)
+
+
+def check(seen, traps, companions):
+    for name, (kind, reason) in traps.items():
+        record = seen.by_name[name]
+        assert isinstance(record, kind), f"{name}: {record.status}: {record.reason}"
+        assert re.search(reason, record.reason), f"{name}: {record.reason}"
+        assert record.time is None
+        assert not re.search(rf"\b{name} (is [\d.]+x|wins|and )|(than|of|and) {name}\b", seen.closing)
+    for name in companions:
+        assert isinstance(seen.by_name[name], Ok), f"{name}: {seen.by_name[name].reason}"
+        assert seen.by_name[name].time is not None
+    assert seen.ranked == set(companions)
+
+
+def test_every_numpy_trap_is_caught_in_one_process_with_honest_ones(lab, trap):
+    names = ["honest", *NUMPY_TRAPS, "also_honest"]
+    seen = lab(*(trap(name) for name in names))
+    assert [record.implementation for record in seen.records] == names
+    check(seen, NUMPY_TRAPS, ["honest", "also_honest"])
+    wrong = [name for name, (kind, _) in NUMPY_TRAPS.items() if kind is Incorrect]
+    assert all(f"{name} is not ranked: " in seen.closing for name in wrong)
+
+
+def test_a_hoarder_is_killed_before_the_machine_is_full(lab, trap, little_memory):
+    seen = lab(trap("honest"), trap("eats_all_memory"), trap("also_honest"))
+    check(seen, {"eats_all_memory": (OutOfMemory, "took more than the 1.07 GB of memory")}, ["honest", "also_honest"])
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs_without_python"])
+def test_a_hang_is_given_up(lab, trap, name):
+    seen = lab(trap("honest"), trap(name), timeout_s=3.0)
+    check(seen, {name: (Timeout, "no answer within 3 s")}, ["honest"])
+
+
+@pytest.mark.torch
+def test_every_torch_trap_is_caught(lab, torch_trap):
+    traps = {
+        "zeros": (Incorrect, OUTPUT.format(0, 0)),
+        "attends_over_heads": (Incorrect, OUTPUT.format(0, 0)),
+        "interleaves_the_groups": (Incorrect, OUTPUT.format(1, 0)),
+        "cached_result": (Incorrect, r"on the second input set only: a stored result\?"),
+        "cached_by_pointer": (Incorrect, f"{STORED}|{TIMED}"),
+        "right_when_checked": (Incorrect, TIMED),
+        "returns_early": (Incorrect, EARLY),
+        "returns_a_lazy_tensor": ((Incorrect, Failed), "LazyTensor, not a"),
+        "changes_its_inputs": (Incorrect, "changed its inputs"),
+        "torch.claims-flash": (Failed, "fell back: .*_scaled_dot_product_attention_math.* ran"),
+        "torch.claims-compiled": (Failed, "fell back: nothing like Torch-Compiled Region"),
+    }
+    references = [name.removeprefix("torch.").replace("-", "_") for name in traps]
+    seen = lab(*(torch_trap(name) for name in ["honest", *references]), framework="torch")
+    check(seen, {name.removeprefix("torch.").replace("-", "_"): told for name, told in traps.items()}, ["honest"])
+
+
+@pytest.mark.torch
+def test_wrong_gradients_are_caught(lab, torch_trap, causal):
+    traps = {
+        "wrong_gradient": (Incorrect, "gradient of K: .* error allowed .* first at batch 0, key/value head 0"),
+        "has_no_gradient": (Failed, "RuntimeError: .* does not require grad"),
+        "cached_result": (Failed, "not have been used in the graph"),
+    }
+    train = msgspec.structs.replace(causal, pass_="train")
+    seen = lab(*(torch_trap(name) for name in ["honest", *traps]), framework="torch", workloads=[train])
+    check(seen, traps, ["honest"])
+
+
+def test_figures_above_the_ceiling_are_not_published(lab, trap, monkeypatch):
+    from attnbench.measuring.rates import Ceilings
+    from attnbench.run import crew
+
+    monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: Ceilings(1e3, 1e3))
+    seen = lab(trap("honest"))
+    check(seen, {"honest": (Failed, "implausible: .* the measured compute ceiling")}, [])

@@ -1,0 +1,146 @@
+"""Traps in torch, among them those that only torch can set: fall-backs and wrong gradients. See traps.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnbench import Implementation
+
+CHECKED_CALLS = 60
+_kept: dict[Any, Any] = {}
+_calls = [0]
+
+
+def honest(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def zeros(q, k, v):
+    return torch.zeros_like(q) + 0 * (q.sum() + k.sum() + v.sum())
+
+
+def cached_result(q, k, v):
+    return _kept.setdefault("answer", honest(q, k, v))
+
+
+def cached_by_pointer(q, k, v):
+    key = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if key not in _kept:
+        _kept[key] = (honest(q, k, v), q, k, v)
+    return _kept[key][0]
+
+
+def right_when_checked(q, k, v):
+    _calls[0] += 1
+    return honest(q, k, v) if _calls[0] <= CHECKED_CALLS else torch.zeros_like(q)
+
+
+def returns_early(q, k, v):
+    out = torch.zeros_like(q)
+    arrays = [x.clone() for x in (q, k, v)]
+
+    def fill() -> None:
+        time.sleep(0.0005)
+        out.copy_(honest(*arrays))
+
+    threading.Thread(target=fill).start()
+    return out
+
+
+class LazyTensor(torch.Tensor):
+    """Would compute when somebody looks."""
+
+
+def returns_a_lazy_tensor(q, k, v):
+    return honest(q, k, v).as_subclass(LazyTensor)
+
+
+def attends_over_heads(q, k, v):
+    group = q.shape[2] // k.shape[2]
+    return scaled_dot_product_attention(q, *(x.repeat_interleave(group, 2) for x in (k, v)))
+
+
+def interleaves_the_groups(q, k, v):
+    group = q.shape[2] // k.shape[2]
+    return honest(q, k.repeat(1, 1, group, 1), v.repeat(1, 1, group, 1))
+
+
+def changes_its_inputs(q, k, v):
+    q.mul_(2.0)
+    return honest(q / 2, k, v)
+
+
+def has_no_gradient(q, k, v):
+    return honest(q, k, v).detach()
+
+
+class WrongGradient(torch.autograd.Function):
+    """The right output, and a dK that is 1 % off."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return honest(q, k, v)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            dq, dk, dv = torch.autograd.grad(honest(q, k, v), (q, k, v), grads[0])
+        return dq, dk * 1.01, dv
+
+
+def wrong_gradient(q, k, v):
+    return WrongGradient.apply(q, k, v)
+
+
+class Claims(Implementation):
+    """Says that one path runs, and takes another."""
+
+    framework, layout = "torch", "bshd"
+
+    def supports(self, workload, environment):
+        return None
+
+
+class ClaimsFlash(Claims):
+    """Silently takes the math path."""
+
+    name = "torch.claims-flash"
+    expects = (r"_scaled_dot_product_flash_attention",)
+    forbids = (r"_scaled_dot_product_attention_math",)
+
+    def build(self, workload, config):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def call(q, k, v):
+            with sdpa_kernel(SDPBackend.MATH):
+                return honest(q, k, v)
+
+        return call
+
+
+class ClaimsCompiled(Claims):
+    """torch.compile past its recompile limit: plain Python from then on, with a line in the log."""
+
+    name = "torch.claims-compiled"
+    expects = (r"Torch-Compiled Region|CompiledFxGraph",)
+
+    def build(self, workload, config):
+        import torch._dynamo
+
+        torch._dynamo.config.recompile_limit = 1
+        torch._dynamo.config.fail_on_recompile_limit_hit = False
+        call = torch.compile(honest, backend="eager", dynamic=False)
+        for length in (2, 3):
+            call(*(torch.zeros(1, length, workload.kv_heads, workload.head_dim) for _ in range(3)))
+        return call
+
+
+claims_flash, claims_compiled = ClaimsFlash(), ClaimsCompiled()
