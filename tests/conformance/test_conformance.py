@@ -1,4 +1,4 @@
-"""Every registered implementation, third parties' included, on the edges: right, or refused with a reason. Nothing else."""
+"""Every registered implementation, third parties' included, on the edges: right, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -28,18 +28,12 @@ EDGES = {
 }
 BLOCKS = {  # kernels that are interpreted here take whole blocks, and their time
     "whole blocks": Workload(batch=1, q_len=128, heads=2, head_dim=32, mask=masks.causal()),
-    "whole blocks, grouped": Workload(batch=1, q_len=128, heads=2, kv_heads=1, head_dim=32, pass_="train"),
+    "whole blocks, grouped": Workload(batch=1, q_len=128, heads=2, kv_heads=1, head_dim=32),
 }
 INTERPRETED = ("jax.pallas-triton", "jax.splash")
 COMPILED = {"torch.compiled": "softcap", "torch.flex": "window"}
-FOR_JAX = (
-    "primes",
-    "grouped heads, gradients",
-    "rows that see nothing, gradients",
-    "an empty batch row",
-    "bias with -inf",
-    "dilated",
-)  # XLA compiles each in seconds, and impls/ has the rest
+FOR_JAX = ("primes", "grouped heads, gradients", "an empty batch row", "bias with -inf", "dilated")
+"""XLA compiles each in seconds; the tests of impls/ and dispatch/ have the rest."""
 COMPUTE_ALL = ("torch.eager", "jax.einsum")
 BY_ID = {workload.id: workload for workload in edge()}
 

@@ -119,8 +119,11 @@ def test_torch_gradients(fields, layout):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("fields", GRADIENTS, ids=["grouped", "empty rows", "dilated"])
-@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "fields, jitted",
+    [*((fields, True) for fields in GRADIENTS), (GRADIENTS[0], False)],
+    ids=["grouped", "empty rows", "dilated", "not compiled"],
+)
 def test_jax_gradients(fields, jitted):
     import jax
 
@@ -227,7 +230,7 @@ def test_wrong_words_are_refused():
         ab.attention(*turned(drawn[:3], "packed"), layout="packed")
     with pytest.raises(InvalidWorkload, match="heads=5"):
         ab.attention(*turned(drawn[:3], "packed"), layout="packed", heads=5)
-    with pytest.raises(InvalidWorkload, match="2 batch rows|names 3"):
+    with pytest.raises(InvalidWorkload, match="lengths names 3 batch rows"):
         ab.attention(*drawn[:3], mask=ab.masks.lengths([1, 2, 3]))
 
 

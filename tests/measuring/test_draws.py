@@ -94,6 +94,7 @@ def test_signs_are_undone_exactly(framework):
         np.testing.assert_array_equal(draws.flip_values("bshd", signs), total)
     np.testing.assert_array_equal(fw.numpy(draws.inputs("bshd")[1].v), fw.numpy(before[1][2]) * total)
     draws.restore()
+    draws.restore()
     for old, new in zip(before, draws.inputs("bshd")):
         assert all(fw.same_bits(a, b) for a, b in zip(old, new))
 

@@ -61,7 +61,7 @@ def test_it_is_the_peak_that_counts_not_what_remains():
 
 
 def test_what_was_freed_before_is_not_counted_again_nor_hidden():
-    numpy_block()
+    np.ones(SIZE, np.float32)  # four times as much, and gone
     with ab.MemoryProfiler() as profiler:
         array = numpy_block()
     assert_close(profiler.get_peak_memory())
@@ -73,9 +73,13 @@ def test_what_was_freed_before_is_not_counted_again_nor_hidden():
 
 def test_a_block_that_raises_is_weighed_and_still_raises():
     profiler = ab.MemoryProfiler()
-    with pytest.raises(ValueError, match="boom"), profiler:
+
+    def fail():
         numpy_block()
         raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"), profiler:
+        fail()
     assert_close(profiler.get_peak_memory())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from attnbench.measuring.session import FellBack, Session
 from attnbench.registry import Function
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
-from attnbench.spec import Cell, Implementation, Workload
+from attnbench.spec import Cell, Ok, Workload
 from attnbench.workloads import masks
 
 WORKLOAD = Workload(batch=2, q_len=48, heads=4, kv_heads=2, head_dim=16, mask=masks.causal())
@@ -98,9 +99,21 @@ class StaleGradient(Plain):
         return grads
 
 
-def open_cell(worker, function, workload=WORKLOAD, measure=True, thorough=False, seed=3):
-    registry.register(function if isinstance(function, Implementation) else Function(function, "numpy", "subject"))
-    return worker.ask(p.Open(Cell("subject", workload), thorough, measure, None, seed), 60)
+class Ready(NamedTuple):
+    record: Ok
+    timed: bool
+    warm: p.Warm | None
+
+
+def open_cell(worker, function, workload=WORKLOAD, measure=True, thorough=False, seed=3, name="subject"):
+    """Opened and warmed up, or the answer that ended it."""
+    registry.register(Function(function, "numpy", name))
+    cell = Cell(name, workload)
+    opened = worker.ask(p.Open(cell, thorough, measure, None, seed), 60)
+    if isinstance(opened, p.Closed):
+        return opened
+    warm = worker.ask(p.WarmUp(cell.id), 60) if opened.timed else None
+    return warm if isinstance(warm, p.Closed) else Ready(opened.record, opened.timed, warm)
 
 
 def sample_until_closed(worker, workload=WORKLOAD, part="main"):
@@ -113,14 +126,14 @@ def sample_until_closed(worker, workload=WORKLOAD, part="main"):
 
 def test_an_honest_cell_is_opened_and_sampled(worker):
     opened = open_cell(worker, Plain())
-    assert isinstance(opened, p.Opened), opened
+    assert isinstance(opened, Ready), opened
     record = opened.record
     assert record.status == "ok"
     assert record.verified_at.share == 1.0
     assert 0 < record.errors.forward < record.errors.forward_allowed < 1e-5
     assert record.deterministic
-    assert (opened.parts, opened.clock) == (("main",), "wall")
-    assert opened.call_ns > 1e3
+    assert (opened.warm.parts, opened.warm.clock, opened.warm.slow_clock) == (("main",), "wall", False)
+    assert opened.warm.call_ns > 1e3
     answer = worker.ask(p.Sample(Cell("subject", WORKLOAD).id, "main", 7, 2), 60)
     assert len(answer.ns) == 7
     assert all(ns > 0 for ns in answer.ns)
@@ -130,7 +143,7 @@ def test_an_honest_cell_is_opened_and_sampled(worker):
 @pytest.mark.parametrize("trap", [Zero, ByPointer, ByPartOfTheContent, LastRowForgotten])
 def test_right_when_checked_and_wrong_when_timed_is_caught(worker, trap):
     subject = trap()
-    assert isinstance(open_cell(worker, subject), p.Opened), "it is honest as long as it is looked at"
+    assert isinstance(open_cell(worker, subject), Ready), "it is honest as long as it is looked at"
     subject.armed = True
     record = sample_until_closed(worker)
     assert record is not None
@@ -157,7 +170,7 @@ def test_a_stale_gradient_is_caught(worker):
     workload = Workload(batch=2, q_len=32, heads=2, head_dim=16, pass_="train")
     subject = StaleGradient(workload)
     opened = open_cell(worker, subject, workload)
-    assert opened.parts == ("main", "forward", "backward")
+    assert opened.warm.parts == ("main", "forward", "backward")
     for part in ("forward", "backward"):
         assert worker.ask(p.Sample(Cell("subject", workload).id, part, 3, 1), 60).ns
     subject.armed = True
@@ -173,7 +186,7 @@ def test_looking_answers_up_by_their_whole_content_is_caught(worker):
     assert isinstance(closed, p.Closed)
     assert closed.record.status == "incorrect"
     assert "remembers its results" in closed.record.reason
-    assert isinstance(open_cell(worker, Plain(workload), workload), p.Opened)
+    assert isinstance(open_cell(worker, Plain(workload), workload), Ready)
 
 
 def test_noise_of_its_own_is_no_lie_but_is_said(worker):
@@ -234,18 +247,15 @@ def test_verification_alone_takes_no_samples(worker):
 
 def test_sessions_of_one_workload_share_their_draws(worker):
     """Signs that one session gives to V must not disturb what another is checked against."""
-    first, second = Plain(), Plain()
-    registry.register(Function(first, "numpy", "first"))
-    registry.register(Function(second, "numpy", "second"))
     cells = [Cell(name, WORKLOAD) for name in ("first", "second")]
     for cell in cells:
-        assert isinstance(worker.ask(p.Open(cell, False, True, None, 1), 60), p.Opened)
+        assert isinstance(open_cell(worker, Plain(), name=cell.implementation), Ready)
         for _ in range(3):
             answer = worker.ask(p.Sample(cells[0].id, "main", 3, 1), 60)
             assert isinstance(answer, p.Sampled), answer
     for n in range(6):
         assert isinstance(worker.ask(p.Sample(cells[n % 2].id, "main", 3, 1), 60), p.Sampled)
-    assert isinstance(worker.ask(p.Open(cells[0], False, True, None, 1), 60), p.Opened)
+    assert isinstance(open_cell(worker, Plain(), name="first"), Ready)
 
 
 def test_the_wrong_path_is_a_failure_with_both_names():
@@ -272,5 +282,5 @@ def test_warm_up_ends_although_the_calls_never_settle(worker, monkeypatch):
             return super().honest(q, k, v)
 
     start = time.perf_counter()
-    assert isinstance(open_cell(worker, Unsteady()), p.Opened)
+    assert isinstance(open_cell(worker, Unsteady()), Ready)
     assert time.perf_counter() - start < 5

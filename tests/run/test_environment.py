@@ -11,6 +11,7 @@ from attnbench.measuring.rates import Ceilings
 from attnbench.run import protocol as p
 from attnbench.run.ceilings import cache_folder, load_ceilings, store_ceilings
 from attnbench.run.crew import Crew
+from attnbench.run.plan import Group
 from attnbench.run.remote import Remote
 from attnbench.spec import Environment
 
@@ -95,18 +96,18 @@ def test_a_broken_or_unwritable_cache_costs_a_measurement_and_nothing_else(cache
 
 def test_ceilings_are_measured_once(cache, monkeypatch):
     with Crew((), None, None) as crew:
-        crew.start([("numpy", "")])
-        measured = crew.ceilings("float32")
+        crew.start([Group("numpy")])
+        measured = crew.ceilings("float32", "cpu")
     assert measured is not None
     assert measured.flops_per_s > 1e8
     assert measured.bytes_per_s > 1e8
     monkeypatch.setattr(Crew, "_measure_ceilings", lambda *_: pytest.fail("measured again"))
     with Crew((), None, None) as crew:
-        crew.start([("numpy", "")])
-        assert crew.ceilings("float32") == measured
+        crew.start([Group("numpy")])
+        assert crew.ceilings("float32", "cpu") == measured
 
 
 def test_no_ceiling_for_a_dtype_that_the_framework_lacks(cache):
     with Crew((), None, None) as crew:
-        crew.start([("numpy", "")])
-        assert crew.ceilings("bfloat16") is None
+        crew.start([Group("numpy")])
+        assert crew.ceilings("bfloat16", "cpu") is None

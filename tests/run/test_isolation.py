@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 
 import msgspec
 import psutil
@@ -10,8 +13,34 @@ import pytest
 from cli_process import alive
 
 from attnbench.analyse.summary import rank
+from attnbench.impls.numpy_reference import FLOAT32
+from attnbench.run import protocol as p
+from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
-from attnbench.spec import Failed, Ok
+from attnbench.run.plan import Group, Planned
+from attnbench.spec import Cell, Failed, Implementation, Ok
+
+
+class Apart(Implementation):
+    """Right, in a process of its own."""
+
+    framework = "numpy"
+
+    def __init__(self, process):
+        self.name, self.process = f"numpy.in-{process}", process
+
+    def supports(self, workload, environment):
+        return None
+
+    def build(self, workload, config):
+        return FLOAT32.build(workload, config)
+
+
+class Hangs(Apart):
+    """Never comes back."""
+
+    def build(self, workload, config):
+        return lambda q, k, v: time.sleep(600)
 
 
 @pytest.fixture
@@ -48,6 +77,14 @@ def test_a_failed_cell_has_the_end_of_its_stderr(lab, trap):
     assert "Segmentation fault" in record.detail
     assert "traps.py" in record.detail
     assert record.environment is not None
+
+
+def test_one_with_a_process_of_its_own_needs_no_other(lab):
+    seen = lab(Apart("a"), Apart("b"))
+    assert [(record.implementation, record.status) for record in seen.records] == [
+        ("numpy.in-a", "ok"),
+        ("numpy.in-b", "ok"),
+    ]
 
 
 def test_each_workload_is_handed_over_before_the_next_begins(lab, trap, causal):
@@ -105,6 +142,41 @@ def test_no_worker_outlives_an_exception(trap, ceilings, causal, trouble):
     workers = set(children) - before
     assert workers
     assert not any(alive(pid) for pid in workers)
+
+
+def test_ctrl_c_does_not_wait_for_workers_that_open_side_by_side(ceilings, monkeypatch, causal):
+    introduce = Crew._introduce
+
+    def as_accelerator(self, group):
+        introduce(self, group)
+        self.environments[group] = msgspec.structs.replace(self.environments[group], device="accelerator")
+
+    monkeypatch.setattr(Crew, "_introduce", as_accelerator)
+    request = Request(workloads=(causal,), implementations=("numpy.float32", Hangs("a"), Hangs("b")), framework="numpy")
+    opening = threading.Event()
+    listener = Listener()
+    listener.stage = lambda cell, stage: opening.set()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def interrupt():
+        opening.wait(30)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)  # to the process, as a terminal does
+
+    threading.Thread(target=interrupt).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(request, lambda records: None, listener)
+    assert time.monotonic() - start < 30
+
+
+def test_a_crew_that_was_interrupted_answers_again(causal):
+    cell = Cell("numpy.float32", causal)
+    with Crew((), None, None) as crew:
+        crew.start([Group("numpy")])
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            crew.ask(Group("numpy"), p.MeasureCeilings("float32"), 60)
+        assert crew.refusals([cell]) == [Planned(cell, None)]
 
 
 def test_traces_are_written_and_a_folder_that_cannot_be_made_is_told(lab, trap, tmp_path):

@@ -62,7 +62,7 @@ def test_cells_of_one_workload_stay_together_and_problems_are_distinct():
     same = msgspec.structs.replace(SMALL, source="elsewhere")
     cells = cells_of(distinct([SMALL, other, same]), ["a", "b"])
     assert [(cell.workload.q_len, cell.implementation) for cell in cells] == [(8, "a"), (8, "b"), (9, "a"), (9, "b")]
-    assert group_of(registry.get("numpy.float32")) == ("numpy", "")
+    assert group_of(registry.get("numpy.float32")) == ("numpy", "", 0)
 
 
 def test_a_framework_that_is_not_installed_is_a_reason(monkeypatch):

@@ -15,6 +15,8 @@ from attnbench.run.travel import Traveller
 from attnbench.spec import Cell, Environment, Implementation
 
 START_S = 120.0
+SHARED = 2
+"""Implementations per worker on an accelerator."""
 CEILINGS_S = 60.0
 
 
@@ -27,6 +29,7 @@ class Crew:
         self._travellers, self._device, self._threads = travellers, device, threads
         self._in_process = in_process
         self._workers: dict[Group, Remote | Local] = {}
+        self._lanes: dict[str, int] = {}
         self.environments: dict[Group, Environment] = {}
         self.unusable: dict[str, str] = {}
         """Framework -> why no worker of it can be had."""
@@ -49,16 +52,39 @@ class Crew:
         """The worker an implementation runs in."""
         for traveller in self._travellers:
             if traveller.name == name:
-                return traveller.framework, traveller.process
-        return group_of(registry.get(name))
+                return Group(traveller.framework, traveller.process, self._lanes.get(name, 0))
+        return group_of(registry.get(name))._replace(lane=self._lanes.get(name, 0))
+
+    def spread(self, names: Sequence[str]) -> None:
+        """Deal implementations out over lanes where they run on an accelerator: opening them is bound by the host."""
+        taken: dict[Group, int] = {}
+        for name in dict.fromkeys(names):
+            base = self.group(name)._replace(lane=0)
+            if self.accelerated(base.framework):
+                self._lanes[name] = taken.get(base, 0) // SHARED
+                taken[base] = taken.get(base, 0) + 1
+
+    def accelerated(self, framework: str) -> bool:
+        """Whether a framework runs on something other than the CPU here."""
+        environment = self.environment(framework)
+        return environment is not None and environment.device != "cpu"
+
+    def environment(self, framework: str) -> Environment | None:
+        """Where a framework runs; None before any worker of it has told."""
+        return next((found for group, found in self.environments.items() if group.framework == framework), None)
 
     def start(self, groups: Sequence[Group]) -> None:
         """Start workers side by side (importing a framework takes seconds), then hear what they are."""
-        wanted = [group for group in groups if group not in self._workers and self._usable(group[0])]
+        wanted = [group for group in groups if group not in self._workers and self._usable(group.framework)]
         for group in wanted:
-            self._workers[group] = self._new(group[0])
-        for group in wanted:
-            self._introduce(group)
+            self._workers[group] = self._new(group.framework)
+        try:
+            for group in wanted:
+                self._introduce(group)
+        except BaseException:
+            for group in wanted:
+                self.dismiss(group)
+            raise
 
     def _new(self, framework: str) -> Remote | Local:
         if self._in_process:
@@ -77,38 +103,40 @@ class Crew:
             answer = self._workers[group].ask(p.Describe([*sys.path, ""]), START_S)
         except WorkerDied as died:
             self._workers.pop(group)
-            self.unusable[group[0]] = f"no {group[0]} worker could be started: {died.reason}"
+            if group.process or group.lane:
+                raise
+            self.unusable[group.framework] = f"no {group.framework} worker could be started: {died.reason}"
             return
         if isinstance(answer, p.Refused):
             self.dismiss(group)
-            self.unusable[group[0]] = answer.reason
+            self.unusable[group.framework] = answer.reason
             return
         assert isinstance(answer, p.Described)
         if group not in self.environments:
             self.environments[group] = answer.environment
-            self.on_environment(group[0], answer.environment)
+            if not group.process and not group.lane:
+                self.on_environment(group.framework, answer.environment)
         for traveller in self._travellers:
-            if (traveller.framework, traveller.process) == group and not traveller.is_here:
+            if (traveller.framework, traveller.process) == group[:2] and not traveller.is_here:
                 self._enlist(traveller, group)
 
     def _enlist(self, traveller: Traveller, group: Group) -> None:
         try:
             answer = self._workers[group].ask(traveller.enlist(), START_S)
         except WorkerDied as died:
-            self._workers.pop(group)
             raise errors.UsageError(f"{traveller.label} could not be loaded: {died.reason}.") from died
         if isinstance(answer, p.Refused):
             raise errors.UsageError(f"{traveller.label} could not be loaded: {answer.reason}")
 
     def ask(self, group: Group, question: p.Question, timeout_s: float) -> p.Answer:
-        """Ask a group's worker; a dead one is forgotten before WorkerDied is passed on."""
+        """Ask a group's worker; one that died, or whose answer nobody waited for (Ctrl-C), is not asked again."""
         self.start([group])
         if group not in self._workers:
-            raise WorkerDied("failed", self.unusable.get(group[0], "no worker"))
+            raise WorkerDied("failed", self.unusable.get(group.framework, "no worker"))
         try:
             return self._workers[group].ask(question, timeout_s)
-        except WorkerDied:
-            self._workers.pop(group, None)
+        except BaseException:
+            self.dismiss(group)
             raise
 
     def refusals(self, cells: Sequence[Cell]) -> list[Planned]:
@@ -120,7 +148,7 @@ class Crew:
         for base in bases:
             mine = [cell for cell in cells if self._judge(cell, groups) == base]
             if base not in self._workers:
-                reasons |= {cell.id: self.unusable.get(base[0], "no worker") for cell in mine}
+                reasons |= {cell.id: self.unusable.get(base.framework, "no worker") for cell in mine}
                 continue
             reasons |= dict(zip((cell.id for cell in mine), self._reasons(base, mine)))
         return [Planned(cell, reasons[cell.id]) for cell in cells]
@@ -138,20 +166,20 @@ class Crew:
 
     def _judge(self, cell: Cell, groups: dict[str, Group]) -> Group:
         known = any(traveller.name == cell.implementation for traveller in self._travellers)
-        framework, process = groups[cell.implementation]
-        return (framework, process) if known else (framework, "")
+        base = groups[cell.implementation]._replace(lane=0)
+        return base if known else Group(base.framework)
 
     def verify_only(self, implementation: Implementation) -> str:
         """Why an implementation may be checked but not timed here; empty when it may be timed."""
-        answer = self.ask((implementation.framework, ""), p.VerifyOnly(implementation.name), START_S)
+        answer = self.ask(Group(implementation.framework), p.VerifyOnly(implementation.name), START_S)
         assert isinstance(answer, p.Reasons)
         return answer.reasons[0] or ""
 
-    def ceilings(self, dtype: str) -> Ceilings | None:
-        """Best measured ceilings over the frameworks at work, from the store or measured now."""
+    def ceilings(self, dtype: str, device: str) -> Ceilings | None:
+        """Best measured ceilings of a device over the frameworks at work, from the store or measured now."""
         found: list[Ceilings] = []
         for group, environment in self.environments.items():
-            if group[1] or group not in self._workers:
+            if group != Group(group.framework) or group not in self._workers or environment.device != device:
                 continue
             known = load_ceilings(environment, dtype)
             if known is None:

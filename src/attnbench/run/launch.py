@@ -15,7 +15,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
-from attnbench.run.plan import Planned, cells_of, distinct
+from attnbench.run.plan import Group, Planned, cells_of, distinct
 from attnbench.run.travel import Traveller, free_name, from_object, from_reference
 from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Implementation, Record, Unsupported, Workload
@@ -104,6 +104,7 @@ def _run_all(
     planned = crew.refusals([cell for cell in cells_of(workloads, names) if cell.id not in done])
     _require_device(request, crew)
     listener.planned(planned)
+    crew.spread([one.cell.implementation for one in planned if one.reason is None])
     for number, workload in enumerate(workloads):
         mine = [one for one in planned if one.cell.workload == workload]
         if not mine:
@@ -141,17 +142,17 @@ def diagnose(listener: Listener) -> Diagnosis:
             broken.append(ImplementationState(**facts, approximate=False, reason=str(error), timed=False))
     with Crew((), None, None) as crew:
         crew.on_environment = listener.environment
-        crew.start([(name, "") for name in frameworks.NAMES])
+        crew.start([Group(name) for name in frameworks.NAMES])
         for implementation in known:
             states.append(_state(implementation, crew))
         usable = {name: crew.unusable.get(name) for name in frameworks.NAMES}
-        environments = {group[0]: environment for group, environment in crew.environments.items()}
+        environments = {group.framework: environment for group, environment in crew.environments.items()}
     return Diagnosis(environments=environments, frameworks=usable, implementations=states + broken)
 
 
 def _state(implementation: Implementation, crew: Crew) -> ImplementationState:
     framework = implementation.framework
-    environment = crew.environments.get((framework, ""))
+    environment = crew.environments.get(Group(framework))
     reason = crew.unusable.get(framework) if environment is None else implementation.available(environment)
     interpreted = "" if environment is None else crew.verify_only(implementation)
     return ImplementationState(
@@ -225,7 +226,7 @@ def _require_device(request: Request, crew: Crew) -> None:
 def _unsupported(planned: Planned, crew: Crew) -> Record:
     cell = planned.cell
     environment = crew.environments.get(crew.group(cell.implementation)) or crew.environments.get(
-        (crew.group(cell.implementation)[0], "")
+        Group(crew.group(cell.implementation).framework)
     )
     assert planned.reason is not None
     return Unsupported(

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from attnbench.spec import Cell, Implementation, Workload
 
-Group = tuple[str, str]
-"""(framework, process): cells with the same group share a worker."""
+
+class Group(NamedTuple):
+    """Cells with the same group share a worker."""
+
+    framework: str
+    process: str = ""
+    """Set by libraries that need a process of their own."""
+    lane: int = 0
+    """On an accelerator, where workers open side by side, a framework's implementations are dealt out over several."""
 
 
 class Planned(Struct, frozen=True):
@@ -21,7 +29,7 @@ class Planned(Struct, frozen=True):
 
 def group_of(implementation: Implementation) -> Group:
     """The worker an implementation belongs to."""
-    return implementation.framework, implementation.process
+    return Group(implementation.framework, implementation.process)
 
 
 def distinct(workloads: Sequence[Workload]) -> list[Workload]:

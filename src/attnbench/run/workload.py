@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from attnbench.measuring import anchors
-from attnbench.measuring.rates import cost_of, implausible, throughput_of
+from attnbench.measuring.rates import Ceilings, cost_of, implausible, throughput_of
 from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, summarise
 from attnbench.run import protocol as p
 from attnbench.run.crew import Crew
@@ -127,6 +127,7 @@ class WorkloadRun:
         self._rng, self._seed = rng, seed
         self._records: dict[str, Record] = {}
         self._traced: set[str] = set()
+        self._abandoned = False
 
     def records(self, cells: Sequence[Cell]) -> list[Record]:
         """A record for every cell, and for the anchors when something was timed."""
@@ -134,7 +135,7 @@ class WorkloadRun:
         for cell in cells:
             groups.setdefault(self._crew.group(cell.implementation), []).append(cell)
         # Before anything is open: measuring them may cost a worker its life.
-        self._ceilings = self._crew.ceilings(self._workload.dtype) if cells and self._request.measure else None
+        self._ceilings = self._measure_ceilings(groups) if self._request.measure else {}
         timed = [one for one in self._open_all(groups) if one.opened.timed]
         while timed:
             try:
@@ -150,14 +151,26 @@ class WorkloadRun:
             self._quietly_release(group)
         return list(self._records.values())
 
+    def _measure_ceilings(self, groups: dict[Group, list[Cell]]) -> dict[str, Ceilings | None]:
+        known = self._crew.environments
+        # A function with a process of its own may be the only one of its framework.
+        environments = [known.get(Group(group.framework)) or known[group._replace(lane=0)] for group in groups]
+        devices = dict.fromkeys(environment.device for environment in environments)
+        return {device: self._crew.ceilings(self._workload.dtype, device) for device in devices}
+
     def _open_all(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
         """Open every cell: on an accelerator group by group side by side, since compiling on the host is what takes the
         time there; one after the other on a CPU, where each would slow the others down."""
-        environments = [self._crew.environments.get(group) for group in groups]
-        if len(groups) < 2 or any(one is None or one.device == "cpu" for one in environments):
+        if len(groups) < 2 or not all(self._crew.accelerated(group.framework) for group in groups):
             return [one for group, mine in groups.items() for one in self._open_group(group, mine)]
         with ThreadPoolExecutor(len(groups)) as pool:
-            return [one for opened in pool.map(self._open_group, groups, groups.values()) for one in opened]
+            try:
+                return [one for opened in pool.map(self._open_group, groups, groups.values()) for one in opened]
+            except BaseException:
+                self._abandoned = True
+                for group in groups:
+                    self._crew.dismiss(group)  # or the pool would wait for whatever its threads are waiting for
+                raise
 
     def _open_group(self, group: Group, cells: Sequence[Cell]) -> list[RemoteCell]:
         """Open cells one by one; when one brings the worker down, those opened before are opened again."""
@@ -170,6 +183,8 @@ class WorkloadRun:
                 todo = [cell for cell in todo if cell.id not in self._records]
 
     def _open(self, cell: Cell, group: Group) -> RemoteCell | None:
+        if self._abandoned:
+            raise CancelledError
         request = self._request
         self._listener.stage(cell, "verify")
         question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed)
@@ -242,6 +257,7 @@ class WorkloadRun:
 
     def _timed_record(self, one: RemoteCell, series: Series) -> Record:
         warm, ok = one.steady, one.opened.record
+        assert ok.environment is not None
         times = {part: summarise(rounds, warm.clock, series.calls) for part, rounds in series.rounds.items()}
         main = times.pop("main")
         if ok.implementation in anchors.NAMES:
@@ -252,7 +268,7 @@ class WorkloadRun:
         except Dropped:
             assert one.lost is not None
             return one.lost
-        cost = cost_of(self._workload, main.median_ns, self._ceilings)
+        cost = cost_of(self._workload, main.median_ns, self._ceilings.get(ok.environment.device))
         if (reason := implausible(cost)) is not None:
             facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
             return Failed(reason=reason, **facts)
