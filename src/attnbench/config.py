@@ -36,7 +36,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Seconds of sampling per implementation and workload."""
     timeout_s: float = 300.0
     """Seconds after which a cell is given up."""
-    seed: int = 0
+    seed: int | None = None
     """Of the order of cells; inputs are fresh in every launch."""
 
     def __post_init__(self) -> None:

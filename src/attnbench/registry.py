@@ -64,6 +64,17 @@ def get(name: str) -> Implementation:
     return implementation
 
 
+def loadable() -> tuple[list[str], dict[str, str]]:
+    """Names that load, and those that do not with the reason: a third party's mistake costs nobody else's run."""
+    good, broken = [], {}
+    for name in names():
+        try:
+            good.append(get(name).name)
+        except UsageError as error:
+            broken[name] = str(error)
+    return good, broken
+
+
 def origin(name: str) -> str:
     """Distribution an implementation comes from, for `doctor`."""
     point = _entry_points().get(name)

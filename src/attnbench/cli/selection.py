@@ -120,10 +120,21 @@ def select_implementations(choice: Choice, framework: str | None = None) -> tupl
     rivals = [name for one in choice.against for name in expand(one, known)]
     only_functions = bool(asked) and all(is_reference(name) for name in asked)
     if not rivals and (not asked or only_functions):
-        rivals = [name for name in known if asked or framework is None or name.startswith(f"{framework}.")]
+        rivals = [name for name in loadable_names() if asked or framework is None or name.startswith(f"{framework}.")]
         if framework is not None and not rivals:
             raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
     return tuple(dict.fromkeys([*asked, *rivals]))
+
+
+def loadable_names() -> list[str]:
+    """Every name that loads; the others are said on stderr and left out."""
+    from attnbench import registry
+    from attnbench.cli.output import stderr_console
+
+    good, broken = registry.loadable()
+    for reason in broken.values():
+        stderr_console().print(f"warning: {reason}", highlight=False, markup=False, soft_wrap=True)
+    return good
 
 
 def is_reference(name: str) -> bool:

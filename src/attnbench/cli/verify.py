@@ -87,12 +87,12 @@ def _workloads(suite: str | None, quick: bool, shape: Shape, impl: tuple[str, ..
 
 def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: str | None) -> tuple[str, ...]:
     from attnbench import registry
-    from attnbench.cli.selection import expand
+    from attnbench.cli.selection import expand, loadable_names
 
     known = registry.names()
     names = [name for one in impl for name in expand(one, known)]
     if not impl:
-        names = [name for name in known if framework is None or name.startswith(f"{framework}.")]
+        names = [name for name in loadable_names() if framework is None or name.startswith(f"{framework}.")]
         if framework is not None and not names:
             raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
     if family:

@@ -2,7 +2,8 @@
 
 | framework | order | why |
 | --- | --- | --- |
-| torch | sdpa-cudnn, sdpa-flash, sdpa-efficient, flex, eager | fused kernels first; eager computes every mask |
+| torch on an accelerator | sdpa-cudnn, sdpa-flash, sdpa-efficient, flex, eager | fused first; eager takes every mask |
+| torch on a CPU | sdpa-flash, eager | flex would compile for seconds at the first call |
 | jax | cudnn, xla, einsum | likewise |
 | numpy | float32, reference | float64 arrays need the second |
 
@@ -18,11 +19,12 @@ from attnbench import frameworks, registry
 from attnbench.errors import Unsupported
 from attnbench.spec import Call, Environment, Implementation, Workload
 
-ORDER = {
+ORDER: dict[str, tuple[str, ...]] = {
     "torch": ("torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.flex", "torch.eager"),
     "jax": ("jax.cudnn", "jax.xla", "jax.einsum"),
     "numpy": ("numpy.float32", "numpy.reference"),
 }
+CPU_ORDER: dict[str, tuple[str, ...]] = {"torch": ("torch.sdpa-flash", "torch.eager"), "jax": ("jax.xla", "jax.einsum")}
 
 
 class Candidate(NamedTuple):
@@ -46,9 +48,17 @@ def refusal(implementation: Implementation, workload: Workload, framework: str, 
     return implementation.available(environment) or implementation.supports(workload, environment)
 
 
+def order_on(framework: str, device: str) -> tuple[str, ...]:
+    """The fixed order on a device."""
+    return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
+
+
 def candidates(workload: Workload, framework: str, device: str) -> list[Candidate]:
     """The whole order with reasons."""
-    return [Candidate(name, refusal(registry.get(name), workload, framework, device)) for name in ORDER[framework]]
+    return [
+        Candidate(name, refusal(registry.get(name), workload, framework, device))
+        for name in order_on(framework, device)
+    ]
 
 
 def pick(workload: Workload, framework: str, device: str, impl: str) -> Implementation:
@@ -72,7 +82,7 @@ def built(workload: Workload, framework: str, device: str, impl: str, with_lse: 
     if not with_lse:
         implementation = pick(workload, framework, device, impl)
         return implementation.build(workload, {}), implementation.layout
-    names = ORDER[framework] if impl == "auto" else (impl,)
+    names = order_on(framework, device) if impl == "auto" else (impl,)
     reasons = []
     for name in names:
         implementation = registry.get(name)

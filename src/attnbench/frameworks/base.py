@@ -109,6 +109,8 @@ class Framework(ABC):
     """Adapter of one array library. Instances are stateless and cheap; the library is imported on first use."""
 
     name: str
+    compiles: bool = False
+    """Whether every new computation costs a compilation first."""
 
     @abstractmethod
     def devices(self) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ class JaxFramework(Framework):
     """CPU, CUDA, ROCm and TPU through XLA; only CPU and CUDA were ever run."""
 
     name = "jax"
+    compiles = True
 
     def devices(self) -> tuple[str, ...]:
         kinds = [_kind(device) for device in import_jax().devices()]
@@ -68,7 +69,8 @@ class JaxFramework(Framework):
         facts["device_name"] = facts["cpu"]
         if device != "cpu":
             facts |= _accelerator_facts(found)
-        return Environment(device=device, framework=self.name, packages=versions(*PACKAGES), **facts)
+        packages = versions(*PACKAGES)
+        return Environment(device=device, framework=self.name, threads=facts["cores"], packages=packages, **facts)
 
     def namespace(self, device: str) -> Any:
         del device  # constants follow the arrays they meet

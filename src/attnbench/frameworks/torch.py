@@ -6,18 +6,15 @@ Parts: torch_programs (the passes), torch_clocks (accelerator clocks), torch_pro
 from __future__ import annotations
 
 import gc
-import os
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from attnbench.errors import UnknownName, UsageError
 from attnbench.frameworks import torch_profile
 from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock
+from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.frameworks.torch_clocks import CLOCKS
 from attnbench.frameworks.torch_plain import TorchNamespace
 from attnbench.frameworks.torch_programs import make_programs, owned
@@ -47,16 +44,13 @@ class TorchFramework(Framework):
     def environment(self, device: str) -> Environment:
         import torch
 
-        facts = _cpu_facts() if device == "cpu" else _accelerator_facts(_torch_device(device))
+        facts = cpu_facts()
+        facts["device_name"] = facts["cpu"]
+        if device != "cpu":
+            facts |= _accelerator_facts(_torch_device(device))
+        packages = {"torch": str(torch.__version__), **versions(*PACKAGES)}
         return Environment(
-            device=device,
-            framework="torch",
-            cpu=_cpu_name(),
-            cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
-            threads=torch.get_num_threads(),
-            python=platform.python_version(),
-            packages={"torch": str(torch.__version__), **_package_versions()},
-            **facts,
+            device=device, framework="torch", threads=torch.get_num_threads(), packages=packages, **facts
         )
 
     def namespace(self, device: str) -> Namespace:
@@ -194,18 +188,6 @@ def _full_precision() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-def _cpu_name() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
-
-
-def _cpu_facts() -> dict[str, Any]:
-    memory = psutil.virtual_memory()
-    return {"device_name": _cpu_name(), "memory_bytes": memory.total, "free_bytes": memory.available}
-
-
 def _accelerator_facts(device: str) -> dict[str, Any]:
     import torch
 
@@ -217,16 +199,6 @@ def _accelerator_facts(device: str) -> dict[str, Any]:
     if device == "cuda":
         facts["capability"] = torch.cuda.get_device_capability()
     return facts
-
-
-def _package_versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 FRAMEWORK = TorchFramework()

@@ -31,6 +31,7 @@ class AnchorSession:
     parts = ("main",)
     other_clocks: tuple[str, ...] = ()
     timed = True
+    repeats = True
 
     def __init__(self, framework: Framework, environment: Environment, cell: Cell) -> None:
         self._framework, self._environment, self.cell = framework, environment, cell

@@ -21,6 +21,7 @@ SETS = 2
 FORWARD_FLOPS = {"cpu": 4e8}
 BACKWARD_FLOPS = {"cpu": 3e9}
 DEVICE_FLOPS = 2e13
+HOST_HEAD_FLOPS = 2e10
 """What the reference may cost per input set: NumPy on a CPU, the float64 port on an accelerator."""
 MAX_HEADS = 4
 ALL_HEADS = {"cpu": 64}
@@ -144,7 +145,7 @@ class Draws:
         self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool, plain: bool
     ) -> tuple[np.ndarray, ...]:
         """(out, lse[, dq, dk, dv]) of one head, in float64 (NumPy on a CPU, else on the device) or in its own dtype."""
-        fw, on_host = self.framework, self.device == "cpu" and not plain
+        fw, on_host = self.framework, not plain and self._exact_on_host(len(rows), gradients)
         group = self.workload.group
         narrow = [x[at[0]][:, at[1] * n : (at[1] + 1) * n] for x, n in zip(inputs, (group, 1, 1, group))]
         if on_host:
@@ -152,6 +153,12 @@ class Draws:
             return _head_results(self.workload, arrays, at, rows, gradients, np, np.float64)
         run = self._compiled(rows, gradients, plain)
         return tuple(fw.numpy(x).astype(np.float64) for x in run(*at, *narrow))
+
+    def _exact_on_host(self, rows: int, gradients: bool) -> bool:
+        """NumPy on a CPU, and for a small head where compiling the port would take longer than NumPy does."""
+        w = self.workload
+        flops = (10 if gradients else 2) * (w.head_dim + w.value_dim) * w.kv_len * rows * w.group
+        return self.device == "cpu" or (self.framework.compiles and flops < HOST_HEAD_FLOPS)
 
     def _compiled(self, rows: np.ndarray, gradients: bool, plain: bool) -> Callable[..., tuple[Array, ...]]:
         """The same computation for every head, so that a framework that compiles does it once."""

@@ -75,6 +75,9 @@ class Crew:
 
     def start(self, groups: Sequence[Group]) -> None:
         """Start workers side by side (importing a framework takes seconds), then hear what they are."""
+        for group in groups:
+            if group in self._workers and not self._workers[group].alive:
+                self.dismiss(group)
         wanted = [group for group in groups if group not in self._workers and self._usable(group.framework)]
         for group in wanted:
             self._workers[group] = self._new(group.framework)

@@ -131,9 +131,10 @@ class Closed(Struct, tag="closed"):
 
 
 class Sampled(Struct, tag="sampled"):
-    """ns per call of each sample."""
+    """ns per call of each sample, and whether the cell has given the same bits so far."""
 
     ns: list[float]
+    repeats: bool = True
 
 
 class Traced(Struct, tag="traced"):

@@ -106,6 +106,11 @@ class Remote:
         self._stderr.seek(max(0, size - 4000))
         return self._stderr.read().decode(errors="replace")
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """End it at once, with everything it started."""
         if self._process.poll() is None:
@@ -125,6 +130,8 @@ class Local:
     def ask(self, question: p.Question, timeout_s: float) -> p.Answer:
         """One question, one answer; nothing guards against a hang or a crash here."""
         return self._worker.answer(question)
+
+    alive = True
 
     def kill(self) -> None:
         """Let go of arrays."""

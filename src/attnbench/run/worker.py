@@ -136,7 +136,7 @@ class Worker:
 
     def _sampling(self, cell: str, sample: Callable[[Any], list[float]]) -> p.Answer:
         session = self._sessions[cell]
-        return self._guarded(session.cell, lambda: p.Sampled(sample(session)))
+        return self._guarded(session.cell, lambda: p.Sampled(sample(session), session.repeats))
 
     def _guarded(self, cell: Cell, action: Callable[[], p.Answer]) -> p.Answer:
         """Run an action of a cell; anything it raises becomes the cell's record."""

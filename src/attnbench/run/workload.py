@@ -62,6 +62,7 @@ class RemoteCell:
     timeout_s: float
     warm: p.Warm | None = None
     lost: Record | None = None
+    repeats: bool = True
 
     @property
     def call_ns(self) -> float:
@@ -101,6 +102,7 @@ class RemoteCell:
     def _sampled(self, question: p.Question) -> list[float]:
         answer = self._ask(question)
         assert isinstance(answer, p.Sampled)
+        self.repeats = self.repeats and answer.repeats
         return answer.ns
 
     def _ask(self, question: p.Question) -> p.Answer:
@@ -275,6 +277,7 @@ class WorkloadRun:
         return msgspec.structs.replace(
             ok,
             time=main,
+            deterministic=ok.deterministic and one.repeats,
             also=times,
             cost=cost,
             throughput=throughput_of(self._workload, main.median_ns),
