@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: bench test check lint types layers clean
 
 bench: $(STAMP)
-	$(BIN)/attnbench run quick
+	$(BIN)/attnbench run quick --budget 0.5
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q

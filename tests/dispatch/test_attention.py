@@ -7,7 +7,7 @@ import pytest
 
 import attnbench as ab
 from attnbench import frameworks, reference, registry
-from attnbench.dispatch.order import order_on, environment_of, refusal
+from attnbench.dispatch.order import environment_of, order_on, refusal
 from attnbench.errors import InvalidWorkload, UnknownName, Unsupported, UsageError
 from attnbench.workloads.inputs import draw
 

@@ -148,8 +148,8 @@ class Worker:
         }
         try:
             return action()
-        except errors.Unsupported as refused:
-            return p.Closed(Unsupported(reason=str(refused), **facts))
+        except NotImplementedError as refused:  # errors.Unsupported, and how the field says "I cannot do this case"
+            return p.Closed(Unsupported(reason=str(refused) or "not implemented", **facts))
         except Wrong as wrong:
             record = Incorrect(reason=str(wrong), errors=wrong.errors, **facts)
         except FellBack as fell:

@@ -262,8 +262,9 @@ class WorkloadRun:
         assert ok.environment is not None
         times = {part: summarise(rounds, warm.clock, series.calls) for part, rounds in series.rounds.items()}
         main = times.pop("main")
+        spent_ns = {**ok.spent_ns, "warm_up": warm.spent_ns, "sample": int(series.spent_s * 1e9)}
         if ok.implementation in anchors.NAMES:
-            return msgspec.structs.replace(ok, time=main)
+            return msgspec.structs.replace(ok, time=main, spent_ns=spent_ns)
         try:
             for clock in warm.other_clocks:
                 times[clock] = summarise([one.sample_other(clock)], clock, 1)
@@ -282,7 +283,7 @@ class WorkloadRun:
             cost=cost,
             throughput=throughput_of(self._workload, main.median_ns),
             notes=(*ok.notes, *_warnings(main)),
-            spent_ns={**ok.spent_ns, "warm_up": warm.spent_ns, "sample": int(series.spent_s * 1e9)},
+            spent_ns=spent_ns,
         )
 
     def _trace(self, timed: Sequence[RemoteCell]) -> None:
