@@ -1,8 +1,9 @@
 """Do the published times hold: `python benchmarks/agreement.py RUN [AGAIN] [-o FILE]` on run files of a GPU.
 
-1. Within a run: the published time against the profiler's sum of kernel times, for cells over 100 us (claim: within 3 %).
-2. Between two runs of one suite in two processes: the same cell's two times (claim: median difference under 2 %), and the
-   launch-bound cells, those under 50 us, apart (claim: within 3 %).
+1. Within a run: the published time against the profiler's sum of kernel times, for cells over 100 us (claim: within
+   3 %).
+2. Between two runs of one suite in two processes: the same cell's two times (claim: median difference under 2 %), and
+   the launch-bound cells, those under 50 us, apart (claim: within 3 %).
 """
 
 from __future__ import annotations

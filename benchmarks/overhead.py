@@ -1,7 +1,7 @@
 """How much of a run is the harness itself: `python benchmarks/overhead.py [-o FILE]`.
 
-Runs the `quick` suite with capped sampling (what `attnbench run --quick` does) and adds up what was import, building and
-compiling, verification, and sampling. What is left of the wall time is ours: planning, messages, files, waiting.
+Runs the `quick` suite with capped sampling (what `attnbench run --quick` does) and adds up what was import, building
+and compiling, verification, and sampling. What is left of the wall time is ours: planning, messages, waiting.
 The claim is that it is at most 15 %.
 """
 

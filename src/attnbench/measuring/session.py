@@ -281,16 +281,21 @@ class Session:
             if self._framework.same_bits(turned + 0.0, good + 0.0):
                 continue
             self.repeats = False
-            if not self._close(turned, good):
-                raise Wrong(f"a timed call returned a wrong {name}: right when checked, wrong when timed")
+            self._require_close(name, turned, good)
 
-    def _close(self, a: Array, b: Array) -> bool:
-        """For other bits: one random batch row agrees as well as the verified error lets it."""
+    def _require_close(self, name: str, a: Array, b: Array) -> None:
+        """Other bits are fine when one random batch row agrees as well as the verified error lets it."""
         row = int(self._signs.integers(self.cell.workload.batch))
         x, y = (self._framework.numpy(array[row]).astype(np.float64) for array in (a, b))
         errors_seen = self.findings.errors
         allowed = 4 * max(errors_seen.forward_allowed or 0, errors_seen.backward_allowed or 0)
-        return float(np.linalg.norm(x - y)) <= allowed * float(np.linalg.norm(y))
+        difference, size = float(np.linalg.norm(x - y)), float(np.linalg.norm(y))
+        if not difference <= allowed * size:
+            share = difference / size if size else float("inf")
+            raise Wrong(
+                f"a timed call returned a wrong {name}, right when checked: batch row {row} differs by {share:.1e}, "
+                f"{allowed:.1e} allowed"
+            )
 
 
 def refusal(implementation: Implementation, workload: Workload, environment: Environment) -> str | None:
