@@ -504,4 +504,5 @@ def test_transformer_engine_cannot_fall_back(install, monkeypatch):
 
 def test_each_engine_has_its_own_process_and_says_where_it_never_ran():
     assert len({engine.process for engine in ENGINES}) == len(ENGINES)
-    assert all("cuda" in engine.untested for engine in ENGINES)
+    ran = {"torch.fa3", "torch.fa4", "torch.sageattention"}  # on an H200: see results/h200 and results/README.md
+    assert {engine.name for engine in ENGINES if "cuda" not in engine.untested} == ran

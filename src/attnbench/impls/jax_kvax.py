@@ -41,7 +41,6 @@ class Kvax(Implementation):
     framework = "jax"
     process = "kvax"
     expects = (r"(?i)flash_attention",)
-    untested = ("cuda",)
 
     def available(self, environment: Environment) -> str | None:
         """CUDA and the three packages."""

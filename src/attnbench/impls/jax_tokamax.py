@@ -21,6 +21,7 @@ from attnbench.impls.jax_masks import mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 SIXTEEN_BITS = ("float16", "bfloat16")
+MASK_ROW_BYTES = 16
 INSTALL = "pip install tokamax (Python 3.12 or newer)"
 
 
@@ -56,7 +57,10 @@ class Tokamax(Implementation):
 
     def _backend_limits(self, workload: Workload, environment: Environment) -> str | None:
         if self.backend == "mosaic":
-            return needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0))
+            return first_reason(
+                needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
+                _aligned_mask_rows(workload),
+            )
         if self.backend == "triton" and workload.needs_gradients and workload.softcap is not None:
             return "has no softcap in its backward pass"
         if self.backend == "cudnn":
@@ -66,6 +70,7 @@ class Tokamax(Implementation):
                 needs_equal_dims(workload),
                 needs_head_dim(workload, 256 if hopper else 128, multiple_of=8),
                 "rounds the mask's weights to its dtype" if workload.visible_mask.weighted else None,
+                _no_backward_with_array(workload),
             )
         return None
 
@@ -87,6 +92,18 @@ class Tokamax(Implementation):
             return zero_blind_rows(out, rows)
 
         return call
+
+
+def _aligned_mask_rows(workload: Workload) -> str | None:
+    if workload.kv_len % MASK_ROW_BYTES and mask_arguments(workload).needs_array:
+        return f"copies mask arrays in rows of {MASK_ROW_BYTES} keys, kv_len is {workload.kv_len}"
+    return None
+
+
+def _no_backward_with_array(workload: Workload) -> str | None:
+    if workload.needs_gradients and mask_arguments(workload).needs_array:
+        return "has no backward pass with a mask array"
+    return None
 
 
 def _softcap_before_bias(workload: Workload) -> str | None:

@@ -161,7 +161,6 @@ class FlashAttention3(Flash):
     name = "torch.fa3"
     process = "fa3"
     expects = (r"flash|FlashAttn",)
-    untested = ("cuda",)
 
     def available(self, environment: Environment) -> str | None:
         newer = environment.capability is not None and environment.capability[0] > 9
@@ -218,7 +217,6 @@ class FlashAttention4(Flash):
     name = "torch.fa4"
     process = "fa4"
     expects = (r"flash|Flash|kernel_cutlass",)
-    untested = ("cuda",)
     unbounded = None
     lse_flag = "return_lse"
 

@@ -24,7 +24,6 @@ class Sage(Implementation):
     approximate = True
     # Chosen, not published: int8 logits with one scale a block give errors of a few percent in this norm.
     declared_error = 0.05
-    untested = ("cuda",)
 
     def available(self, environment: Environment) -> str | None:
         return first_reason(
