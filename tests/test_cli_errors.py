@@ -39,7 +39,7 @@ def _known_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("run --shard 3/2", "--shard takes i/n"),
         ("run --tag none", "tagged none"),
         ("run -k zzz", "zzz"),
-        ("run --resume none.jsonl", "none.jsonl cannot be read"),
+        ("run --resume none.jsonl", 'there is no run file "none.jsonl"'),
         ("run --sequence-length 12", "--sequence-length"),
         ("show none.jsonl", "none.jsonl"),
         ("show", "there is no run file"),

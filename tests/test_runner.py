@@ -320,3 +320,8 @@ def test_devices_are_named_as_torch_names_them():
     ]  # fmt: skip
     with pytest.raises(UsageError, match="tpu"):
         ab.verify("numpy.float32", WORKLOAD, device="tpu")
+
+
+def test_a_config_may_name_its_mask_in_words():
+    workload = runner.workload_from({"batch_size": 1, "sequence_length": 32, "mask": "window:8:0", "causal": True})
+    assert workload.visible_mask.kinds == ("window", "causal")

@@ -44,6 +44,8 @@ class Settings(Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be more than 0, not {value:g}")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed must be 0 or more, not {self.seed}")
 
 
 NAMES = Settings.__struct_fields__

@@ -5,8 +5,7 @@ AttnBenchError
 │   ├── UnknownName            no implementation, suite or command of that name (carries the nearest)
 │   ├── InvalidWorkload        impossible shapes, heads that do not divide, a mask that does not fit
 │   └── BrokenFile             a TOML or run file that cannot be read, with its line
-├── Unsupported                a known case this implementation or device cannot do (also a NotImplementedError)
-└── NothingMeasured            the request was fine, but no cell could be measured: exit code 3
+└── Unsupported                a known case this implementation or device cannot do (also a NotImplementedError)
 
 What may well happen to a cell (wrong numbers, out of memory, a crash, a timeout) is a Record, not an exception.
 """
@@ -47,7 +46,3 @@ class BrokenFile(UsageError):
 
 class Unsupported(AttnBenchError, NotImplementedError):
     """This implementation cannot do this case here; the message is the reason."""
-
-
-class NothingMeasured(AttnBenchError):
-    """Every cell was unsupported or failed."""

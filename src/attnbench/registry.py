@@ -17,6 +17,7 @@ from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 GROUP = "attnbench.implementations"
 _registered: dict[str, Implementation] = {}
+_generation = 0
 
 
 @cache
@@ -28,8 +29,15 @@ def register(implementation: Implementation) -> Implementation:
     """Add one by hand, for this process; returns it, so that it can decorate an instance's creation."""
     if not isinstance(implementation, Implementation):
         raise UsageError(f"register takes an attnbench Implementation, not {type(implementation).__name__}.")
+    global _generation
+    _generation += 1
     _registered[implementation.name] = implementation
     return implementation
+
+
+def generation() -> int:
+    """Grows with every registration: what was built from a name before may be stale."""
+    return _generation
 
 
 @contextmanager

@@ -10,13 +10,14 @@ from typing import Any, Literal, SupportsIndex, overload
 
 import msgspec
 
-from attnbench import registry
+from attnbench import frameworks, registry
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.run.crew import Crew
 from attnbench.run.launch import CannotTravel, Listener, Request, launch
 from attnbench.spec import Implementation, Record, Workload
 from attnbench.workloads import masks
+from attnbench.workloads.suites import parse_mask
 
 Subject = str | Callable[..., Any] | Implementation
 BenchmarkType = Literal["inference", "training", "memory", "accuracy", "scaling"]
@@ -176,11 +177,14 @@ def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Work
             )
         if fields.setdefault(field, value) != value:
             raise InvalidWorkload(f'"{word}" gives {field} a second time ({fields[field]!r} and {value!r}).')
-    if config.get("causal") or config.get("is_causal"):
-        fields["mask"] = fields["mask"] & masks.causal() if "mask" in fields else masks.causal()
     if "d_model" in config:
         fields.update(_heads_of(config["d_model"], fields))
-    return Workload(**{**DEFAULTS, "tags": tags, **fields})
+    asked = fields.pop("mask", None)
+    bare = Workload(**{**DEFAULTS, "tags": tags, **fields})
+    mask = parse_mask(asked, bare.mask_shape) if isinstance(asked, str) else asked
+    if config.get("causal") or config.get("is_causal"):
+        mask = masks.causal() if mask is None else mask & masks.causal()
+    return msgspec.structs.replace(bare, mask=mask)
 
 
 def _heads_of(d_model: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,6 +220,7 @@ def _device_name(device: Any) -> str | None:
 
 
 def _carry_out(request: Request) -> Results:
+    _check(request)
     if os.environ.get("ATTNBENCH_WORKER"):
         raise UsageError("a worker cannot start a run: guard the call with `if __name__ == '__main__':`.")
     records = Results()
@@ -226,6 +231,20 @@ def _carry_out(request: Request) -> Results:
         with registry.restored():
             launch(msgspec.structs.replace(request, in_process=True), records.extend, Listener())
     return Results(record for record in records if record.implementation not in ANCHORS)
+
+
+def _check(request: Request) -> None:
+    if not request.budget_s > 0:
+        raise UsageError(f"budget_s must be positive, not {request.budget_s!r}.")
+    if request.trials is not None and (not isinstance(request.trials, int) or request.trials < 1):
+        raise UsageError(f"trials must be a whole number of at least 1, not {request.trials!r}.")
+    if not request.implementations:
+        raise UsageError("no implementation was given: name at least one.")
+    for workload in request.workloads:
+        if not isinstance(workload, Workload):
+            raise UsageError(f"a workload is an attnbench.Workload, not {type(workload).__name__}.")
+    if request.framework not in frameworks.NAMES:
+        raise UnknownName("framework", request.framework, frameworks.NAMES, "attnbench doctor")
 
 
 def _standing_crew(request: Request) -> Crew | None:

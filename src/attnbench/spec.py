@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct, field
 
 from attnbench.errors import InvalidWorkload
-from attnbench.workloads.masks import AnyMask, Full, MaskShape
+from attnbench.workloads.masks import AnyMask, Full, Mask, MaskShape
 
 Pass = Literal["forward", "backward", "train"]
 Layout = Literal["bshd", "bhsd"]
@@ -27,6 +27,8 @@ Call = Callable[[Array, Array, Array], Any]
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PASSES: tuple[Pass, ...] = ("forward", "backward", "train")
 INPUTS = ("normal", "sincostan")
+SAME = -(1 << 62)
+"""Stands for "not given": kv_len as q_len, kv_heads as heads."""
 
 
 class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="attention"):
@@ -36,8 +38,8 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     q_len: int
     heads: int
     head_dim: int
-    kv_len: int = 0
-    kv_heads: int = 0
+    kv_len: int = SAME
+    kv_heads: int = SAME
     v_head_dim: int | None = None
     dtype: str = "float32"
     mask: AnyMask | None = None
@@ -53,8 +55,12 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     def __post_init__(self) -> None:
         defaults = {"kv_len": self.q_len, "kv_heads": self.heads, "v_head_dim": self.head_dim, "mask": Full()}
         for name, value in defaults.items():
-            if not getattr(self, name):
+            if getattr(self, name) in (None, SAME):
                 msgspec.structs.force_setattr(self, name, value)
+        if not isinstance(self.mask, Mask):
+            raise InvalidWorkload(
+                f"mask must be one of attnbench.masks (wrap an array in masks.dense), not {type(self.mask).__name__}."
+            )
         _check_shape(self)
         self.visible_mask.check(self.mask_shape)
 
@@ -106,7 +112,9 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
             "pass": self.pass_,
         }
         extras = {"scale": self.scale, "softcap": self.softcap}
-        axes.update({name: f"{value:g}" for name, value in extras.items() if value is not None})
+        axes.update(
+            {name: repr(float(value)).removesuffix(".0") for name, value in extras.items() if value is not None}
+        )
         if self.inputs != "normal":
             axes["inputs"] = self.inputs
         return axes
@@ -300,7 +308,8 @@ class Time(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     samples_ns: tuple[float, ...]
     median_ns: float
-    ci95_ns: tuple[float, float]
+    ci95_ns: tuple[float, float] | None
+    """Interval of the median over rounds; null when there was only one round."""
     min_ns: float
     max_ns: float
     p50_ns: float

@@ -52,7 +52,7 @@ class TestArrays:
         assert not jax.config.jax_enable_x64
         changed = [
             JAX.transpose(array, "bshd", "bhsd"),
-            JAX.flip(array, np.ones(1)),
+            JAX.multiply(array, np.ones(1)),
             JAX.put(array, (0, 0, 0, 0), 1.0),
             *JAX.snapshot((array,)),
             JAX.cast(JAX.array(np.ones(1), "float32", "cpu"), "float64"),
@@ -69,7 +69,7 @@ class TestArrays:
 
     def test_flip_and_put_leave_the_original(self):
         a = JAX.array(np.ones(2), "float32", "cpu")
-        assert JAX.numpy(JAX.flip(a, np.array([1, -1]))).tolist() == [1, -1]
+        assert JAX.numpy(JAX.multiply(a, np.array([1, -1]))).tolist() == [1, -1]
         assert JAX.numpy(JAX.put(a, (0,), 5.0)).tolist() == [5, 1]
         assert JAX.numpy(a).tolist() == [1, 1]
 

@@ -80,25 +80,6 @@ def test_layouts_hold_the_same_numbers():
         np.testing.assert_array_equal(a, b.transpose(0, 2, 1, 3))
 
 
-@pytest.mark.parametrize(
-    "framework", ["numpy", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "jax"))]
-)
-def test_signs_are_undone_exactly(framework):
-    draws = draws_of(SMALL, framework=framework)
-    fw, rng = draws.framework, np.random.default_rng(0)
-    before = [fw.snapshot(tuple(inputs)) for inputs in draws.inputs("bshd")]
-    total = np.ones((2, 1, 2, 1), np.float32)
-    for _ in range(5):
-        signs = rng.choice(np.array([-1.0, 1.0], np.float32), (2, 1, 2, 1))
-        total = total * signs
-        np.testing.assert_array_equal(draws.flip_values("bshd", signs), total)
-    np.testing.assert_array_equal(fw.numpy(draws.inputs("bshd")[1].v), fw.numpy(before[1][2]) * total)
-    draws.restore()
-    draws.restore()
-    for old, new in zip(before, draws.inputs("bshd")):
-        assert all(fw.same_bits(a, b) for a, b in zip(old, new))
-
-
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_sampled_truth_is_part_of_the_whole_truth(gradients, monkeypatch):
     whole = draws_of(SMALL)

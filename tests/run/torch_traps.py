@@ -32,8 +32,8 @@ def cached_result(q, k, v):
 def cached_by_pointer(q, k, v):
     key = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if key not in _kept:
-        _kept[key] = (honest(q, k, v), q, k, v)
-    return _kept[key][0]
+        _kept[key] = honest(q, k, v).clone()
+    return _kept[key].clone()
 
 
 def right_when_checked(q, k, v):

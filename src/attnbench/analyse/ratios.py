@@ -1,7 +1,7 @@
 """How much slower one timed record is than another, with an interval: what rankings and closing sentences stand on.
 
 Implementations of a workload are sampled in interleaved rounds, so rounds are paired: whatever slowed the machine down
-in a round slowed both. Records that share no rounds (another run, another worker) are compared unpaired.
+in a round slowed both. Records without rounds are compared unpaired.
 """
 
 from __future__ import annotations

@@ -16,15 +16,12 @@ __all__ = ["ADVICE", "Row", "baseline", "by_workload", "closing", "count_notes",
 
 ADVICE = {
     "unstable": "samples vary; close other programs, raise --budget or set --threads",
-    "clocks changed": "the device changed speed; let it cool down or run again",
-    "other process": "another process used the device; run again when it is idle",
-    "compile in the timed region": "something compiled while it was timed; run again or report it",
-    "above the roofline": "faster than the measured ceiling; do not publish it",
-    "baseline from another machine": "absolute times of two machines do not compare; measure both on one",
 }
 """The closed list of honest warnings: how a note begins -> what to do about it."""
 
 
+HOPELESS = 10.0
+"""An interval this many times as high as low says nothing that a figure could."""
 Rankings = dict[str, list[Row]]
 """Workload id -> its ranked rows."""
 
@@ -36,7 +33,7 @@ def closing(records: Sequence[Record], against: Sequence[str] = (), focus: Seque
     """
     groups = by_workload(records)
     kept = [r for group in groups.values() for r in group]
-    sentences = wrong_sentences(kept)
+    sentences = [*wrong_sentences(kept), *_lost_sentences(kept, focus)]
     rankings = {key: [row for row in rank(group) if row.rank is not None] for key, group in groups.items()}
     rankings = {key: rows for key, rows in rankings.items() if rows}
     if not rankings:
@@ -123,6 +120,8 @@ def _comparison(champion: str, other: str, rankings: Rankings) -> str:
 
 def format_ratio(ratio: Ratio) -> str:
     """1.96x (1.94-1.98), with as many digits as the size deserves."""
+    if ratio.high > HOPELESS * ratio.low:
+        return "cannot tell"
     digits = 2 if ratio.value < 10 else 1 if ratio.value < 100 else 0
     return f"{ratio.value:.{digits}f}x ({ratio.low:.{digits}f}-{ratio.high:.{digits}f})"
 
@@ -150,6 +149,18 @@ def wrong_sentences(records: Iterable[Record]) -> list[str]:
     for name, found in wrong.items():
         where = "" if len(found) == 1 else f" (wrong on {_shapes(len(found))})"
         sentences.append(f"{name} is not ranked{where}: {found[0].reason.rstrip('.')}.")
+    return sentences
+
+
+def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str]:
+    """One sentence per implementation the user came for that crashed, hung or ran out of memory everywhere."""
+    sentences = []
+    for name in focus:
+        mine = [record for record in records if record.implementation == name]
+        lost = [record for record in mine if not isinstance(record, Ok | Incorrect)]
+        if lost and len(lost) == len(mine):
+            told = lost[0].status.replace("_", " ")
+            sentences.append(f"{name} is not ranked: {told}: {lost[0].reason.rstrip('.')}.")
     return sentences
 
 

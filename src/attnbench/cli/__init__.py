@@ -17,9 +17,9 @@ from attnbench.cli.listing import listing
 from attnbench.cli.run import run
 from attnbench.cli.show import show
 from attnbench.cli.verify import verify
-from attnbench.errors import AttnBenchError, NothingMeasured
+from attnbench.errors import AttnBenchError
 
-USAGE, NOTHING, INTERRUPTED = 2, 3, 130
+USAGE, INTERRUPTED = 2, 130
 
 
 def installed_version() -> str:
@@ -57,8 +57,6 @@ def execute(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except CycloptsError as error:
         return _tell(" ".join(str(error).split()), USAGE)
-    except NothingMeasured as error:
-        return _tell(str(error), NOTHING)
     except AttnBenchError as error:
         return _tell(str(error), USAGE)
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def make_request(order: Order) -> tuple[str, Request]:
         trials=sampling.trials,
         timeout_s=settings.timeout_s,
         threads=settings.threads,
-        seed=settings.seed,
+        seed=secrets.randbits(31) if settings.seed is None else settings.seed,
         clock=sampling.clock,
         trace=sampling.trace,
     )

@@ -25,7 +25,9 @@ def run(
     list_: Annotated[
         bool, Flag, Parameter(name="--list", help="Only list the cells, and why some would not run.")
     ] = False,
-    resume: Annotated[Path | None, Parameter(help="A run file to go on with; what it holds is not run again.")] = None,
+    resume: Annotated[
+        str | None, Parameter(help="A run file (or `latest`) to go on with; what it holds is not run again.")
+    ] = None,
     out: Annotated[Path | None, Parameter(help="Folder of run files.")] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -36,8 +38,17 @@ def run(
     """
     from attnbench.cli import session
     from attnbench.cli.order import Order, prepare
+    from attnbench.cli.show import find_run
 
-    order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=resume, out=out)
+    order = Order(
+        suite=suite,
+        quick=quick,
+        shape=shape,
+        choice=choice,
+        sampling=sampling,
+        resume=None if resume is None else find_run(resume),
+        out=out,
+    )
     prepared = prepare(order)
     if list_:
         return session.list_cells(prepared, json)

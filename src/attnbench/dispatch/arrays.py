@@ -51,6 +51,8 @@ def workload_of(
     """The workload that a call with these arrays is; its id is the one a suite or a file would give."""
     if layout not in LAYOUTS:
         raise InvalidWorkload(f'layout is one of {", ".join(LAYOUTS)}, not "{layout}".')
+    if heads is not None and layout != "packed":
+        raise InvalidWorkload(f"heads= belongs to layout packed; in {layout} the arrays say how many heads there are.")
     q_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
     a, b, c = (sizes(x, layout, n) for x, n in ((q, q_heads), (k, kv_heads), (v, kv_heads)))
     if a.batch != b.batch or b[:3] != c[:3] or a.dim != b.dim:
@@ -87,7 +89,26 @@ def device_of(array: Array, framework: str) -> str:
         kind = array.device.type
         found = frameworks.get("torch").devices()
         return "rocm" if kind == "cuda" and "rocm" in found else kind
-    return "cpu" if framework == "numpy" else frameworks.get("jax").devices()[0]
+    if framework == "numpy":
+        return "cpu"
+    from jax.core import Tracer
+
+    kinds = frameworks.get("jax").devices()
+    on_cpu = not isinstance(array, Tracer) and next(iter(array.devices())).platform == "cpu"
+    return "cpu" if on_cpu else kinds[0]
+
+
+def pass_of(framework: str, *arrays: Array) -> Pass:
+    """Whether gradients may be asked of a call: torch says so itself, JAX may ask them of any traced call."""
+    if framework == "torch":
+        import torch
+
+        return "train" if torch.is_grad_enabled() and any(array.requires_grad for array in arrays) else "forward"
+    if framework == "jax":
+        from jax.core import Tracer
+
+        return "train" if any(isinstance(array, Tracer) for array in arrays) else "forward"
+    return "forward"
 
 
 def to_layout(array: Array, source: str, target: str, heads: int | None = None) -> Array:

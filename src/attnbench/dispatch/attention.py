@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnbench.dispatch.arrays import device_of, framework_of, to_layout, workload_of
+from attnbench import registry
+from attnbench.dispatch.arrays import device_of, framework_of, pass_of, to_layout, workload_of
 from attnbench.dispatch.order import built
 from attnbench.spec import Array
 from attnbench.workloads.masks import AnyMask
@@ -30,24 +31,11 @@ def attention(
     With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32.
     """
     framework = framework_of(q, k, v)
-    pass_ = "train" if _wants_gradients(framework, q, k, v) else "forward"
+    pass_ = pass_of(framework, q, k, v)
     workload = workload_of(q, k, v, mask=mask, scale=scale, softcap=softcap, layout=layout, heads=heads, pass_=pass_)
-    call, native = built(workload, framework, device_of(q, framework), impl, return_lse)
+    call, native = built(workload, framework, device_of(q, framework), impl, return_lse, registry.generation())
     arrays = [to_layout(x, layout, native, n) for x, n in zip((q, k, v), (workload.heads, *[workload.kv_heads] * 2))]
     result = call(*arrays)
     out, lse = result if return_lse else (result, None)
     out = to_layout(out, native, layout)
     return (out, lse) if return_lse else out
-
-
-def _wants_gradients(framework: str, *arrays: Array) -> bool:
-    """torch says so itself; JAX may ask gradients of any traced call, so only concrete arrays rule them out."""
-    if framework == "torch":
-        import torch
-
-        return torch.is_grad_enabled() and any(array.requires_grad for array in arrays)
-    if framework == "jax":
-        from jax.core import Tracer
-
-        return any(isinstance(array, Tracer) for array in arrays)
-    return False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import Struct
 
-from attnbench.dispatch.arrays import device_of, framework_of, workload_of
-from attnbench.dispatch.order import Candidate, candidates
+from attnbench import registry
+from attnbench.dispatch.arrays import device_of, framework_of, pass_of, workload_of
+from attnbench.dispatch.order import Candidate, candidates, refusal
 from attnbench.spec import Array, Workload
+from attnbench.workloads.masks import AnyMask
+
+NOT_IN_ORDER = "can run, but is not in the fixed order: ask for it by name"
 
 
 class Explanation(Struct, frozen=True):
@@ -25,12 +27,31 @@ class Explanation(Struct, frozen=True):
         return "\n".join(lines + [f"  {one.name}: {one.reason or 'can run'}" for one in self.candidates])
 
 
-def explain(q: Array, k: Array, v: Array, *, layout: str = "bshd", heads: Any = None, **asked: Any) -> Explanation:
-    """Candidates of `impl="auto"` in order, their refusals, and the pick. `asked` is mask, scale, softcap, pass_."""
+def explain(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: AnyMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    impl: str = "auto",
+    layout: str = "bshd",
+    heads: int | tuple[int, int] | None = None,
+    return_lse: bool = False,
+) -> Explanation:
+    """What `attention` with the same arguments would use: candidates in order, their refusals, and the pick."""
     framework = framework_of(q, k, v)
-    workload = workload_of(q, k, v, layout=layout, heads=heads, **asked)
+    pass_ = pass_of(framework, q, k, v)
+    workload = workload_of(q, k, v, mask=mask, scale=scale, softcap=softcap, layout=layout, heads=heads, pass_=pass_)
     device = device_of(q, framework)
-    found = candidates(workload, framework, device)
+    found = candidates(workload, framework, device, impl, return_lse)
     pick = next((one.name for one in found if one.reason is None), None)
-    why = "the first of the fixed order that can run this; no measured policy is loaded" if pick else "all refuse"
-    return Explanation(workload, device, pick, why, found)
+    why = "all refuse"
+    if pick is not None:
+        fixed = "the first of the fixed order that can run this; no measured policy is loaded"
+        why = fixed if impl == "auto" else "asked for by name"
+    others = [name for name in registry.loadable()[0] if name not in {one.name for one in found}]
+    mine = [name for name in others if registry.get(name).framework == framework] if impl == "auto" else []
+    rest = [Candidate(name, refusal(registry.get(name), workload, framework, device) or NOT_IN_ORDER) for name in mine]
+    return Explanation(workload, device, pick, why, [*found, *rest])

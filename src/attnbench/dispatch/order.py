@@ -53,42 +53,41 @@ def order_on(framework: str, device: str) -> tuple[str, ...]:
     return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
 
 
-def candidates(workload: Workload, framework: str, device: str) -> list[Candidate]:
-    """The whole order with reasons."""
-    return [
-        Candidate(name, refusal(registry.get(name), workload, framework, device))
-        for name in order_on(framework, device)
-    ]
+def candidates(
+    workload: Workload, framework: str, device: str, impl: str = "auto", with_lse: bool = False
+) -> list[Candidate]:
+    """The whole order (or the one asked for) with reasons."""
+    names = order_on(framework, device) if impl == "auto" else (impl,)
+    return [Candidate(name, _why_not(registry.get(name), workload, framework, device, with_lse)) for name in names]
 
 
-def pick(workload: Workload, framework: str, device: str, impl: str) -> Implementation:
-    """The implementation to use; raises Unsupported with every reason when there is none."""
+def _why_not(
+    implementation: Implementation, workload: Workload, framework: str, device: str, with_lse: bool
+) -> str | None:
+    reason = refusal(implementation, workload, framework, device)
+    if reason is None and with_lse and implementation.build_lse(workload, {}) is None:
+        return "gives no LSE"
+    return reason
+
+
+def _refused(workload: Workload, framework: str, device: str, impl: str, tried: list[Candidate]) -> str:
     if impl != "auto":
-        implementation = registry.get(impl)
-        if (reason := refusal(implementation, workload, framework, device)) is not None:
-            raise Unsupported(f"{impl} cannot run {workload.title}: {reason}.")
-        return implementation
-    tried = candidates(workload, framework, device)
-    for one in tried:
-        if one.reason is None:
-            return registry.get(one.name)
+        return f"{impl} cannot run {workload.title}: {tried[0].reason}."
     reasons = "; ".join(f"{one.name}: {one.reason}" for one in tried)
-    raise Unsupported(f"no {framework} implementation can run {workload.title} on {device}: {reasons}.")
+    return f"no {framework} implementation can run {workload.title} on {device}: {reasons}."
 
 
 @lru_cache(maxsize=1024)
-def built(workload: Workload, framework: str, device: str, impl: str, with_lse: bool) -> tuple[Call, str]:
-    """The call and the layout it takes, made once per workload."""
-    if not with_lse:
-        implementation = pick(workload, framework, device, impl)
-        return implementation.build(workload, {}), implementation.layout
-    names = order_on(framework, device) if impl == "auto" else (impl,)
-    reasons = []
-    for name in names:
-        implementation = registry.get(name)
-        reason = refusal(implementation, workload, framework, device)
-        call = None if reason is not None else implementation.build_lse(workload, {})
-        if call is not None:
-            return call, implementation.layout
-        reasons.append(f"{name}: {reason or 'gives no LSE'}")
-    raise Unsupported(f"LSE cannot be had for {workload.title} on {device}: {'; '.join(reasons)}.")
+def built(
+    workload: Workload, framework: str, device: str, impl: str, with_lse: bool, generation: int
+) -> tuple[Call, str]:
+    """The call and the layout it takes, made once per workload (and again after a registration)."""
+    del generation
+    tried = candidates(workload, framework, device, impl, with_lse)
+    name = next((one.name for one in tried if one.reason is None), None)
+    if name is None:
+        raise Unsupported(_refused(workload, framework, device, impl, tried))
+    implementation = registry.get(name)
+    call = implementation.build_lse(workload, {}) if with_lse else implementation.build(workload, {})
+    assert call is not None
+    return call, implementation.layout

@@ -8,9 +8,22 @@ from importlib.util import find_spec
 from typing import Any
 
 from attnbench.errors import UnknownName, UsageError
-from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Samples
+from attnbench.frameworks.base import OUTPUTS, Clock, Framework, Inputs, Peak, Program, Programs, Samples
 
-__all__ = ["NAMES", "Clock", "Framework", "Inputs", "Peak", "Program", "Programs", "Samples", "get", "installed", "of"]
+__all__ = [
+    "NAMES",
+    "OUTPUTS",
+    "Clock",
+    "Framework",
+    "Inputs",
+    "Peak",
+    "Program",
+    "Programs",
+    "Samples",
+    "get",
+    "installed",
+    "of",
+]
 
 NAMES = ("numpy", "torch", "jax")
 

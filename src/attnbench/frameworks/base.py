@@ -38,10 +38,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Programs:
-    """A compiled cell: the pass that was asked for, and the parts of it that are also timed.
-
-    Outputs by pass: forward -> (out,), backward -> (dq, dk, dv), train -> (out, dq, dk, dv).
-    """
+    """A compiled cell: the pass that was asked for (returning OUTPUTS), and the parts of it that are also timed."""
 
     main: Program
     compile_ns: int
@@ -50,6 +47,14 @@ class Programs:
     """For a train pass: "forward" (saving what backward needs) and "backward"."""
     temp_bytes: int | None = None
     """Peak scratch that the compiler planned, where it says."""
+
+
+OUTPUTS: Mapping[Pass, tuple[str, ...]] = {
+    "forward": ("out",),
+    "backward": ("dq", "dk", "dv"),
+    "train": ("out", "dq", "dk", "dv"),
+}
+"""What the main program of each pass returns."""
 
 
 class Samples(NamedTuple):
@@ -173,8 +178,8 @@ class Framework(ABC):
         """A copy with the elements at the index replaced."""
 
     @abstractmethod
-    def flip(self, array: Array, signs: np.ndarray) -> Array:
-        """The array times signs (+1 or -1, broadcast), in place where the framework's arrays can change."""
+    def multiply(self, array: Array, factors: np.ndarray) -> Array:
+        """A new array: this one times broadcast factors, in its own dtype."""
 
     @abstractmethod
     def clocks(self, device: str) -> tuple[str, ...]:

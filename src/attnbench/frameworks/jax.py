@@ -132,9 +132,9 @@ class JaxFramework(Framework):
         with precision_of(array.dtype):
             return array.at[index].set(value)
 
-    def flip(self, array: Array, signs: np.ndarray) -> Array:
+    def multiply(self, array: Array, factors: np.ndarray) -> Array:
         with precision_of(array.dtype):
-            return array * np.asarray(signs).astype(array.dtype)
+            return array * np.asarray(factors).astype(array.dtype)
 
     def clocks(self, device: str) -> tuple[str, ...]:
         return ("wall",) if self._no_kernels(device) else ("kernel", "wall")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from attnbench.errors import Unsupported
+from attnbench.errors import UnknownName, Unsupported
 from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 from attnbench.workloads.masks import Namespace
@@ -127,14 +127,15 @@ class NumpyFramework(Framework):
         changed[index] = value
         return changed
 
-    def flip(self, array: Array, signs: np.ndarray) -> Array:
-        array *= signs.astype(array.dtype)
-        return array
+    def multiply(self, array: Array, factors: np.ndarray) -> Array:
+        return array * factors.astype(array.dtype)
 
     def clocks(self, device: str) -> tuple[str, ...]:
         return ("wall",)
 
     def clock(self, name: str, device: str) -> Clock:
+        if name != "wall":
+            raise UnknownName(f"clock on {device}", name, ("wall",), "attnbench doctor")
         return WallClock(self)
 
     def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:

@@ -117,10 +117,10 @@ class TorchFramework(Framework):
         copy[tuple(torch.from_numpy(i).to(copy.device) if isinstance(i, np.ndarray) else i for i in index)] = value
         return copy
 
-    def flip(self, array: Array, signs: np.ndarray) -> Array:
+    def multiply(self, array: Array, factors: np.ndarray) -> Array:
         import torch
 
-        return array.detach().mul_(torch.from_numpy(np.array(signs)).to(array))
+        return array.detach() * torch.from_numpy(np.array(factors)).to(array)
 
     def clocks(self, device: str) -> tuple[str, ...]:
         return DEVICE_CLOCKS.get(device, ("wall",))

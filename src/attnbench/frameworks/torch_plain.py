@@ -103,7 +103,10 @@ def attend(
     # Query heads of one group are stacked as rows, so that grouped heads need no copies of K and V.
     stacked = (batch, kv_heads, heads // kv_heads * q_len)
     # Two transposes, not one permute: torch.compile takes the latter for its fused pattern and gets the axes wrong.
-    logits = q.transpose(1, 2).reshape(*stacked, dim) @ k.transpose(1, 2).transpose(-2, -1)
+    rows, keys = q.transpose(1, 2).reshape(*stacked, dim), k.transpose(1, 2).transpose(-2, -1)
+    if q.dtype == torch.float16:
+        rows, keys = rows.float(), keys.float()  # a float16 product overflows long before the softmax would mind
+    logits = rows @ keys
     logits = logits.reshape(batch, heads, q_len, -1).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 
@@ -84,8 +83,3 @@ def find_module(module: str) -> ModuleSpec | None:
 def needs_package(module: str, install: str) -> str | None:
     """An importable module (found, not imported), with the command that brings it."""
     return None if find_module(module) is not None else f"{module} is not installed: {install}"
-
-
-def is_only(workload: Workload, kinds: Iterable[str]) -> bool:
-    """Whether the mask is exactly of these kinds, in any order."""
-    return sorted(workload.visible_mask.kinds) == sorted(kinds)

@@ -35,7 +35,8 @@ class HfEager(_Transformers):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         float64 = "takes the softmax in float32, which is no float64 attention" if workload.dtype == "float64" else None
         dead = "gives the mean of V for rows that see no key" if may_have_dead_rows(workload) else None
-        return first_reason(needs_no_softcap(workload), float64, dead)
+        overflow = "overflows float16 logits on large inputs" if workload.dtype == "float16" else None
+        return first_reason(needs_no_softcap(workload), float64, overflow, dead)
 
     def build(self, workload: Workload, config: Config) -> Call:
         import torch

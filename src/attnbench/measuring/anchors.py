@@ -32,6 +32,7 @@ class AnchorSession:
     other_clocks: tuple[str, ...] = ()
     timed = True
     repeats = True
+    clock_ns = 0
 
     def __init__(self, framework: Framework, environment: Environment, cell: Cell) -> None:
         self._framework, self._environment, self.cell = framework, environment, cell
@@ -62,20 +63,27 @@ class AnchorSession:
             config=self.cell.config,
             errors=Errors(forward=error),
             verified_at=VerifiedAt(
-                shape={"size": self._size} if matmul else {"bytes": self._bytes}, share=1 / self._size
+                shape={"size": self._size} if matmul else {"bytes": self._bytes},
+                share=1 / self._size if matmul else 1.0,
             ),
             deterministic=True,
             memory=Memory(peak_bytes=None, reason="an anchor is not weighed"),
             cost=Cost(flops=2 * self._size**3 if matmul else 0, bytes=0 if matmul else 2 * self._bytes),
         )
 
-    def warm_up(self) -> None:
-        """A few calls; the median of the last ones is the estimate."""
+    def warm_up(self, clock: str | None = None) -> None:
+        """A few calls; their median is the estimate."""
+        if clock is not None:
+            self._clock = self._framework.clock(clock, self._environment.device)
+            self.slow_clock = clock == "kernel"
         self.call_ns = float(np.median(self._clock.sample(self._program, [NOTHING], 5).ns))
 
     def sample(self, part: str, count: int, calls: int) -> list[float]:
         """ns per call."""
-        return self._clock.sample(self._program, [NOTHING], count, calls).ns
+        start = time.perf_counter_ns()
+        taken = self._clock.sample(self._program, [NOTHING], count, calls)
+        self.clock_ns = time.perf_counter_ns() - start
+        return taken.ns
 
     def trace(self, folder: Path) -> Path:
         """Anchors are not traced."""

@@ -53,8 +53,6 @@ class Draws:
 
     def __init__(self, framework: Framework, device: str, workload: Workload, seed: int) -> None:
         self.framework, self.device, self.workload, self.seed = framework, device, workload, seed
-        self.signs: dict[Layout, np.ndarray] = {}
-        """Signs that V has been multiplied by since it was drawn, per layout (see Session)."""
         self._arrays: dict[Layout, list[Inputs]] = {}
         self._truths: dict[tuple[int, bool], list[Truth]] = {}
         self._runs: dict[tuple[bool, bool], Callable[..., tuple[Array, ...]]] = {}
@@ -67,24 +65,10 @@ class Draws:
             ]
         return self._arrays[layout]
 
-    def restore(self) -> None:
-        """Undo the sign changes, so that inputs are again what the truths were computed from."""
-        for layout, signs in self.signs.items():
-            sets = self._arrays[layout]
-            sets[:] = [inputs._replace(v=self.framework.flip(inputs.v, signs)) for inputs in sets]
-        self.signs.clear()
-
-    def flip_values(self, layout: Layout, signs: np.ndarray) -> np.ndarray:
-        """Multiply V by signs; returns the signs accumulated since the draw."""
-        sets = self._arrays[layout]
-        sets[:] = [inputs._replace(v=self.framework.flip(inputs.v, signs)) for inputs in sets]
-        self.signs[layout] = self.signs[layout] * signs if layout in self.signs else signs
-        return self.signs[layout]
-
     def scaled(self, layout: Layout, scale: float) -> Inputs:
         """The first set with Q, K and V multiplied."""
         fw, first = self.framework, self.inputs(layout)[0]
-        q, k, v = (fw.flip(x, np.array(scale)) for x in fw.snapshot((first.q, first.k, first.v)))
+        q, k, v = (fw.multiply(x, np.array(scale)) for x in (first.q, first.k, first.v))
         return Inputs(q, k, v, first.dout)
 
     def _put(self, values: np.ndarray, layout: Layout) -> Array:

@@ -22,26 +22,29 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class MemoryProfiler:
     """`with MemoryProfiler() as m: ...` then `m.get_peak_memory()`; None and `m.reason` where it cannot be had.
 
-    device: "cuda" or "cpu"; by default CUDA when torch has used it, else the CPU.
+    device: "cuda", "cpu" or a torch.device; by default the GPU where torch is loaded and has one, else the CPU. Blocks
+    do not nest: the inner one resets the counter.
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: Any = None) -> None:
         self.reason: str | None = None
         self.method = ""
-        self._device = device
+        self._device = None if device is None else str(device).partition(":")[0]
+        self._torch: Any = None
+        """torch, where its CUDA allocator is what counts."""
         self._before = 0
         self._peak: int | None = None
 
     def __enter__(self) -> MemoryProfiler:
         gc.collect()
-        torch = self._torch_with_cuda()
-        if torch is not None:
+        self._torch = self._torch_with_cuda()
+        if self._torch is not None:
             self.method = "torch CUDA allocator"
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
+            self._torch.cuda.synchronize()
+            self._torch.cuda.reset_peak_memory_stats()
+            self._before = self._torch.cuda.memory_allocated()
         elif self._device not in (None, "cpu"):
-            self.reason = f"no peak counter for {self._device}: torch has not initialised it in this process"
+            self.reason = f"no peak counter for {self._device}: torch with that device is not loaded in this process"
         else:
             self._start_resident()
         return self
@@ -51,10 +54,9 @@ class MemoryProfiler:
     ) -> None:
         if self.reason is not None:
             return
-        torch = self._torch_with_cuda()
-        if torch is not None:
-            torch.cuda.synchronize()
-            self._peak = torch.cuda.max_memory_allocated() - self._before
+        if self._torch is not None:
+            self._torch.cuda.synchronize()
+            self._peak = self._torch.cuda.max_memory_allocated() - self._before
         else:
             self._peak = max(0, _status_bytes("VmHWM") - self._before)
 
@@ -65,9 +67,11 @@ class MemoryProfiler:
         return self._peak
 
     def _torch_with_cuda(self) -> Any:
+        """torch when it is loaded and has a GPU that is meant; initialised now, so that counting can start."""
         torch = sys.modules.get("torch")
-        if torch is None or self._device == "cpu" or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        if torch is None or self._device not in (None, "cuda") or not torch.cuda.is_available():
             return None
+        torch.cuda.init()
         return torch
 
     def _start_resident(self) -> None:

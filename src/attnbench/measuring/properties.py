@@ -11,6 +11,7 @@ from attnbench.measuring.tolerance import EPS
 from attnbench.spec import Array
 
 ROWS_LOOKED_AT = 64
+ULPS = {"float64": 64, "float32": 64, "float16": 4, "bfloat16": 2}
 
 
 def check(subject: Subject, thorough: bool) -> tuple[str, ...]:
@@ -53,7 +54,17 @@ def _with_key(subject: Subject, batch: int, key: int, value: float) -> Inputs:
 
 
 def _tolerance(subject: Subject) -> float:
-    return 64 * EPS[subject.workload.dtype] if subject.declared_error is None else 4 * subject.declared_error
+    """Relative: what the dtype's rounding explains."""
+    if subject.declared_error is not None:
+        return 4 * subject.declared_error
+    return EPS[subject.workload.dtype] * ULPS[subject.workload.dtype]
+
+
+def _differ(subject: Subject, before: np.ndarray, after: np.ndarray) -> str:
+    """How far two results that should agree are apart, relative to their size; empty when rounding explains it."""
+    size = float(np.linalg.norm(before))
+    apart = float(np.linalg.norm(before.astype(np.float64) - after)) / (size or 1.0)
+    return "" if apart <= _tolerance(subject) else f"{apart:.1e}"
 
 
 def _take(subject: Subject, array: Array, order: np.ndarray, axis: int) -> Array:
@@ -86,9 +97,8 @@ def _row_sees(subject: Subject, batch: int) -> np.ndarray:
 def _permuted_batch(subject: Subject) -> None:
     first = subject.draws.inputs(subject.layout)[0]
     turned = Inputs(*(_take(subject, x, np.arange(subject.workload.batch)[::-1].copy(), 0) for x in first))
-    error = np.abs(subject.output(first, 0) - subject.output(turned, subject.workload.batch - 1)).max()
-    if not error <= _tolerance(subject):
-        raise Wrong(f"permuting the batch does not permute the output (off by {error:.1e})")
+    if apart := _differ(subject, subject.output(first, 0), subject.output(turned, subject.workload.batch - 1)):
+        raise Wrong(f"permuting the batch does not permute the output (off by {apart})")
 
 
 def _permuted_heads(subject: Subject) -> None:
@@ -98,9 +108,8 @@ def _permuted_heads(subject: Subject) -> None:
     order = np.arange(w.heads).reshape(w.kv_heads, w.group)[::-1].ravel()
     orders = (order, kv_order, kv_order, order)
     turned = Inputs(*(_take(subject, x, o, subject.head_axis) for x, o in zip(first, orders)))
-    error = np.abs(subject.output(first, 0)[:, order] - subject.output(turned, 0)).max()
-    if not error <= _tolerance(subject):
-        raise Wrong(f"permuting the heads does not permute the output (off by {error:.1e})")
+    if apart := _differ(subject, subject.output(first, 0)[:, order], subject.output(turned, 0)):
+        raise Wrong(f"permuting the heads does not permute the output (off by {apart})")
 
 
 def _first_hidden(subject: Subject) -> tuple[int, int, np.ndarray] | None:
@@ -118,5 +127,5 @@ def _first_hidden(subject: Subject) -> tuple[int, int, np.ndarray] | None:
 def _changed_unseen(subject: Subject, batch: int, key: int, rows: np.ndarray) -> None:
     before = subject.output(subject.draws.inputs(subject.layout)[0], batch)[rows]
     after = subject.output(_with_key(subject, batch, key, 3.0), batch)[rows]
-    if not np.abs(before - after).max() <= _tolerance(subject):
-        raise Wrong(f"key {key} changes rows that cannot see it: the mask leaks")
+    if apart := _differ(subject, before, after):
+        raise Wrong(f"key {key} changes rows that cannot see it (by {apart}): the mask leaks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import comb
 from typing import Protocol
@@ -17,19 +17,30 @@ VISIT_NS = 10e6
 """How long one implementation is sampled before the next one has its turn."""
 SHORTEST_SAMPLE_NS = 50e3
 """Shorter calls are timed several at a time: the clock and the wait around a call cost about a microsecond."""
-MIN_ROUNDS = 5
+MIN_ROUNDS = 8
+"""Below this two names for one function may seem to differ."""
+FEW = 6
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""97.5 % quantile of Student's t for that many values."""
+FEW_ROUNDS = 3
+"""A call so slow that the budget is spent three times over gets no more than this many."""
 MOST_SAMPLES_PER_VISIT = 50
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Order-statistic interval of the median: assumes nothing of the noise. Widest possible below 6 values."""
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Interval of the median of independent values: order statistics, which assume nothing of the noise, from 6 values
+    on; Student's t around the median for 2 to 5, where no order statistic reaches 95 %; None for one value."""
     ordered, n = sorted(values), len(values)
+    if n < 2:
+        return None
+    if n < FEW:
+        middle, half = float(np.median(ordered)), STUDENT[n] * float(np.std(ordered, ddof=1)) / n**0.5
+        return middle - half, middle + half
     tail, rank = 0.0, 0
     while rank < n // 2 and tail + comb(n, rank) / 2**n <= (1 - confidence) / 2:
         tail += comb(n, rank) / 2**n
         rank += 1
-    low = max(0, rank - 1)
-    return ordered[low], ordered[n - 1 - low]
+    return ordered[rank - 1], ordered[n - rank]
 
 
 def summarise(rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: int) -> Time:
@@ -38,11 +49,12 @@ def summarise(rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: i
     q1, q3 = np.percentile(samples, [25, 75])
     fence = 1.5 * (q3 - q1)
     p50, p95, p99 = np.percentile(samples, [50, 95, 99])
-    medians = [float(np.median(visit)) for visit in rounds if len(visit)]
+    median = float(p50)
+    interval = median_interval([float(np.median(visit)) for visit in rounds if len(visit)])
     return Time(
         samples_ns=tuple(round(float(sample), 1) for sample in samples),
-        median_ns=float(np.median(samples)),
-        ci95_ns=median_interval(medians if len(medians) > MIN_ROUNDS else samples.tolist()),
+        median_ns=median,
+        ci95_ns=None if interval is None else (min(median, interval[0]), max(median, interval[1])),
         min_ns=float(samples.min()),
         max_ns=float(samples.max()),
         p50_ns=float(p50),
@@ -111,11 +123,11 @@ class Series:
     def tight(self, precision: float) -> bool:
         """Whether the 95 % interval of the median is within +-precision of it."""
         rounds = self.rounds["main"]
-        if len(rounds) <= MIN_ROUNDS:
+        if len(rounds) < MIN_ROUNDS:
             return False
         medians = [float(np.median(visit)) for visit in rounds]
-        low, high = median_interval(medians)
-        return (high - low) / 2 <= precision * float(np.median(medians))
+        interval = median_interval(medians)
+        return interval is not None and (interval[1] - interval[0]) / 2 <= precision * float(np.median(medians))
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,7 @@ class StopRule:
         rounds = series.rounds.get("main", [])
         if self.trials is not None:
             return sum(len(visit) for visit in rounds) >= self.trials
-        least = MIN_ROUNDS if series.spent_s < 3 * self.budget_s else 3
+        least = MIN_ROUNDS if series.spent_s < 3 * self.budget_s else FEW_ROUNDS
         if len(rounds) < least:
             return False
         return series.spent_s >= self.budget_s or series.tight(self.precision)
@@ -141,7 +153,6 @@ def interleave(
     sources: Sequence[Source],
     rule: StopRule,
     rng: random.Random,
-    on_visit: Callable[[Series], None] = lambda series: None,
     always: Sequence[Source] = (),
 ) -> list[Series]:
     """Visit all sources in a fresh random order each round until each has had enough; `always` ones join each round."""
@@ -156,6 +167,4 @@ def interleave(
                 one.done = rule.enough(one)
             except Dropped:
                 one.done = True
-            if one not in companions:
-                on_visit(one)
     return series + companions

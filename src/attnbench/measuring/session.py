@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from attnbench.frameworks import Framework, Inputs, Programs
+from attnbench.frameworks import OUTPUTS, Framework, Inputs, Programs
+from attnbench.measuring.disguise import Wardrobe
 from attnbench.measuring.draws import Draws
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.subject import Subject, Wrong
@@ -31,10 +31,6 @@ one kernel and up to a tenth of an eager chain (measured on an H200)."""
 WARM_UP_S = {"cpu": 0.05}
 WARM_UP_GPU_S = 0.1
 WARM_UP_LIMIT_S = 2.0
-RECALL_TRIALS = 12
-RECALL_FACTOR = 2.0
-RECALL_NS = 50e3
-"""A call is taken to look its answer up when inputs just met are this much faster than new ones, in every trial."""
 
 
 class FellBack(Exception):
@@ -84,14 +80,17 @@ class Session:
     ) -> None:
         self._framework, self._environment, self._device = framework, environment, environment.device
         self._implementation, self.cell, self._options = implementation, cell, options
-        self._signs = np.random.default_rng(options.seed)
+        self._rng = np.random.default_rng(options.seed)
+        layout = implementation.layout
+        self._wardrobe = Wardrobe(framework, cell.workload, layout, np.random.default_rng([options.seed, 1]))
+        self.clock_ns = 0
+        """What the clock took for the last samples: the part of a visit that is sampling."""
         self.repeats = True
         """Whether every checked call so far gave the same bits."""
 
     def open(self, draws: Draws) -> Ok:
         """Everything before timing; raises Unsupported, Wrong, FellBack, or what the implementation raises."""
         self._draws = draws
-        draws.restore()
         stages = Stages()
         with stages.timed("build"):
             self.programs, call_lse = self._build(self.cell.workload, draws)
@@ -131,15 +130,20 @@ class Session:
     def sample(self, part: str, count: int, calls: int) -> list[float]:
         """Samples of one part, then a check that the last call really computed its answer."""
         program = self.programs.main if part == "main" else self.programs.parts[part]
-        signs = self._flip_values()
-        taken = self._clock.sample(program, self._inputs, count, calls)
+        start = time.perf_counter_ns()
+        taken = self._clock.sample(self._wardrobe.disguised(program), self._inputs, count, calls)
+        self.clock_ns = time.perf_counter_ns() - start
         if part == "main":
-            self._check_last(taken.last, taken.last_input, signs)
+            self._check_last(taken.last, taken.last_input)
         return taken.ns
 
     def sample_other(self, clock: str, count: int) -> list[float]:
         """Samples of the main program by another clock, to lay beside the published one."""
-        return self._framework.clock(clock, self._device).sample(self.programs.main, self._inputs, count).ns
+        start = time.perf_counter_ns()
+        program = self._wardrobe.disguised(self.programs.main)
+        taken = self._framework.clock(clock, self._device).sample(program, self._inputs, count)
+        self.clock_ns = time.perf_counter_ns() - start
+        return taken.ns
 
     def trace(self, folder: Path) -> Path:
         """Hand one call to the framework's profiler."""
@@ -227,65 +231,43 @@ class Session:
         why = self._implementation.verify_only
         return (f"verified, not timed: {why}",) if why else ()
 
-    def warm_up(self) -> None:
-        """Until two successive windows agree within 2 %, and for the least time the device needs."""
+    def warm_up(self, clock: str | None = None) -> None:
+        """Until two successive windows agree within 2 %, and for the least time the device needs.
+
+        The clock is the one named, the one asked of the run, or the framework's first, kernel times for short calls.
+        """
         names = self._framework.clocks(self._device)
-        self._clock = self._framework.clock(self._options.clock or names[0], self._device)
+        chosen = clock or self._options.clock
+        self._clock = self._framework.clock(chosen or names[0], self._device)
+        program = self._wardrobe.disguised(self.programs.main)
         least = WARM_UP_S.get(self._device, WARM_UP_GPU_S)
         start, windows = time.perf_counter(), []
         while True:
             count = 1 if not windows else max(1, min(20, int(least / 4 * 1e9 / max(windows[-1], 1))))
-            windows.append(float(np.median(self._clock.sample(self.programs.main, self._inputs, count).ns)))
+            windows.append(float(np.median(self._clock.sample(program, self._inputs, count).ns)))
             spent = time.perf_counter() - start
             settled = len(windows) > 2 and abs(windows[-1] / windows[-2] - 1) < 0.02
             if (settled and spent >= least) or spent > WARM_UP_LIMIT_S:
                 break
         self.call_ns = windows[-1]
-        self._refuse_recall()
-        if self._clock.name == "events" and self.call_ns < SHORT_NS and "kernel" in names:
+        if chosen is None and self._clock.name == "events" and self.call_ns < SHORT_NS and "kernel" in names:
             self._clock = self._framework.clock("kernel", self._device)
         self.slow_clock = self._clock.name in ("kernel", "graph")
         self.parts = ("main", *self.programs.parts)
 
-    def _refuse_recall(self) -> None:
-        """A stored answer is right and fast, but only the second time: time inputs never met, then the same again."""
-        clock, first = self._framework.clock("wall", self._device), self._inputs[0]
-        shares: list[float] = []
-        for value in self._signs.standard_normal(RECALL_TRIALS):
-            inputs = [first._replace(v=self._framework.put(first.v, (0, 0, 0, 0), float(value)))]
-            new, met = (clock.sample(self.programs.main, inputs, 1).ns[0] for _ in range(2))
-            if new < met * RECALL_FACTOR or new < met + RECALL_NS:
-                return
-            shares.append(met / new)
-        raise Wrong(f"remembers its results: inputs met before take {max(shares):.2g} of the time of new ones")
-
-    @cached_property
-    def _sign_shape(self) -> tuple[int, ...]:
-        w = self.cell.workload
-        return (w.batch, 1, w.kv_heads, 1) if self._implementation.layout == "bshd" else (w.batch, w.kv_heads, 1, 1)
-
-    def _flip_values(self) -> np.ndarray:
-        """Give V new random signs per batch row and head: fresh data in the same buffers, its answer known exactly."""
-        signs = self._signs.choice(np.array([-1.0, 1.0], np.float32), self._sign_shape)
-        return self._draws.flip_values(self._implementation.layout, signs)
-
-    def _check_last(self, output: tuple[Array, ...], which: int, signs: np.ndarray) -> None:
-        """out, dq and dk change sign with V (exactly); dv does not."""
-        repeat = self.cell.workload.group
-        axis = 2 if self._implementation.layout == "bshd" else 1
-        wide = np.repeat(signs, repeat, axis=axis)
-        names = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "train": ("out", "dq", "dk", "dv")}
-        turns = {"out": wide, "dq": wide, "dk": signs, "dv": np.ones_like(signs)}
-        for name, array, good in zip(names[self.cell.workload.pass_], output, self.findings.good[which]):
-            turned = self._framework.flip(array, turns[name])
-            if self._framework.same_bits(turned + 0.0, good + 0.0):
+    def _check_last(self, output: tuple[Array, ...], which: int) -> None:
+        """The last timed call's results, freed of their disguise, against the verified ones."""
+        worn = self._inputs[which]
+        for name, array, good in zip(OUTPUTS[self.cell.workload.pass_], output, self.findings.good[which]):
+            found = self._wardrobe.undressed(name, array, worn)
+            if self._framework.same_bits(found + 0.0, good + 0.0):
                 continue
             self.repeats = False
-            self._require_close(name, turned, good)
+            self._require_close(name, found, good)
 
     def _require_close(self, name: str, a: Array, b: Array) -> None:
         """Other bits are fine when one random batch row agrees as well as the verified error lets it."""
-        row = int(self._signs.integers(self.cell.workload.batch))
+        row = int(self._rng.integers(self.cell.workload.batch))
         x, y = (self._framework.numpy(array[row]).astype(np.float64) for array in (a, b))
         errors_seen = self.findings.errors
         allowed = 4 * max(errors_seen.forward_allowed or 0, errors_seen.backward_allowed or 0)

@@ -53,11 +53,6 @@ class Subject:
         return row if self.layout == "bshd" else row.transpose(1, 0, 2)
 
     @property
-    def token_axis(self) -> int:
-        """Axis of the tokens in this layout."""
-        return 1 if self.layout == "bshd" else 2
-
-    @property
     def head_axis(self) -> int:
         """Axis of the heads in this layout."""
         return 2 if self.layout == "bshd" else 1

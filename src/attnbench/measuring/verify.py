@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.frameworks import Inputs
+from attnbench.frameworks import OUTPUTS, Inputs
 from attnbench.measuring import properties
 from attnbench.measuring.subject import Subject, Wrong, run
 from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, compare, compare_lse
@@ -75,6 +75,8 @@ def _honest_call(subject: Subject, inputs: Inputs) -> tuple[Array, ...]:
     for name, early, late, shape in zip(names, at_once, output, _shapes(subject, names)):
         if tuple(late.shape) != shape:
             raise Wrong(f"{name} has shape {tuple(late.shape)}, {shape} was asked for")
+        if not fw.is_finite(late):
+            raise Wrong(f"{name} holds NaN or infinite values, where the reference is finite")
         if not fw.same_bits(early, late):
             raise Wrong(f"returned before its work was done: {name} changed after the call")
         kind = str(late.dtype).rpartition(".")[2]
@@ -86,7 +88,7 @@ def _honest_call(subject: Subject, inputs: Inputs) -> tuple[Array, ...]:
 
 
 def _named(workload: Workload, arrays: tuple[Array, ...]) -> dict[str, Array]:
-    names = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "train": ("out", "dq", "dk", "dv")}[workload.pass_]
+    names = OUTPUTS[workload.pass_]
     if len(arrays) != len(names):
         raise Wrong(f"returned {len(arrays)} arrays, {len(names)} were asked for ({', '.join(names)})")
     return dict(zip(names, arrays))

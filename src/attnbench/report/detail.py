@@ -66,7 +66,7 @@ def _times(record: Ok) -> Iterator[Line]:
 
 
 def _percentiles(time: Time) -> str:
-    low, high = (units.duration(edge) for edge in time.ci95_ns)
+    low, high = (units.duration(edge) for edge in time.ci95_ns or (None, None))
     figures = {"p95": time.p95_ns, "p99": time.p99_ns, "min": time.min_ns, "max": time.max_ns, "mean": time.mean_ns}
     told = ", ".join(f"{name} {units.duration(value)}" for name, value in figures.items())
     counts = f"{len(time.samples_ns)} samples of {time.calls_per_sample} call(s), {time.outliers} outliers kept"

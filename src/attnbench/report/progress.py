@@ -171,7 +171,7 @@ def headline(environments: dict[str, Environment], cells: Sequence[Planned]) -> 
         f"{library.name} {library.version} hides {len(library.shadowed)} other(s)"
         for e in environments.values()
         for library in e.libraries
-        if library.shadowed
+        if library.shadowed and e.device != "cpu" and library.name.startswith("libcudnn.")
     ]
     running = [one.cell for one in cells if one.reason is None]
     implementations = len({cell.implementation for cell in running})

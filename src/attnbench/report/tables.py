@@ -15,6 +15,7 @@ from attnbench.report.units import DASH
 from attnbench.spec import Ok, Record, Time, Unsupported
 
 PARTS = ("forward", "backward")
+EXPENDABLE = ("roofline", "TFLOP/s", "backward", "forward", "remarks", "peak")
 STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory": "yellow"}
 
 
@@ -36,7 +37,7 @@ def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> No
     """The rows of one workload: those with a speed in a table, the others under it with their reasons."""
     timed = [(row, row.record) for row in rows if is_timed(row.record)]
     if timed:
-        console.print(ranking_table(timed, base))
+        console.print(ranking_table(timed, base, console.width))
     clocks = sorted({record.time.clock for _, record in timed if record.time is not None})
     if len(clocks) > 1:
         console.print(f"  [dim]different clocks ({', '.join(clocks)}): compare across them with care[/dim]")
@@ -52,28 +53,45 @@ def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> No
         )
 
 
-def ranking_table(timed: Sequence[tuple[Row, Ok]], base: str | None) -> Table:
-    """Columns that no row can fill are left out, but a single missing figure prints as a dash."""
-    parts = [part for part in PARTS if any(part in record.also for _, record in timed)]
+def ranking_table(timed: Sequence[tuple[Row, Ok]], base: str | None, width: int = 200) -> Table:
+    """Rank and name are never cut: where the screen is narrow, whole columns go, the least telling first."""
+    columns = _columns(timed, base)
+    for name in EXPENDABLE:
+        if _width(columns) <= width:
+            break
+        columns.pop(name, None)
     table = Table(box=None, pad_edge=True, header_style="bold", show_edge=False)
-    table.add_column("#", justify="right")
-    table.add_column("implementation", no_wrap=True)
-    for heading in [timed[0][1].workload.pass_, *parts, "TFLOP/s", "roofline", "peak"]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    if base is not None:
-        table.add_column(f"against {base}", no_wrap=True)
-    table.add_column("")
-    for row, record in timed:
-        figures = [
-            _time(record.time),
-            *(_time(record.also.get(part)) for part in parts),
-            units.significant(record.cost.tflops),
-            units.percent(record.cost.roofline),
-            units.size(record.memory.peak_bytes),
-        ]
-        ratio = [] if base is None else [_speedup(row, base)]
-        table.add_row(_place(row), escape(row.implementation), *figures, *ratio, _remarks(record))
+    for heading, cells in columns.items():
+        right = heading not in ("implementation", "remarks") and not heading.startswith("against")
+        table.add_column("" if heading == "remarks" else heading, justify="right" if right else "left", no_wrap=True)
+        del cells
+    for cells in zip(*columns.values()):
+        table.add_row(*cells)
     return table
+
+
+def _columns(timed: Sequence[tuple[Row, Ok]], base: str | None) -> dict[str, list[str]]:
+    """Heading -> cells. A part that no record has is left out; a single missing figure prints as a dash."""
+    parts = [part for part in PARTS if any(part in record.also for _, record in timed)]
+    records = [record for _, record in timed]
+    columns = {
+        "#": [_place(row) for row, _ in timed],
+        "implementation": [escape(row.implementation) for row, _ in timed],
+        records[0].workload.pass_: [_time(record.time) for record in records],
+        **{part: [_time(record.also.get(part)) for record in records] for part in parts},
+        "TFLOP/s": [units.significant(record.cost.tflops) for record in records],
+        "roofline": [units.percent(record.cost.roofline) for record in records],
+        "peak": [units.size(record.memory.peak_bytes) for record in records],
+    }
+    if base is not None:
+        columns[f"against {base}"] = [_speedup(row, base) for row, _ in timed]
+    if any(remarks := [_remarks(record) for record in records]):
+        columns["remarks"] = remarks
+    return columns
+
+
+def _width(columns: dict[str, list[str]]) -> int:
+    return sum(max(len(heading), *map(len, cells)) + 2 for heading, cells in columns.items())
 
 
 def _place(row: Row) -> str:

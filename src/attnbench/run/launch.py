@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from attnbench import frameworks, registry
-from attnbench.errors import UsageError
+from attnbench.errors import UnknownName, UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
 from attnbench.run.plan import Group, Planned, cells_of, distinct
@@ -20,6 +20,8 @@ from attnbench.run.travel import Traveller, free_name, from_object, from_referen
 from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Implementation, Record, Unsupported, Workload
 
+CLOCKS = ("wall", "events", "kernel", "graph")
+BUSY_SHARE = 0.6
 Sink = Callable[[Sequence[Record]], None]
 
 
@@ -86,6 +88,7 @@ def launch(
     A standing `crew` is used and left alive; otherwise the run has workers of its own.
     """
     _refuse_distortion()
+    _check_clock(request)
     names, travellers = _recruit(request)
     if crew is not None:
         _run_all(request, names, sink, listener, done, crew)
@@ -101,9 +104,12 @@ def _run_all(
     seed = secrets.randbits(31) if request.seed is None else request.seed
     rng = random.Random(seed)
     workloads = distinct(request.workloads)
+    crew.clock = request.clock
     planned = crew.refusals([cell for cell in cells_of(workloads, names) if cell.id not in done])
     _require_device(request, crew)
     listener.planned(planned)
+    if request.measure:
+        _warn_of_load(listener)
     crew.spread([one.cell.implementation for one in planned if one.reason is None])
     for number, workload in enumerate(workloads):
         mine = [one for one in planned if one.cell.workload == workload]
@@ -121,9 +127,11 @@ def _run_all(
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:
     """The cells, and the reason of each that would not run."""
+    _check_clock(request)
     names, travellers = _recruit(request)
     with Crew(travellers, request.device, request.threads, request.in_process) as crew:
         crew.on_environment = listener.environment
+        crew.clock = request.clock
         planned = crew.refusals(cells_of(distinct(request.workloads), names))
         _require_device(request, crew)
         return planned
@@ -209,6 +217,19 @@ def _traveller(what: Any, request: Request, taken: set[str]) -> Traveller | None
 
 class CannotTravel(UsageError):
     """A function that holds something no other process can have."""
+
+
+def _check_clock(request: Request) -> None:
+    if request.clock is not None and request.clock not in CLOCKS:
+        raise UnknownName("clock", request.clock, CLOCKS, "attnbench run --help")
+
+
+def _warn_of_load(listener: Listener) -> None:
+    """A busy machine spoils times on its CPU more than any method can mend."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY_SHARE * cores:
+        listener.warning(f"load {load:.1f} on {cores} cores: other programs are running, times will vary")
 
 
 def _refuse_distortion() -> None:

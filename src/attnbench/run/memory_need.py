@@ -23,4 +23,8 @@ def does_not_fit(implementation: Implementation, workload: Workload, environment
     need, have = least_bytes(implementation, workload), environment.memory_bytes
     if have is None or need <= have:
         return None
-    return f"needs {need / GB:.3g} GB, {have / GB:.3g} GB here"
+    return f"needs {_told(need)}, {_told(have)} here"
+
+
+def _told(size: int) -> str:
+    return f"{size / GB:.3g} GB" if size < 1000 * GB else f"{size / GB / 1000:.3g} TB"

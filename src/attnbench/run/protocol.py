@@ -27,9 +27,10 @@ class Enlist(Struct, tag="enlist"):
 
 
 class Refusals(Struct, tag="refusals"):
-    """Say for each cell why it would not run."""
+    """Say for each cell why it would not run (with that clock)."""
 
     cells: list[Cell]
+    clock: str | None = None
 
 
 class VerifyOnly(Struct, tag="verify_only"):
@@ -49,9 +50,10 @@ class Open(Struct, tag="open"):
 
 
 class WarmUp(Struct, tag="warm_up"):
-    """Run an open cell until it is steady, and choose its clock."""
+    """Run an open cell until it is steady, and choose its clock (or take the one named)."""
 
     cell: str
+    clock: str | None = None
 
 
 class Sample(Struct, tag="sample"):
@@ -135,6 +137,8 @@ class Sampled(Struct, tag="sampled"):
 
     ns: list[float]
     repeats: bool = True
+    clock_ns: int = 0
+    """What the clock itself took, without messages and checks."""
 
 
 class Traced(Struct, tag="traced"):

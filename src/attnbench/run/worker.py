@@ -81,6 +81,11 @@ class Worker:
         return p.Done()
 
     def _refusals(self, question: p.Refusals) -> p.Reasons:
+        clocks = ("wall", *self._framework.clocks(self._device))
+        if question.clock is not None and question.clock not in clocks:
+            have = " and ".join(dict.fromkeys(clocks))
+            reason = f"{self._framework.name} has no {question.clock} clock on {self._device}, only {have}"
+            return p.Reasons([reason] * len(question.cells))
         return p.Reasons([self._refusal(cell) for cell in question.cells])
 
     def _refusal(self, cell: Cell) -> str | None:
@@ -114,7 +119,7 @@ class Worker:
 
         def warm() -> p.Warm:
             start = time.perf_counter_ns()
-            session.warm_up()
+            session.warm_up(question.clock)
             spent_ns = time.perf_counter_ns() - start
             facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
             return p.Warm(*facts, spent_ns)
@@ -136,7 +141,7 @@ class Worker:
 
     def _sampling(self, cell: str, sample: Callable[[Any], list[float]]) -> p.Answer:
         session = self._sessions[cell]
-        return self._guarded(session.cell, lambda: p.Sampled(sample(session), session.repeats))
+        return self._guarded(session.cell, lambda: p.Sampled(sample(session), session.repeats, session.clock_ns))
 
     def _guarded(self, cell: Cell, action: Callable[[], p.Answer]) -> p.Answer:
         """Run an action of a cell; anything it raises becomes the cell's record."""
@@ -180,7 +185,6 @@ class Worker:
         if used is None or cell.implementation in anchors.NAMES:
             return True
         layout = registry.get(cell.implementation).layout
-        used.restore()
         drawn = Draws(self._framework, self._device, cell.workload, used.seed)
         pairs = zip(used.inputs(layout), drawn.inputs(layout))
         return all(self._framework.same_bits(a, b) for mine, fresh in pairs for a, b in zip(mine, fresh))

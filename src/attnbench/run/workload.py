@@ -63,6 +63,7 @@ class RemoteCell:
     warm: p.Warm | None = None
     lost: Record | None = None
     repeats: bool = True
+    clock_ns: int = 0
 
     @property
     def call_ns(self) -> float:
@@ -85,9 +86,9 @@ class RemoteCell:
         assert self.warm is not None
         return self.warm
 
-    def warm_up(self) -> None:
+    def warm_up(self, clock: str | None = None) -> None:
         """Make it steady; raises like `sample`."""
-        answer = self._ask(p.WarmUp(self.cell.id))
+        answer = self._ask(p.WarmUp(self.cell.id, clock))
         assert isinstance(answer, p.Warm)
         self.warm = answer
 
@@ -103,6 +104,7 @@ class RemoteCell:
         answer = self._ask(question)
         assert isinstance(answer, p.Sampled)
         self.repeats = self.repeats and answer.repeats
+        self.clock_ns += answer.clock_ns
         return answer.ns
 
     def _ask(self, question: p.Question) -> p.Answer:
@@ -222,7 +224,9 @@ class WorkloadRun:
         for one in timed:
             self._listener.stage(one.cell, "measure")
         companions = [one for one in self._anchors(timed) if self._warmed(one)]
-        timed = [one for one in timed if self._warmed(one)]
+        timed = self._on_one_clock([one for one in timed if self._warmed(one)])
+        if not timed:
+            return
         rule = StopRule(request.budget_s, request.precision, request.trials)
         gathered = interleave(timed, rule, self._rng, always=companions)
         for series in gathered:
@@ -230,9 +234,15 @@ class WorkloadRun:
             assert isinstance(one, RemoteCell)
             self._finish(one.lost if one.lost is not None else self._timed_record(one, series))
 
-    def _warmed(self, one: RemoteCell) -> bool:
+    def _on_one_clock(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
+        """Cells of one workload are ranked by one clock: where some are published by kernel time, all are that can."""
+        if not any(one.steady.clock == "kernel" for one in timed):
+            return list(timed)
+        return [one for one in timed if "kernel" not in one.steady.other_clocks or self._warmed(one, "kernel")]
+
+    def _warmed(self, one: RemoteCell, clock: str | None = None) -> bool:
         try:
-            one.warm_up()
+            one.warm_up(clock)
         except Dropped:
             assert one.lost is not None
             self._finish(one.lost)
@@ -262,7 +272,7 @@ class WorkloadRun:
         assert ok.environment is not None
         times = {part: summarise(rounds, warm.clock, series.calls) for part, rounds in series.rounds.items()}
         main = times.pop("main")
-        spent_ns = {**ok.spent_ns, "warm_up": warm.spent_ns, "sample": int(series.spent_s * 1e9)}
+        spent_ns = {**ok.spent_ns, "warm_up": warm.spent_ns, "sample": one.clock_ns}
         if ok.implementation in anchors.NAMES:
             return msgspec.structs.replace(ok, time=main, spent_ns=spent_ns)
         try:
@@ -271,7 +281,12 @@ class WorkloadRun:
         except Dropped:
             assert one.lost is not None
             return one.lost
-        cost = cost_of(self._workload, main.median_ns, self._ceilings.get(ok.environment.device))
+        device = ok.environment.device
+        cost = cost_of(self._workload, main.median_ns, self._ceilings.get(device))
+        if implausible(cost) is not None:
+            # The ceiling may have been measured in a bad moment: look again before accusing anyone.
+            self._ceilings[device] = self._crew.ceilings(self._workload.dtype, device, again=True)
+            cost = cost_of(self._workload, main.median_ns, self._ceilings[device])
         if (reason := implausible(cost)) is not None:
             facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
             return Failed(reason=reason, **facts)
@@ -312,5 +327,7 @@ class WorkloadRun:
 
 
 def _warnings(time: Time) -> tuple[str, ...]:
+    if time.ci95_ns is None:
+        return ("unstable samples: one round says nothing of the spread",)
     half = (time.ci95_ns[1] - time.ci95_ns[0]) / 2 / time.median_ns
     return (f"unstable samples: the median is known to ±{half:.0%} only",) if half > UNSTABLE else ()

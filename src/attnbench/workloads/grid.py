@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from attnbench.errors import InvalidWorkload, UnknownName
-from attnbench.spec import Workload
+from attnbench.spec import SAME, Workload
 from attnbench.workloads.mask_text import read_mask
 from attnbench.workloads.masks import MaskShape
 
@@ -42,7 +42,7 @@ def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _workload(fields: dict[str, Any]) -> Workload:
-    fields = fields | read_heads(fields["heads"], fields.get("kv_heads", 0))
+    fields = fields | read_heads(fields["heads"], fields.get("kv_heads", SAME))
     fields["pass_"] = fields.pop("pass", "forward")
     fields["tags"] = tuple(fields.get("tags", ()))
     mask = fields.pop("mask", None)
@@ -53,7 +53,7 @@ def _workload(fields: dict[str, Any]) -> Workload:
     return msgspec.structs.replace(bare, mask=read_mask(mask, shape))
 
 
-def read_heads(value: Any, kv_heads: int = 0) -> dict[str, int]:
+def read_heads(value: Any, kv_heads: int = SAME) -> dict[str, int]:
     """32, (32, 8) or "32:8" -> heads and kv_heads."""
     parts = str(value).split(":") if isinstance(value, str) else value
     if isinstance(parts, int):

@@ -58,7 +58,10 @@ def documents(ids: Any, q_ids: Any = None) -> Documents:
 
 def lengths(kv_lengths: Any) -> Lengths:
     """Batch row b has kv_lengths[b] real keys, the rest is padding on the right."""
-    return Lengths(integers(kv_lengths, "kv_lengths", (1,)))
+    frozen = integers(kv_lengths, "kv_lengths", (1,))
+    if frozen.array.min() < 0:
+        raise InvalidWorkload(f"key lengths cannot be negative: {frozen.array.min()}.")
+    return Lengths(frozen)
 
 
 def valid(mask_bj: Any) -> Valid:

@@ -63,8 +63,8 @@ class Window(Mask, frozen=True, tag="window"):
     def __post_init__(self) -> None:
         check_align(self.align)
         for side in (self.left, self.right):
-            if side is not None and side < 0:
-                raise InvalidWorkload(f"a window reaches 0 or more keys (or None for no bound), not {side}.")
+            if side is not None and (not isinstance(side, int) or side < 0):
+                raise InvalidWorkload(f"a window reaches 0 or more keys (or None for no bound), not {side!r}.")
 
     @property
     def id(self) -> str:
