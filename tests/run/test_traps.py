@@ -126,6 +126,19 @@ def test_figures_above_the_ceiling_are_not_published(lab, trap, monkeypatch):
     from attnbench.measuring.rates import Ceilings
     from attnbench.run import crew
 
-    monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: Ceilings(1e3, 1e3))
+    low = Ceilings(1e3, 1e3)
+    monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: low)
+    monkeypatch.setattr(crew, "store_ceilings", lambda *_: None)
+    monkeypatch.setattr(crew.Crew, "_measure_ceilings", lambda *_: low)
     seen = lab(trap("honest"))
     check(seen, {"honest": (Failed, "implausible: .* the measured compute ceiling")}, [])
+
+
+def test_a_ceiling_measured_in_a_bad_moment_accuses_nobody(lab, trap, monkeypatch):
+    from attnbench.measuring.rates import Ceilings
+    from attnbench.run import crew
+
+    monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: Ceilings(1e3, 1e3))
+    monkeypatch.setattr(crew, "store_ceilings", lambda *_: None)
+    monkeypatch.setattr(crew.Crew, "_measure_ceilings", lambda *_: Ceilings(1e15, 1e15))
+    assert lab(trap("honest")).by_name["honest"].status == "ok"
