@@ -117,6 +117,9 @@ def test_precisions(implementation, dtype):
     if implementation is torch_hf.EAGER and dtype == "float64":
         assert "float32" in str(implementation.supports(w, CPU))
         return
+    if implementation is torch_hf.EAGER and dtype == "float16":
+        assert "overflows" in str(implementation.supports(w, CPU))
+        return
     assert implementation.supports(w, CPU) is None
     (q, k, v, _), exact = draw(w)
     out = implementation.build(w, {})(*(swap(implementation, x) for x in (q, k, v)))

@@ -30,6 +30,7 @@ class Recorder:
         self._prepared = prepared
         self._listener = listener
         self.writer: RunWriter | None = RunWriter(prepared.resumed) if prepared.resumed else None
+        self._earlier = set() if prepared.resumed is None else _fingerprints(prepared.resumed)
         if prepared.resumed is None:
             check_writable(prepared.runs_dir)
 
@@ -41,12 +42,20 @@ class Recorder:
             )
             self.writer = RunWriter.create(self._prepared.runs_dir, machine, self._prepared.suite, self._header())
         self.writer.write(records)
+        now = {record.environment.fingerprint for record in records if record.environment is not None}
+        if self._earlier and not now <= self._earlier:
+            self._earlier = set()
+            self._listener.warning("the run file was made in another environment: old and new times do not compare")
 
     def _header(self) -> Header:
         from attnbench.cli import installed_version
 
         request = self._prepared.request
         return new_header(installed_version(), self._prepared.suite, store_request(request), request.seed)
+
+
+def _fingerprints(path: Path) -> set[str]:
+    return {environment.fingerprint for environment in read_run(path).environments.values()}
 
 
 def device_name(environments: Sequence[Environment]) -> str:

@@ -20,7 +20,7 @@ LIBRARIES = re.compile(
     r"torch_cuda|MIOpen|amdhip64|ze_loader|xla_extension|_jax|jax_common)[-_\w.]*\.so[\d.]*)$"
 )
 VARIABLES = re.compile(
-    r"^(ONEDNN_|DNNL_|CUDA_(?!VERSION|HOME)|CUDNN_|NVIDIA_(?:TF32_OVERRIDE|VISIBLE_DEVICES)|OMP_|MKL_|OPENBLAS_|KMP_|XLA_|JAX_|TORCH|PYTORCH_|TRITON_|NCCL_(?!VERSION)|HIP_|ROCR_|MALLOC_|ATTNBENCH_(?!WORKER))"
+    r"^(ONEDNN_|DNNL_|CUDA_(?!VERSION|HOME)|CUDNN_|NVIDIA_(?:TF32_OVERRIDE|VISIBLE_DEVICES)|OMP_|MKL_|OPENBLAS_|KMP_|XLA_|JAX_|TORCH|PYTORCH_|TRITON_|NCCL_(?!VERSION)|HIP_|ROCR_|MALLOC_|ATTNBENCH_(?!WORKER|CACHE))"
 )
 SEARCHED = (
     "/usr/lib",
@@ -90,7 +90,12 @@ def _library(path: str) -> Library:
     }
     real = str(Path(path).resolve())
     found = re.search(r"\.so\.([\d.]+)$", real)
-    return Library(name, found.group(1) if found else "", real, tuple(sorted(others - {real})))
+    return Library(name, found.group(1) if found else "", without_home(real), tuple(sorted(others - {real})))
+
+
+def without_home(text: str) -> str:
+    """Paths cut to what follows the environment's or the package's folder: where those lie is nobody's business."""
+    return re.sub(r"(?:/[^\s/\"':;,]+)+/(?=site-packages/|attnbench/)", "", text)
 
 
 def _soft_facts(device: str) -> dict[str, float]:

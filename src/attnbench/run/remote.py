@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from attnbench.run import protocol as p
+from attnbench.run.environment import without_home
 from attnbench.run.instructions import isa_cap
 from attnbench.run.worker import Worker
 
@@ -104,7 +105,7 @@ class Remote:
     def _tail(self) -> str:
         size = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, size - 4000))
-        return self._stderr.read().decode(errors="replace")
+        return without_home(self._stderr.read().decode(errors="replace"))
 
     @property
     def alive(self) -> bool:

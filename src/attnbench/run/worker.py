@@ -24,7 +24,7 @@ from attnbench.measuring.draws import Draws
 from attnbench.measuring.session import FellBack, Options, Session, refusal
 from attnbench.measuring.subject import Wrong
 from attnbench.run import protocol as p
-from attnbench.run.environment import describe
+from attnbench.run.environment import describe, without_home
 from attnbench.run.memory_need import does_not_fit
 from attnbench.spec import Cell, Failed, Incorrect, OutOfMemory, Unsupported
 
@@ -160,7 +160,7 @@ class Worker:
         except FellBack as fell:
             record = Failed(reason=str(fell), **facts)
         except Exception as error:
-            detail = traceback.format_exc()[-4000:]
+            detail = without_home(traceback.format_exc())[-4000:]
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             if self._framework.is_out_of_memory(error):
                 record = OutOfMemory(reason=first_line or "out of memory", detail=detail, **facts)
