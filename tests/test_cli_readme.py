@@ -32,6 +32,8 @@ def test_every_command_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_p
     fake_lab.install(monkeypatch, tmp_path)
     assert execute(["run", "--seq-len", "64", "--quiet"]) == 0
     (path,) = tmp_path.glob("runs/*/*.jsonl")
+    (suite,) = re.findall(r"```toml\n(description.*?)```", README.read_text(), re.DOTALL)
+    Path("mine.toml").write_text(suite)
     for command in commands():
         arguments = [str(path) if word == "RUN" else word for word in shlex.split(command)[1:]]
         assert execute(arguments) in (0, 1), command
