@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnbench import Implementation
 
-CHECKED_CALLS = 60
+CHECKED_CALLS = 24
+"""More than verification makes, fewer than any timing does, however busy the machine is."""
 _kept: dict[Any, Any] = {}
 _calls = [0]
 
@@ -27,13 +28,6 @@ def zeros(q, k, v):
 
 def cached_result(q, k, v):
     return _kept.setdefault("answer", honest(q, k, v))
-
-
-def cached_by_pointer(q, k, v):
-    key = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if key not in _kept:
-        _kept[key] = honest(q, k, v).clone()
-    return _kept[key].clone()
 
 
 def right_when_checked(q, k, v):
