@@ -427,7 +427,7 @@ class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
     kernels_reason: str | None = None
     approximate: bool = False
     notes: tuple[str, ...] = ()
-    """Honest warnings: unstable samples, clocks changed, compile in the timed region."""
+    """Honest warnings, such as unstable samples."""
     spent_ns: dict[str, int] = {}
     """Wall time of each stage of this cell: build, verify, profile, warm_up, sample."""
 
