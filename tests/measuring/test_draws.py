@@ -150,3 +150,19 @@ def test_a_gradient_that_is_wrong_on_the_smaller_shape_is_caught(worker, monkeyp
     record = worker.ask(p.Open(Cell("subject", workload), False, False, None, 1), 60).record
     assert record.status == "incorrect"
     assert "gradient of Q" in record.reason
+
+
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=pytest.mark.torch)])
+def test_on_an_accelerator_the_batch_rows_are_turned_copies_of_one(framework, monkeypatch):
+    fw = frameworks.get(framework)
+    monkeypatch.setattr(fw, "array", lambda values, dtype, device, make=fw.array: make(values, dtype, "cpu"))
+    workload = Workload(batch=3, q_len=8, heads=2, kv_heads=1, head_dim=4, pass_="train")
+    inputs, again = (Draws(fw, "elsewhere", workload, 5).inputs("bshd")[0] for _ in range(2))
+    for array, same, heads in zip(inputs, again, (2, 1, 1, 2)):
+        values = fw.numpy(array)
+        assert values.shape == (3, 8, heads, 4)
+        assert np.array_equal(values, fw.numpy(same))
+        assert len({row.tobytes() for row in values}) == 3
+        twice = np.concatenate([values[0].ravel()] * 2)
+        starts = np.lib.stride_tricks.sliding_window_view(twice, values[0].size)
+        assert all((starts == row.ravel()).all(axis=1).any() for row in values)

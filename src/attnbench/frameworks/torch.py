@@ -6,6 +6,7 @@ Parts: torch_programs (the passes), torch_clocks (accelerator clocks), torch_pro
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,8 @@ class TorchFramework(Framework):
     def reset(self) -> None:
         import torch
 
-        torch._dynamo.reset()
+        if "torch._dynamo" in sys.modules:  # importing it takes seconds, and who has not compiled has nothing to reset
+            torch._dynamo.reset()
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

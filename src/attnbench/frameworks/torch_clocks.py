@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,7 @@ class KernelClock(_DeviceClock):
         from torch.profiler import profile
 
         cold = ColdCache(self._device)
-        fences = self._fence_names(cold)
+        fences = _fence_names(self._device)
         order = _rotation(len(inputs), count, calls)
         last: tuple[Any, ...] = ()
         with profile(activities=[device_activity(self._device)]) as profiler:
@@ -137,24 +138,25 @@ class KernelClock(_DeviceClock):
             synchronize(self._device)
         return Samples(_means(_between_fences(raw_events(profiler), fences, len(order)), calls), last, order[-1])
 
-    def _fence_names(self, cold: ColdCache) -> set[str]:
-        """Kernel names of flush and mark, learned by profiling them alone."""
-        from torch.profiler import profile
 
-        synchronize(self._device)
-        with profile(activities=[device_activity(self._device)]) as profiler:
-            cold.flush()
-            cold.mark()
-            synchronize(self._device)
-        names = {event.name() for event in raw_events(profiler) if is_device_work(event)}
-        if not names:
-            raise RuntimeError(
-                "the kernel clock sees no kernels: the profiler has no CUPTI here; use the events clock."
-            )
-        return names
+@cache
+def _fence_names(device: str) -> frozenset[str]:
+    """Kernel names of flush and mark, learned by profiling them alone."""
+    from torch.profiler import profile
+
+    cold = ColdCache(device)
+    synchronize(device)
+    with profile(activities=[device_activity(device)]) as profiler:
+        cold.flush()
+        cold.mark()
+        synchronize(device)
+    names = frozenset(event.name() for event in raw_events(profiler) if is_device_work(event))
+    if not names:
+        raise RuntimeError("the kernel clock sees no kernels: the profiler has no CUPTI here; use the events clock.")
+    return names
 
 
-def _between_fences(events: Sequence[Any], fences: set[str], calls: int) -> list[float]:
+def _between_fences(events: Sequence[Any], fences: frozenset[str], calls: int) -> list[float]:
     """Device ns of each call: a fence opens it (the flush) and the next one closes it (the mark)."""
     ns = [0.0] * calls
     seen = 0

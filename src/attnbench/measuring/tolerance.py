@@ -39,14 +39,18 @@ class _Norms(NamedTuple):
 
 def _norms(got: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> _Norms:
     """Norms over arrays [..., rows, width]; a row that should be 0 is measured against a typical row."""
-    difference = np.concatenate([(g - e).reshape(-1, e.shape[-1]) for g, e in zip(got, exact)])
-    truth = np.concatenate([e.reshape(-1, e.shape[-1]) for e in exact])
-    size = np.linalg.norm(truth, axis=-1)
+    differences = [g - e for g, e in zip(got, exact)]
+    size, off = (np.concatenate([_row_norms(x) for x in arrays]) for arrays in (exact, differences))
     typical = float(np.median(size[size > 0])) if np.any(size > 0) else 1.0
-    rows = np.linalg.norm(difference, axis=-1) / np.maximum(size, SMALL_ROW * typical)
-    total = float(np.linalg.norm(truth))
-    relative = float(np.linalg.norm(difference)) / (total if total > 0 else 1.0)
-    return _Norms(relative, float(np.abs(difference).max()), float(rows.max()), rows)
+    rows = off / np.maximum(size, SMALL_ROW * typical)
+    total = float(np.linalg.norm(size))
+    relative = float(np.linalg.norm(off)) / (total if total > 0 else 1.0)
+    return _Norms(relative, max(float(np.abs(x).max()) for x in differences), float(rows.max()), rows)
+
+
+def _row_norms(array: np.ndarray) -> np.ndarray:
+    rows = array.reshape(-1, array.shape[-1])
+    return np.sqrt(np.einsum("ij,ij->i", rows, rows))
 
 
 def compare(

@@ -15,8 +15,6 @@ from attnbench.run.travel import Traveller
 from attnbench.spec import Cell, Environment, Implementation
 
 START_S = 120.0
-SHARED = 2
-"""Implementations per worker on an accelerator."""
 CEILINGS_S = 60.0
 
 
@@ -58,12 +56,12 @@ class Crew:
         return group_of(registry.get(name))._replace(lane=self._lanes.get(name, 0))
 
     def spread(self, names: Sequence[str]) -> None:
-        """Deal implementations out over lanes where they run on an accelerator: opening them is bound by the host."""
+        """On an accelerator each implementation gets a worker of its own: opening them is bound by the host."""
         taken: dict[Group, int] = {}
         for name in dict.fromkeys(names):
             base = self.group(name)._replace(lane=0)
             if self.accelerated(base.framework):
-                self._lanes[name] = taken.get(base, 0) // SHARED
+                self._lanes[name] = taken.get(base, 0)
                 taken[base] = taken.get(base, 0) + 1
 
     def accelerated(self, framework: str) -> bool:

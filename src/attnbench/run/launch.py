@@ -105,8 +105,7 @@ def _run_all(
     rng = random.Random(seed)
     workloads = distinct(request.workloads)
     crew.clock = request.clock
-    planned = crew.refusals([cell for cell in cells_of(workloads, names) if cell.id not in done])
-    _require_device(request, crew)
+    planned = _planned(request, crew, [cell for cell in cells_of(workloads, names) if cell.id not in done])
     listener.planned(planned)
     if request.measure:
         _warn_of_load(listener)
@@ -132,9 +131,24 @@ def plan_only(request: Request, listener: Listener) -> list[Planned]:
     with Crew(travellers, request.device, request.threads, request.in_process) as crew:
         crew.on_environment = listener.environment
         crew.clock = request.clock
-        planned = crew.refusals(cells_of(distinct(request.workloads), names))
-        _require_device(request, crew)
+        return _planned(request, crew, cells_of(distinct(request.workloads), names))
+
+
+def _planned(request: Request, crew: Crew, cells: Sequence[Cell]) -> list[Planned]:
+    """The cells with their refusals; what is timed together is timed on one kind of device."""
+    planned = crew.refusals(cells)
+    _require_device(request, crew)
+    accelerator = next((found.device for found in crew.environments.values() if found.device != "cpu"), None)
+    if accelerator is None or not request.measure:
         return planned
+    return [one if one.reason is not None else _on_accelerator(one, crew, accelerator) for one in planned]
+
+
+def _on_accelerator(planned: Planned, crew: Crew, accelerator: str) -> Planned:
+    framework = crew.group(planned.cell.implementation).framework
+    if crew.accelerated(framework):
+        return planned
+    return Planned(planned.cell, f"{framework} runs on the cpu here, this run is on {accelerator}: use --device cpu")
 
 
 def diagnose(listener: Listener) -> Diagnosis:

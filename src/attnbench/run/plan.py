@@ -17,7 +17,7 @@ class Group(NamedTuple):
     process: str = ""
     """Set by libraries that need a process of their own."""
     lane: int = 0
-    """On an accelerator, where workers open side by side, a framework's implementations are dealt out over several."""
+    """On an accelerator, where workers open side by side, each implementation of a framework has its own."""
 
 
 class Planned(Struct, frozen=True):

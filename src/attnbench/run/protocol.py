@@ -47,6 +47,8 @@ class Open(Struct, tag="open"):
     measure: bool
     clock: str | None
     seed: int
+    shared: str | None = None
+    """Folder in which the workers of a workload find each other's truths."""
 
 
 class WarmUp(Struct, tag="warm_up"):

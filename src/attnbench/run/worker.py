@@ -136,7 +136,8 @@ class Worker:
     def _inputs(self, question: p.Open) -> Draws:
         workload = question.cell.workload
         if workload.id not in self._draws:
-            self._draws[workload.id] = Draws(self._framework, self._device, workload, question.seed)
+            shared = None if question.shared is None else Path(question.shared)
+            self._draws[workload.id] = Draws(self._framework, self._device, workload, question.seed, shared)
         return self._draws[workload.id]
 
     def _sampling(self, cell: str, sample: Callable[[Any], list[float]]) -> p.Answer:

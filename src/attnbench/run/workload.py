@@ -6,6 +6,7 @@ A cell that dies takes its worker along; the others of that worker are opened ag
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -135,6 +136,10 @@ class WorkloadRun:
 
     def records(self, cells: Sequence[Cell]) -> list[Record]:
         """A record for every cell, and for the anchors when something was timed."""
+        with tempfile.TemporaryDirectory(prefix="attnbench-") as self._shared:
+            return self._all_records(cells)
+
+    def _all_records(self, cells: Sequence[Cell]) -> list[Record]:
         groups: dict[Group, list[Cell]] = {}
         for cell in cells:
             groups.setdefault(self._crew.group(cell.implementation), []).append(cell)
@@ -151,8 +156,8 @@ class WorkloadRun:
                 survivors = [one.cell for one in timed if one.group == dead.group and one.cell.id not in self._records]
                 others = [one for one in timed if one.group != dead.group and one.cell.id not in self._records]
                 timed = [*others, *(one for one in self._open_group(dead.group, survivors) if one.opened.timed)]
-        for group in groups:
-            self._quietly_release(group)
+        with ThreadPoolExecutor(len(groups) or 1) as pool:
+            list(pool.map(self._quietly_release, groups))
         return list(self._records.values())
 
     def _measure_ceilings(self, groups: dict[Group, list[Cell]]) -> dict[str, Ceilings | None]:
@@ -165,8 +170,12 @@ class WorkloadRun:
     def _open_all(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
         """Open every cell: on an accelerator group by group side by side, since compiling on the host is what takes the
         time there; one after the other on a CPU, where each would slow the others down."""
-        if len(groups) < 2 or not all(self._crew.accelerated(group.framework) for group in groups):
-            return [one for group, mine in groups.items() for one in self._open_group(group, mine)]
+        beside = {group: mine for group, mine in groups.items() if self._crew.accelerated(group.framework)}
+        opened = self._open_beside(beside) if beside else []
+        alone = [(group, mine) for group, mine in groups.items() if group not in beside]
+        return [*opened, *(one for group, mine in alone for one in self._open_group(group, mine))]
+
+    def _open_beside(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
         with ThreadPoolExecutor(len(groups)) as pool:
             try:
                 return [one for opened in pool.map(self._open_group, groups, groups.values()) for one in opened]
@@ -191,7 +200,7 @@ class WorkloadRun:
             raise CancelledError
         request = self._request
         self._listener.stage(cell, "verify")
-        question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed)
+        question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed, self._shared)
         try:
             answer = self._crew.ask(group, question, request.timeout_s)
         except WorkerDied as died:
