@@ -1,0 +1,143 @@
+"""What a comparison of two arms found, and what a gate made of many: plain data, written by run/ and read by all."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from attnbench.spec import Record, Workload
+
+Verdict = Literal["faster", "slower", "same", "inconclusive"]
+"""Of b, the second arm."""
+FLOOR = 0.01
+"""A difference below this is nobody's fault: memory layout and order of start alone make as much."""
+LARGEST_SAME = 0.05
+"""`same` needs the whole interval within this of 1."""
+WIDEST_SAME = 0.06
+LOOKS = (6, 10, 16, 24)
+"""After so many launches the evidence is looked at; the risk of a false alarm is split over the looks."""
+ALPHA = 0.01
+
+
+class Block(Struct, frozen=True, array_like=True):
+    """One arm's turn: nanoseconds per call by each metric ("wall", and "cpu" or "device")."""
+
+    ns: dict[str, float]
+    switches: int = 0
+    """Involuntary context switches meanwhile."""
+
+
+class Launch(Struct, frozen=True, kw_only=True):
+    """A fresh process of each arm, sampled in turn: a[i] and b[i] are neighbours in time."""
+
+    a: tuple[Block, ...]
+    b: tuple[Block, ...]
+    first: Literal["a", "b"] = "a"
+    """Which was started first."""
+
+
+class Estimate(Struct, frozen=True, kw_only=True):
+    """Time of b / time of a by one metric."""
+
+    metric: str
+    ratio: float
+    interval: tuple[float, float]
+    """Launches resampled as wholes, at the confidence of the look it was made at."""
+    t_interval: tuple[float, float]
+    """Student's t over the launches' medians: the cautious cross-check."""
+    detectable: float
+    """Smallest slowdown that would have been found, such as 0.026."""
+    p_slower: float
+    """Probability of such data were b not slower than the floor allows."""
+    p_faster: float
+    launches: int
+    pairs: int
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """The answer to "is b slower than a?" on one workload."""
+
+    a: str
+    b: str
+    workload: Workload
+    verdict: Verdict | None
+    """None when an arm could not be timed; `reason` says why."""
+    reason: str = ""
+    ratio: float | None = None
+    """Wall time of b / of a (device time on an accelerator)."""
+    interval: tuple[float, float] | None = None
+    smallest_slowdown: float | None = None
+    """What could have been seen, on the better of the metrics."""
+    estimates: dict[str, Estimate] = {}
+    launches: tuple[Launch, ...] = ()
+    elapsed_s: float = 0.0
+    record_a: Record | None = None
+    """How the arm was verified and weighed; its `time` is null: times are in `launches`."""
+    record_b: Record | None = None
+    commit_a: str = ""
+    commit_b: str = ""
+    floor: float = FLOOR
+    notes: tuple[str, ...] = ()
+
+
+CaseStatus = Literal["pass", "regression", "wrong", "memory", "improved", "inconclusive", "no_baseline", "not_measured"]
+"""pass: same, or slower once but not confirmed. wrong: b gives wrong numbers (or no result) where a was right. memory:
+b needs over 1 % more at its peak. no_baseline: a cannot do this case or was never measured. not_measured: neither can."""
+Outcome = Literal["pass", "fail", "inconclusive", "untrusted", "nothing"]
+EXIT_CODES: dict[str, int] = {"pass": 0, "fail": 1, "nothing": 3, "inconclusive": 4, "untrusted": 5}
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """One implementation on one workload, baseline against current."""
+
+    implementation: str
+    workload: Workload
+    status: CaseStatus
+    reason: str = ""
+    first: Comparison | None = None
+    """Stage one."""
+    second: Comparison | None = None
+    """Stage two: fresh launches for what stage one called slower."""
+    p_holm: float | None = None
+    """Stage two's p-value after Holm's correction over cases."""
+    memory: tuple[int | None, int | None] = (None, None)
+    """Peak bytes of baseline and current."""
+    culprit: str = ""
+    """Commit that is suspected, where known."""
+
+    @property
+    def id(self) -> str:
+        """implementation/workload."""
+        return f"{self.implementation}/{self.workload.id}"
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """The one that counts."""
+        return self.second or self.first
+
+
+class Control(Struct, frozen=True, kw_only=True):
+    """A comparison whose right answer is known: A/A must not be slower, +5 % of real work must be."""
+
+    name: Literal["a/a", "+5 %"]
+    passed: bool
+    comparison: Comparison
+
+
+class GateReport(Struct, frozen=True, kw_only=True):
+    """What `attnbench gate` found."""
+
+    baseline: str
+    current: str
+    suite: str
+    outcome: Outcome
+    cases: tuple[Case, ...]
+    controls: tuple[Control, ...] = ()
+    geomean: tuple[float, float, float] | None = None
+    """Ratio over all timed cases, with its interval."""
+    elapsed_s: float = 0.0
+    warnings: tuple[str, ...] = ()
+    """Such as "underpowered: the +5 % control was not found"."""
+    attnbench: str = ""
+    schema: int = 1
