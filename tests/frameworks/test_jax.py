@@ -107,6 +107,19 @@ class TestPrograms:
         assert forward.compile_ns > 0
         assert backward.temp_bytes is not None
 
+    def test_inputs_kept_for_the_backward_pass_are_not_copied(self):
+        fused = jax.custom_vjp(lambda q, k, v: q * k + v)
+        fused.defvjp(
+            lambda q, k, v: (q * k + v, (q, k, v, q * 2)),
+            lambda kept, dout: (dout * kept[1], dout * kept[0], dout),
+        )
+        x = inputs()
+        part = JAX.programs(fused, "train", x).parts["backward"]
+        kept, _ = part.prepare(x)
+        leaves = jax.tree_util.tree_leaves(kept)
+        assert all(any(leaf is one for leaf in leaves) for one in (x.q, x.k))
+        assert np.allclose(JAX.numpy(part.run(part.prepare(x))[0]), JAX.numpy(x.dout * x.k))
+
     def test_fresh_inputs_reach_a_compiled_backward(self):
         main = JAX.programs(causal(), "backward", inputs()).main
         a, b = (main.run(main.prepare(inputs(seed=n))) for n in (1, 2))

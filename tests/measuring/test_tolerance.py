@@ -60,6 +60,16 @@ def test_a_missing_row_of_small_values_is_caught_by_its_row_and_named(truth, pla
     assert result.first_row == 50 + 7
 
 
+def test_a_row_that_should_be_zero_may_hold_rounding_but_not_a_row(truth, plain):
+    truth[1, 7] = plain[1, 7] = 0
+    got = truth.copy()
+    got[1, 7] = NOISE * np.random.default_rng(2).standard_normal(truth.shape[-1])
+    assert judge(got, truth, plain, "bfloat16").fault == ""
+    got[1, 7] = truth[1, 8]
+    result = judge(got, truth, plain, "bfloat16")
+    assert result.first_row == 50 + 7
+
+
 def test_one_wrong_element_is_caught_by_the_maximum():
     truth = np.random.default_rng(0).standard_normal((1, 4000, 64))
     plain = truth + NOISE * np.random.default_rng(1).standard_normal(truth.shape)

@@ -18,7 +18,7 @@ from attnbench.run import protocol as p
 from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.plan import Group, Planned
-from attnbench.spec import Cell, Failed, Implementation, Ok
+from attnbench.spec import Cell, Failed, Implementation, Ok, OutOfMemory, Workload
 
 
 class Apart(Implementation):
@@ -197,3 +197,37 @@ def test_threads_are_set_and_pinned(lab):
     assert environment.threads == 1
     assert environment.variables["OMP_NUM_THREADS"] == "1"
     assert len(os.sched_getaffinity(0)) >= environment.cores == 1
+
+
+def test_a_cell_crowded_out_of_device_memory_is_measured_alone(monkeypatch):
+    """On an accelerator all workers share one memory: what ran out of it in company runs once more by itself."""
+    from attnbench.run import workload as module
+
+    asked, dismissed = [], []
+    monkeypatch.setattr(module.WorkloadRun, "_shares_memory", lambda self, record: True)
+    monkeypatch.setattr(Crew, "dismiss_all", lambda self, real=Crew.dismiss_all: (dismissed.append(1), real(self)))
+    real = module.WorkloadRun._open
+
+    def open_or_run_out(self, cell, group):
+        asked.append((cell.implementation, self._in_company))
+        if cell.implementation == "numpy.float32" and self._in_company:
+            facts = {"implementation": cell.implementation, "workload": cell.workload}
+            self._finish(OutOfMemory(reason="no room", **facts))
+            return None
+        return real(self, cell, group)
+
+    monkeypatch.setattr(module.WorkloadRun, "_open", open_or_run_out)
+    workload = Workload(batch=1, q_len=16, heads=1, head_dim=8)
+    records = []
+    request = Request(workloads=(workload,), implementations=("numpy.float32", "torch.eager"), budget_s=0.01)
+    finished = []
+    listener = Listener()
+    listener.finished = finished.append
+    launch(request, records.extend, listener)
+    by_name = {record.implementation: record for record in records}
+    assert asked.count(("numpy.float32", True)) == asked.count(("numpy.float32", False)) == 1
+    assert by_name["numpy.float32"].status == by_name["torch.eager"].status == "ok"
+    assert any("apart" in note for note in by_name["numpy.float32"].notes)
+    assert not any("apart" in note for note in by_name["torch.eager"].notes)
+    assert len(finished) == 2
+    assert len(dismissed) == 2, "once for the lone run, once at the end"

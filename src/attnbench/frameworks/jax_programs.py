@@ -63,8 +63,7 @@ class Compiler:
         def keep(captured: Any, q: Array, k: Array, v: Array) -> Any:
             return self._jax.vjp(lambda *qkv: self._function(captured, *qkv), q, k, v)
 
-        forward = self._compile(keep, self._captured, *self._example[:3])
-        _, kept = forward.out_info
+        forward, (_, kept) = self._without_copies(keep, self._captured, *self._example[:3])
         backward = self._compile(lambda pull_back, dout: pull_back(dout), kept, self._example.dout)
 
         def prepare(x: Inputs) -> tuple[Any, Array]:
@@ -75,6 +74,31 @@ class Compiler:
             Program(run=lambda state: tuple(backward(*state)), prepare=prepare),
             _temp_bytes(backward),
         )
+
+    def _without_copies(self, function: Callable[..., Any], *arguments: Any) -> tuple[Callable[..., Any], Any]:
+        """A compiled function and what it returns. An output that is an input (Q, K and V, kept for the backward pass)
+        is handed through outside: XLA would copy it, and the copy would be timed."""
+        tree = self._jax.tree_util
+        with self._in_precision():
+            traced = self._jax.jit(function).trace(*arguments)
+        jaxpr, constants = traced.jaxpr.jaxpr, traced.jaxpr.consts
+        place = {id(variable): n for n, variable in enumerate(jaxpr.invars)}
+        through = {n: place[id(v)] for n, v in enumerate(jaxpr.outvars) if id(v) in place}
+        made = [n for n in range(len(jaxpr.outvars)) if n not in through]
+        shapes, structure = tree.tree_flatten(traced.out_info)
+
+        def compute(*flat: Array) -> list[Array]:
+            results = self._jax.core.eval_jaxpr(jaxpr, constants, *flat)
+            return [results[n] for n in made]
+
+        compiled = self._compile(compute, *tree.tree_leaves(arguments))
+
+        def run(*given: Any) -> Any:
+            flat = tree.tree_leaves(given)
+            results = dict(zip(made, compiled(*flat))) | {n: flat[m] for n, m in through.items()}
+            return tree.tree_unflatten(structure, [results[n] for n in range(len(shapes))])
+
+        return run, traced.out_info
 
     def _compile(self, function: Callable[..., Any], *arguments: Any) -> Any:
         start = time.perf_counter_ns()

@@ -22,6 +22,8 @@ SETTLE_S = 0.004
 """How long an output is watched for changes after its call has returned."""
 STABILITY_SCALES = (0.1, 1.0, 10.0, 100.0)
 OUTLIER = 1e4
+UNLIKE = 4
+"""An error of so many times the allowed one belongs to another result, not to a worse one."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ def _require(result: Compared, which: int, place: Callable[[int], str] | None) -
     if not result.fault:
         return
     where = f", first at {place(result.first_row)}" if place is not None and result.first_row is not None else ""
-    stale = " (on the second input set only: a stored result?)" if which else ""
+    stored = which and result.error > UNLIKE * result.allowed
+    stale = " (on the second input set only: a stored result?)" if stored else ""
     errors = Errors(forward=result.error, forward_allowed=result.allowed, max_abs=result.max_abs)
     raise Wrong(result.fault + where + stale, errors)
 

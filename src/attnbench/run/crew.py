@@ -39,6 +39,10 @@ class Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.dismiss_all()
+
+    def dismiss_all(self) -> None:
+        """End every worker."""
         for group in list(self._workers):
             self.dismiss(group)
 

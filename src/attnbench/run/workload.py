@@ -21,12 +21,13 @@ from attnbench.run import protocol as p
 from attnbench.run.crew import Crew
 from attnbench.run.plan import Group
 from attnbench.run.remote import WorkerDied
-from attnbench.spec import Cell, Failed, OutOfMemory, Record, Time, Timeout, Workload
+from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Time, Timeout, Workload
 
 if TYPE_CHECKING:
     from attnbench.run.launch import Listener, Request
 
 OTHER_CLOCK_SAMPLES = 20
+ALONE = "measured apart from the others of its workload, which left it too little device memory"
 UNSTABLE = 0.05
 """Half-width of the interval, as a share of the median, above which a record says so."""
 
@@ -132,14 +133,30 @@ class WorkloadRun:
         self._rng, self._seed = rng, seed
         self._records: dict[str, Record] = {}
         self._traced: set[str] = set()
+        self._crowded_out: list[Cell] = []
+        self._in_company = False
         self._abandoned = False
 
     def records(self, cells: Sequence[Cell]) -> list[Record]:
         """A record for every cell, and for the anchors when something was timed."""
+        groups = {self._crew.group(cell.implementation) for cell in cells}
+        self._in_company = len(groups) > 1
         with tempfile.TemporaryDirectory(prefix="attnbench-") as self._shared:
-            return self._all_records(cells)
+            self._run_together(cells)
+            self._in_company = False
+            for cell in self._crowded_out:
+                self._run_alone(cell)
+        return list(self._records.values())
 
-    def _all_records(self, cells: Sequence[Cell]) -> list[Record]:
+    def _run_alone(self, cell: Cell) -> None:
+        """Once more, with the whole device memory to itself."""
+        self._crew.dismiss_all()
+        self._run_together([cell])
+        record = self._records[cell.id]
+        if isinstance(record, Ok):
+            self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, ALONE))
+
+    def _run_together(self, cells: Sequence[Cell]) -> None:
         groups: dict[Group, list[Cell]] = {}
         for cell in cells:
             groups.setdefault(self._crew.group(cell.implementation), []).append(cell)
@@ -153,12 +170,15 @@ class WorkloadRun:
                 break
             except CellDied as dead:
                 self._bury(dead)
-                survivors = [one.cell for one in timed if one.group == dead.group and one.cell.id not in self._records]
-                others = [one for one in timed if one.group != dead.group and one.cell.id not in self._records]
+                survivors = [one.cell for one in timed if one.group == dead.group and self._is_open(one.cell)]
+                others = [one for one in timed if one.group != dead.group and self._is_open(one.cell)]
                 timed = [*others, *(one for one in self._open_group(dead.group, survivors) if one.opened.timed)]
         with ThreadPoolExecutor(len(groups) or 1) as pool:
             list(pool.map(self._quietly_release, groups))
-        return list(self._records.values())
+
+    def _is_open(self, cell: Cell) -> bool:
+        """Whether nothing final is known of it yet."""
+        return cell.id not in self._records and cell not in self._crowded_out
 
     def _measure_ceilings(self, groups: dict[Group, list[Cell]]) -> dict[str, Ceilings | None]:
         known = self._crew.environments
@@ -193,7 +213,7 @@ class WorkloadRun:
                 return [one for cell in todo if (one := self._open(cell, group)) is not None]
             except CellDied as dead:
                 self._bury(dead)
-                todo = [cell for cell in todo if cell.id not in self._records]
+                todo = [cell for cell in todo if self._is_open(cell)]
 
     def _open(self, cell: Cell, group: Group) -> RemoteCell | None:
         if self._abandoned:
@@ -218,15 +238,24 @@ class WorkloadRun:
         return RemoteCell(cell, group, answer, self._crew, request.timeout_s)
 
     def _bury(self, dead: CellDied) -> None:
-        if dead.cell.id not in self._records:
+        if self._is_open(dead.cell):
             self._finish(dead.record)
 
     def _finish(self, record: Record) -> None:
+        if isinstance(record, OutOfMemory) and self._in_company and self._shares_memory(record):
+            self._crowded_out.append(record.cell)
+            return
         if self._request.in_process:
             record = msgspec.structs.replace(record, isolation="in-process")
         self._records[record.cell.id] = record
         if record.implementation not in anchors.NAMES:
             self._listener.finished(record)
+
+    def _shares_memory(self, record: Record) -> bool:
+        """Whether other workers held memory of the device it ran out of; on a CPU the limit is each worker's own."""
+        return record.implementation not in anchors.NAMES and self._crew.accelerated(
+            self._crew.group(record.implementation).framework
+        )
 
     def _measure(self, timed: Sequence[RemoteCell]) -> None:
         request = self._request
