@@ -1,0 +1,181 @@
+"""Two run files -> cases: for where the baseline cannot be measured again beside the current code.
+
+Times of different runs are never compared bare. Each is taken relative to the two anchor kernels that were interleaved
+with it; as the anchors drift too, both must tell the same story, and the floor is higher than for launches in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import erfc, exp, log, log1p, sqrt
+from statistics import NormalDist
+
+from msgspec.structs import replace
+
+from attnbench.analyse.combined import combine, geometric_mean
+from attnbench.analyse.gate import with_holm
+from attnbench.analyse.gate_case import case_of
+from attnbench.analyse.ranking import ANCHOR, is_timed, label
+from attnbench.analyse.ratios import Ratio, paired_ratio, round_medians
+from attnbench.comparison import ALPHA, Case, Comparison, Estimate, Verdict
+from attnbench.measuring.anchors import NAMES
+from attnbench.measuring.paired import SES_TO_DETECT
+from attnbench.spec import Ok, Record
+
+STORED_FLOOR = 0.05
+STORED_SAME = 0.10
+"""`same` needs both intervals within this of 1."""
+Z = NormalDist().inv_cdf(1 - ALPHA)
+
+
+def cases_of_runs(
+    baseline: Sequence[Record], current: Sequence[Record], floor_of: Callable[[str, str], float] | None = None
+) -> list[Case]:
+    """Every cell of two runs as a case, with Holm's correction over the timed ones; floors below 0.05 do not count."""
+    old, new = ({one.cell.id: one for one in records if not _is_anchor(one)} for records in (baseline, current))
+    cases: list[Case] = []
+    for cell, record in {**old, **new}.items():
+        asked = floor_of(record.implementation, record.workload.id) if floor_of else STORED_FLOOR
+        a, b = old.get(cell), new.get(cell)
+        if a is None or b is None:
+            cases.append(_one_sided(a, b))
+        else:
+            cases.append(_case(a, b, _anchors(baseline, a), _anchors(current, b), max(asked, STORED_FLOOR)))
+    timed = {place: case.first for place, case in enumerate(cases) if case.first and case.first.verdict}
+    return with_holm(cases, {place: _p_slower(first) for place, first in timed.items()})
+
+
+def compare_records(
+    a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok], floor: float = STORED_FLOOR
+) -> Comparison:
+    """Time of b / time of a across two runs, by each anchor; slower or faster only when both anchors say so."""
+    problem = _problem(a, b, anchors_a, anchors_b)
+    if problem:
+        return replace(_untimed(a, b, problem), floor=floor)
+    ratios = {name: _by_anchor(a, b, _named(anchors_a, name), _named(anchors_b, name)) for name in NAMES}
+    estimates = {name: _estimate(name, ratio, a, b, floor) for name, ratio in ratios.items()}
+    return replace(
+        _untimed(a, b, ""),
+        verdict=_verdict(list(ratios.values()), floor),
+        ratio=geometric_mean(list(ratios.values())).value,
+        interval=(min(one.low for one in ratios.values()), max(one.high for one in ratios.values())),
+        smallest_slowdown=max(one.detectable for one in estimates.values()),
+        estimates=estimates,
+        floor=floor,
+    )
+
+
+def _case(a: Record, b: Record, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok], floor: float) -> Case:
+    if not (isinstance(a, Ok) and isinstance(b, Ok)):
+        return case_of(label(b), b.workload, _untimed(a, b, b.reason or a.reason or ""))
+    comparison = compare_records(a, b, anchors_a, anchors_b, floor)
+    case = case_of(label(b), b.workload, comparison)
+    if comparison.verdict != "slower":
+        return case
+    told = " and ".join(f"{one.ratio:.2f} by {name}" for name, one in comparison.estimates.items())
+    return replace(case, status="regression", reason=f"slower than the stored run: {told}")
+
+
+def _one_sided(a: Record | None, b: Record | None) -> Case:
+    record = a or b
+    assert record is not None
+    case = case_of(label(record), record.workload, None)
+    if isinstance(b, Ok):
+        return replace(case, status="no_baseline", reason="not in the baseline run")
+    return replace(case, reason="not in the current run" if b is None else b.reason)
+
+
+def _problem(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> str:
+    """Why the two times cannot be compared; empty when they can."""
+    for record, anchors, run in ((a, anchors_a, "baseline"), (b, anchors_b, "current")):
+        if record.time is None:
+            return f"verified but not timed in the {run} run"
+        missing = [name for name in NAMES if not any(one.implementation == name for one in anchors)]
+        if missing:
+            return f"the {run} run has no times of {' and '.join(missing)} for this workload: measure it again"
+    pairs = [(a, b), *((_named(anchors_a, name), _named(anchors_b, name)) for name in NAMES)]
+    for old, new in pairs:
+        if _kind(old) != _kind(new):
+            told = " and ".join(" ".join(str(part) for part in _kind(one)) for one in (old, new))
+            return f"{old.implementation} was not measured alike in both runs ({told}): measure the baseline again"
+    return ""
+
+
+def _kind(record: Ok) -> tuple[str, ...]:
+    """What must not differ for two times to be of the same thing: the clock, and for an anchor what made it how big."""
+    assert record.time is not None
+    if not _is_anchor(record):
+        return (record.time.clock,)
+    framework = record.environment.framework if record.environment else ""
+    return record.time.clock, framework, *(f"{name} {size}" for name, size in record.verified_at.shape.items())
+
+
+def _by_anchor(a: Ok, b: Ok, anchor_a: Ok, anchor_b: Ok) -> Ratio:
+    level = 1 - 2 * ALPHA
+    return combine([paired_ratio(anchor_b, b, level), paired_ratio(anchor_a, a, level)], [1, -1])
+
+
+def _verdict(ratios: Sequence[Ratio], floor: float) -> Verdict:
+    if all(one.low > 1 + floor for one in ratios):
+        return "slower"
+    if all(one.high < 1 / (1 + floor) for one in ratios):
+        return "faster"
+    widest = 1 + STORED_SAME + max(0.0, floor - STORED_FLOOR)
+    return "same" if all(1 / widest < one.low and one.high < widest for one in ratios) else "inconclusive"
+
+
+def _estimate(name: str, ratio: Ratio, a: Ok, b: Ok, floor: float) -> Estimate:
+    """A stored run is one launch: its interval comes from rounds, and there is no second one over launches."""
+    assert a.time is not None
+    assert b.time is not None
+    below, above = log(ratio.value / ratio.low) / Z, log(ratio.high / ratio.value) / Z
+    return Estimate(
+        metric=name,
+        ratio=ratio.value,
+        interval=(ratio.low, ratio.high),
+        t_interval=(ratio.low, ratio.high),
+        detectable=exp(log1p(floor) + SES_TO_DETECT * below) - 1,
+        p_slower=_p_above(log(ratio.value) - log1p(floor), below),
+        p_faster=_p_above(-log(ratio.value) - log1p(floor), above),
+        launches=1,
+        pairs=min(len(round_medians(a.time)), len(round_medians(b.time))),
+    )
+
+
+def _p_above(excess: float, se: float) -> float:
+    return erfc(excess / se / sqrt(2)) / 2 if se > 0 else float(excess <= 0)
+
+
+def _p_slower(comparison: Comparison) -> float:
+    """Both anchors must say so, hence the larger."""
+    return max(one.p_slower for one in comparison.estimates.values())
+
+
+def _untimed(a: Record, b: Record, reason: str) -> Comparison:
+    return Comparison(
+        a=label(a),
+        b=label(b),
+        workload=b.workload,
+        verdict=None,
+        reason=reason,
+        record_a=_without_times(a),
+        record_b=_without_times(b),
+        commit_a=a.environment.commit if a.environment else "",
+        commit_b=b.environment.commit if b.environment else "",
+    )
+
+
+def _without_times(record: Record) -> Record:
+    return replace(record, time=None, also={}, throughput=None) if isinstance(record, Ok) else record
+
+
+def _anchors(records: Sequence[Record], of: Record) -> list[Ok]:
+    return [one for one in records if _is_anchor(one) and one.workload.id == of.workload.id and is_timed(one)]
+
+
+def _is_anchor(record: Record) -> bool:
+    return record.implementation.startswith(ANCHOR)
+
+
+def _named(anchors: Sequence[Ok], name: str) -> Ok:
+    return next(one for one in anchors if one.implementation == name)

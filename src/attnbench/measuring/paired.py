@@ -1,0 +1,233 @@
+"""Launches of two arms -> time of b / time of a with intervals, and the rule that says when the evidence is enough.
+
+Everything is worked out on ln(b / a) of neighbouring blocks. Swapping the arms negates each figure to the last bit and
+so mirrors the verdict. Only metrics that contradict each other do not mirror: slower on any of them is slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log1p
+
+import numpy as np
+from msgspec import Struct
+
+from attnbench.comparison import ALPHA, FLOOR, LARGEST_SAME, LOOKS, WIDEST_SAME, Block, Estimate, Launch, Verdict
+from attnbench.errors import UsageError
+from attnbench.measuring.launch_bootstrap import DRAWS, SEED, median_draws
+
+ENDLESS = 50.0
+"""Stands for infinity among logarithms: JSON has none."""
+FEW_LAUNCHES = 6
+"""Below this a bootstrap over launches is far too narrow; Student's t takes its place."""
+SES_TO_DETECT = 4.0
+_WORDS = {1: "slower", -1: "faster", 0: "neither slower nor faster"}
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """What is known after so many launches."""
+
+    verdict: Verdict | None
+    """None: go on."""
+    estimates: dict[str, Estimate] = {}
+    """By metric; empty between looks."""
+    notes: tuple[str, ...] = ()
+
+
+class _Evidence(Struct, frozen=True, kw_only=True):
+    """One metric's estimate as logarithms."""
+
+    point: float
+    low: float
+    high: float
+    t_low: float
+    t_high: float
+    mean: float
+    """Of the launches' medians, with its standard error: where the t interval and the p-values come from."""
+    mean_se: float | None
+    se: float
+    """Of the point."""
+    launches: int
+    pairs: int
+
+
+def published(metrics: Sequence[str]) -> str:
+    """The metric whose ratio is published: device time where there is one, else wall time."""
+    return next((name for name in ("device", "wall") if name in metrics), metrics[0])
+
+
+def estimate(launches: Sequence[Launch], metric: str, alpha: float, floor: float = FLOOR, seed: int = SEED) -> Estimate:
+    """Ratio by one metric; each bound of an interval errs with probability alpha.
+
+    The p-values are those of Student's t over the launches' medians. Launches are what is independent, and with 6 to 16
+    of them t keeps its level where the bootstrap rejects two to six times too often; heavy tails only make it careful.
+    """
+    return _as_estimate(_evidence(launches, metric, alpha, seed), metric, floor)
+
+
+def decide(
+    launches: Sequence[Launch],
+    metrics: Sequence[str],
+    floor: float = FLOOR,
+    looks: Sequence[int] = LOOKS,
+    alpha: float = ALPHA,
+    last: bool = False,
+) -> Decision:
+    """Judge at a look, or when this is the `last` chance; between looks go on. The floor may only be raised.
+
+    Slower on any metric is slower; faster on any and slower on none is faster; same is the published metric's to say.
+    """
+    if floor < FLOOR:
+        raise UsageError(f"a floor of {floor:g} is below {FLOOR:g}, what layout alone makes: it may only be raised.")
+    launches = [launch for launch in launches if launch.a and launch.b]
+    last = last or len(launches) >= looks[-1]
+    if not last and len(launches) not in looks:
+        return Decision(verdict=None)
+    if not launches:
+        return Decision(verdict="inconclusive", notes=("no launch gave a pair of samples",))
+    share = alpha / len(looks) / len(metrics)
+    judged, notes = _judged_metrics(launches, metrics)
+    found = {name: _evidence(launches, name, share) for name in judged}
+    verdict, doubts = _verdict(found, published(metrics), floor)
+    if len(launches) < FEW_LAUNCHES:
+        notes.append(f"only {len(launches)} launches: judged by Student's t alone")
+    return Decision(
+        verdict="inconclusive" if verdict is None and last else verdict,
+        estimates={name: _as_estimate(one, name, floor) for name, one in found.items()},
+        notes=(*notes, *doubts),
+    )
+
+
+def _judged_metrics(launches: Sequence[Launch], metrics: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Metrics that can be judged, and why the others cannot; the published one always has to."""
+    blind = [
+        name
+        for name in metrics
+        if name != published(metrics) and not all(block.ns[name] > 0 for one in launches for block in one.a + one.b)
+    ]
+    notes = [f"{name} time is not judged: its clock is too coarse and saw blocks of 0 ns" for name in blind]
+    return [name for name in metrics if name not in blind], notes
+
+
+def _verdict(found: dict[str, _Evidence], main: str, floor: float) -> tuple[Verdict | None, list[str]]:
+    """The verdict of b, None when it is still open, and what is doubtful about it."""
+    signs = {name: _sign(one, floor) for name, one in found.items()}
+    doubtful = [
+        name for name, sign in signs.items() if (sign or name == main) and not _student_agrees(found[name], sign, floor)
+    ]
+    doubts = [
+        f"{name} time: the bootstrap says {_WORDS[signs[name]]}, Student's t over launches disagrees"
+        for name in doubtful
+    ]
+    certain = {sign for name, sign in signs.items() if name not in doubtful}
+    if 1 in signs.values() and -1 in signs.values():
+        doubts.append(
+            "the metrics contradict each other: " + ", ".join(f"{_WORDS[s]} by {n} time" for n, s in signs.items())
+        )
+        # More threads, say: what people wait for decides.
+        if signs[main] and main not in doubtful:
+            return ("slower" if signs[main] > 0 else "faster"), doubts
+    if 1 in certain:
+        return "slower", doubts
+    if -1 in certain and 1 not in signs.values():
+        return "faster", doubts
+    if doubtful or any(signs.values()):
+        return None, doubts
+    return ("same" if _is_same(found[main], floor) else None), doubts
+
+
+def _sign(one: _Evidence, floor: float) -> int:
+    return int(one.low > log1p(floor)) - int(one.high < -log1p(floor))
+
+
+def _student_agrees(one: _Evidence, sign: int, floor: float) -> bool:
+    """Whether the t interval lies on the same side of 1. Asking it to clear the floor too would let one disturbed
+    launch hide a slowdown: a mean, unlike the pooled median, feels it."""
+    if sign == 0:
+        return not (one.t_low > log1p(floor) or one.t_high < -log1p(floor))
+    return one.t_low > 0 if sign > 0 else one.t_high < 0
+
+
+def _is_same(one: _Evidence, floor: float) -> bool:
+    """Within +-5 % and narrower than 6 %; a raised floor raises both by as much, or nothing near it could ever pass."""
+    slack = floor - FLOOR
+    edge = log1p(LARGEST_SAME + slack)
+    return -edge < one.low and one.high < edge and one.high - one.low < log1p(WIDEST_SAME + slack)
+
+
+def _as_estimate(one: _Evidence, metric: str, floor: float) -> Estimate:
+    return Estimate(
+        metric=metric,
+        ratio=exp(one.point),
+        interval=(exp(one.low), exp(one.high)),
+        t_interval=(exp(one.t_low), exp(one.t_high)),
+        detectable=exp(min(log1p(floor) + SES_TO_DETECT * one.se, ENDLESS)) - 1,
+        p_slower=_p_above(one.mean - log1p(floor), one.mean_se, one.launches),
+        p_faster=_p_above(-one.mean - log1p(floor), one.mean_se, one.launches),
+        launches=one.launches,
+        pairs=one.pairs,
+    )
+
+
+def _p_above(excess: float, se: float | None, launches: int) -> float:
+    """One-sided p-value of an excess that is not really there."""
+    from scipy.special import stdtr
+
+    if se is None:
+        return 1.0
+    if se == 0:
+        return float(excess <= 0)
+    return float(stdtr(launches - 1, -excess / se))
+
+
+def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int = SEED) -> _Evidence:
+    logs = [_log_ratios(launch, metric) for launch in launches if launch.a and launch.b]
+    if not logs:
+        raise ValueError("no launch holds a block of both arms: there is nothing to estimate from")
+    pooled = np.concatenate(logs)
+    medians = np.array([np.median(one) for one in logs])
+    point, mean, mean_se = float(np.median(pooled)), float(medians.mean()), _standard_error(medians)
+    half = _student_half_width(mean_se, len(logs), alpha)
+    low, high, se = mean - half, mean + half, ENDLESS if mean_se is None else mean_se
+    if len(logs) >= FEW_LAUNCHES:
+        draws = median_draws(logs, seed)
+        rank = int(alpha * DRAWS)
+        low, high = float(draws[rank]), float(draws[-1 - rank])
+        se = float(draws.std()) * (len(logs) / (len(logs) - 1)) ** 0.5
+    return _Evidence(
+        point=point,
+        low=max(min(low, point), -ENDLESS),
+        high=min(max(high, point), ENDLESS),
+        t_low=max(mean - half, -ENDLESS),
+        t_high=min(mean + half, ENDLESS),
+        mean=mean,
+        mean_se=mean_se,
+        se=se,
+        launches=len(logs),
+        pairs=len(pooled),
+    )
+
+
+def _log_ratios(launch: Launch, metric: str) -> np.ndarray:
+    pairs = min(len(launch.a), len(launch.b))
+    return _logs(launch.b[:pairs], metric) - _logs(launch.a[:pairs], metric)
+
+
+def _logs(blocks: Sequence[Block], metric: str) -> np.ndarray:
+    ns = np.array([block.ns[metric] for block in blocks], float)
+    if not np.all((ns > 0) & np.isfinite(ns)):
+        wrong = float(ns[~((ns > 0) & np.isfinite(ns))][0])
+        raise ValueError(
+            f"a block of {wrong:g} ns by {metric} time cannot be: its clock is too coarse, put more calls into a block"
+        )
+    return np.log(ns)
+
+
+def _standard_error(values: np.ndarray) -> float | None:
+    return float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def _student_half_width(se: float | None, launches: int, alpha: float) -> float:
+    from scipy.special import stdtrit
+
+    return 2 * ENDLESS if se is None else float(stdtrit(launches - 1, 1 - alpha)) * se

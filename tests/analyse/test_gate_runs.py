@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
+
+from attnbench.analyse.comparable import check_comparable
+from attnbench.analyse.gate import judge
+from attnbench.analyse.gate_runs import cases_of_runs, compare_records
+from attnbench.comparison import Case, Comparison
+from attnbench.errors import UsageError
+from attnbench.spec import Environment, Memory, Ok, Record, VerifiedAt
+
+SHAPES = {"anchor.matmul": {"size": 512}, "anchor.copy": {"bytes": 1 << 25}}
+
+
+def anchors(machine: float = 1.0, seed: int = 0, copy: float = 1.0) -> list[Ok]:
+    """Both anchors on a machine that takes `machine` times as long; `copy` slows the memory-bound one alone."""
+    medians = {"anchor.matmul": 2e6 * machine, "anchor.copy": 5e6 * machine * copy}
+    return [
+        ok(name, noisy(median, seed + i), verified_at=VerifiedAt(shape=SHAPES[name], share=1.0))
+        for i, (name, median) in enumerate(medians.items())
+    ]
+
+
+def cell(median: float = 1e6, seed: int = 10, name: str = "torch.x", **fields: object) -> Ok:
+    return ok(name, noisy(median, seed), **fields)
+
+
+def compared(factor: float, machine: float = 1.0, copy: float = 1.0, **fields: float) -> Comparison:
+    b = cell(1e6 * factor * machine, seed=20)
+    return compare_records(cell(), b, anchors(), anchors(machine, 30, copy), **fields)
+
+
+@pytest.mark.parametrize(
+    "factor, verdict", [(1.0, "same"), (1.03, "same"), (1.09, "slower"), (0.9, "faster"), (2.0, "slower")]
+)
+@pytest.mark.parametrize("machine", [1.0, 1.4])
+def test_verdict_is_relative_to_the_anchors(factor: float, verdict: str, machine: float):
+    """A machine 40 % slower slows the anchors as well."""
+    found = compared(factor, machine)
+    assert found.verdict == verdict
+    assert found.ratio == pytest.approx(factor, rel=0.02)
+    assert found.interval is not None
+    assert found.interval[0] < factor < found.interval[1]
+    assert set(found.estimates) == set(SHAPES)
+
+
+def test_anchors_that_disagree_decide_nothing():
+    assert compared(1.12, copy=1.12).verdict == "inconclusive"
+    assert compared(0.88, copy=0.88).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    "factor, verdict, mirrored",
+    [(1.12, "slower", "faster"), (1.0, "same", "same"), (1.055, "inconclusive", "inconclusive")],
+)
+def test_swapping_the_runs_mirrors_the_verdict(factor: float, verdict: str, mirrored: str):
+    a, b, of_a, of_b = cell(), cell(factor * 1.2e6, 20), anchors(), anchors(1.2, 30, 0.96)
+    there, back = compare_records(a, b, of_a, of_b), compare_records(b, a, of_b, of_a)
+    assert (there.verdict, back.verdict) == (verdict, mirrored)
+    assert there.ratio == pytest.approx(1 / back.ratio)  # type: ignore[operator]
+    assert there.interval == pytest.approx(tuple(1 / bound for bound in reversed(back.interval or ())))
+
+
+def test_a_floor_may_be_raised():
+    assert compared(1.12, floor=0.15).verdict == "same"
+    assert compared(1.20, floor=0.15).verdict == "slower"
+
+
+def test_times_are_left_out_and_the_rest_survives_json():
+    found = compared(1.09)
+    assert found.record_a is not None
+    assert found.record_a.time is None
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Comparison) == found
+
+
+@pytest.mark.parametrize(
+    "b, of_b, reason",
+    [
+        (cell(time=None), anchors(), "verified but not timed in the current run"),
+        (cell(), anchors()[:1], "the current run has no times of anchor.copy"),
+        (cell(time=timing(noisy(1e6, 3), clock="kernel")), anchors(), "torch.x was not measured alike"),
+        (cell(), [replace(one, environment=replace(CPU, framework="jax")) for one in anchors()], "jax"),
+    ],
+)
+def test_what_cannot_be_compared_says_why(b: Ok, of_b: list[Ok], reason: str):
+    found = compare_records(cell(), b, anchors(), of_b)
+    assert found.verdict is None
+    assert reason in found.reason
+
+
+def runs(current: list[Record], baseline: list[Record] | None = None) -> list[Case]:
+    old = [cell()] if baseline is None else baseline
+    return cases_of_runs([*old, *anchors()], [*current, *anchors(1.1, 30)])
+
+
+def only(cases: list[Case]) -> Case:
+    (one,) = cases
+    return one
+
+
+def test_a_slower_stored_run_is_a_regression():
+    found = only(runs([cell(1.12 * 1.1e6, 20)]))
+    assert found.status == "regression"
+    assert "by anchor.matmul and" in found.reason
+    assert found.first is not None
+    assert found.p_holm == max(one.p_slower for one in found.first.estimates.values()) < 0.01
+    assert len({one.p_slower for one in found.first.estimates.values()}) == 2
+    assert judge([found], ()).outcome == "fail"
+
+
+def test_an_unchanged_or_better_one_passes():
+    assert only(runs([cell(1.1e6, 20)])).status == "pass"
+    assert only(runs([cell(0.9e6, 20)])).status == "improved"
+
+
+def test_numbers_and_memory_are_gated_between_runs_too():
+    assert only(runs([incorrect("torch.x", "off")])).status == "wrong"
+    light, heavy = (Memory(peak_bytes=size) for size in (10**7, 2 * 10**7))
+    found = only(runs([cell(1.1e6, 20, memory=heavy)], [cell(memory=light)]))
+    assert (found.status, found.memory) == ("memory", (10**7, 2 * 10**7))
+
+
+def test_cells_of_one_run_only():
+    found = runs([cell(1.1e6, 20), cell(name="torch.new")], [cell(), cell(name="torch.old")])
+    told = {one.implementation: (one.status, one.reason) for one in found}
+    assert told["torch.new"] == ("no_baseline", "not in the baseline run")
+    assert told["torch.old"] == ("not_measured", "not in the current run")
+    assert told["torch.x"][0] == "pass"
+
+
+def test_refused_on_both_sides_is_not_measured():
+    assert only(runs([unsupported("torch.x", "no")], [unsupported("torch.x", "no")])).status == "not_measured"
+    assert only(runs([cell()], [unsupported("torch.x", "no")])).status == "no_baseline"
+
+
+def test_anchors_of_another_workload_do_not_count():
+    other = [replace(one, workload=workload(256)) for one in anchors()]
+    found = only(cases_of_runs([cell(), *other], [cell(), *other]))
+    assert found.status == "not_measured"
+    assert "measure it again" in found.reason
+
+
+def test_floors_per_case_only_upward():
+    old, new = [cell(), *anchors()], [cell(1.12 * 1.1e6, 20), *anchors(1.1, 30)]
+    assert only(cases_of_runs(old, new, lambda implementation, on: 0.2)).status == "pass"
+    lowered = only(cases_of_runs(old, new, lambda implementation, on: 0.0))
+    assert lowered.first is not None
+    assert lowered.first.floor == 0.05
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({"cpu": "Other CPU"}, "cpu is unknown in the baseline and Other CPU in the current run"),
+        ({"threads": 1}, "threads is 2 in the baseline and 1 in the current run"),
+        ({"capability": (9, 0)}, "capability is unknown in the baseline and 9.0 in the current run"),
+        ({"packages": {"torch": "2.12.0"}}, "package torch is 2.13.0 in the baseline and 2.12.0 in the current run"),
+        ({"packages": {"torch": "2.13.0", "x": "1"}}, "package x is absent in the baseline and 1 in the current run"),
+    ],
+)
+def test_other_machines_are_refused_by_name(changed: dict[str, object], told: str):
+    with pytest.raises(UsageError) as error:
+        check_comparable([CPU], [replace(CPU, **changed)])
+    assert told in str(error.value)
+    assert "attnbench baseline save" in str(error.value)
+    assert "device_name" not in str(error.value)
+
+
+def test_soft_facts_and_other_frameworks_do_not_matter():
+    jax = Environment(device="cpu", device_name="Test CPU 9000", framework="jax", packages={"jax": "0.10"})
+    check_comparable([CPU], [replace(CPU, clocks={"load": 4.0}, commit="abc", variables={"OMP_NUM_THREADS": "2"})])
+    check_comparable([CPU, jax], [jax, CPU])
+    check_comparable([CPU], [jax])
