@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnbench.comparing import compare as compare
     from attnbench.dispatch.attention import attention as attention
     from attnbench.dispatch.explain import explain as explain
     from attnbench.measuring.memory import MemoryProfiler as MemoryProfiler
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from attnbench.workloads import masks as masks
 
 _HOME = {  # public name -> where it lives
+    "compare": ("attnbench.comparing", "compare"),
     "attention": ("attnbench.dispatch.attention", "attention"),
     "explain": ("attnbench.dispatch.explain", "explain"),
     "MemoryProfiler": ("attnbench.measuring.memory", "MemoryProfiler"),

@@ -21,7 +21,7 @@ HERE = Environment(device="cpu", device_name="Test CPU", framework="numpy", pack
 
 
 def described(framework):
-    worker = Remote(framework, None, None)
+    worker = Remote.start(framework, None, None)
     try:
         answer = worker.ask(p.Describe([]), START_S)
     finally:

@@ -15,12 +15,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from attnbench.comparison import Block
 from attnbench.frameworks import OUTPUTS, Framework, Inputs, Program, Programs
+from attnbench.measuring.block import take_block
 from attnbench.measuring.disguise import Wardrobe
 from attnbench.measuring.draws import Draws
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.subject import Subject, Wrong
-from attnbench.measuring.verify import examine
+from attnbench.measuring.verify import examine, examine_again
 from attnbench.spec import Array, Cell, Environment, Implementation, Memory, Ok, VerifiedAt, Workload
 from attnbench.workloads.cost import demand
 from attnbench.workloads.shrink import shrink
@@ -32,6 +34,7 @@ WARM_UP_S = {"cpu": 0.05}
 WARM_UP_GPU_S = 0.1
 WARM_UP_LIMIT_S = 2.0
 RECHECKS, SLOW_NS = 4, 1e9
+SEEN_BEFORE = "taken in the first launch"
 
 
 class FellBack(Exception):
@@ -46,6 +49,8 @@ class Options:
     measure: bool = True
     clock: str | None = None
     seed: int = 0
+    again: bool = False
+    """Examined, weighed and profiled before, in another process: only check that its outputs are right here too."""
 
 
 class Stages:
@@ -98,12 +103,12 @@ class Session:
             first_call_ns = self._time_first_call()
         with stages.timed("verify"):
             subject = self._subject(self.cell.workload, self.programs, draws, call_lse)
-            self.findings = examine(subject, self._options.thorough)
-            verified_at = self._verify_gradients_smaller(self.findings.verified_at)
+            again = self._options.again
+            self.findings = examine_again(subject) if again else examine(subject, self._options.thorough)
+            verified_at = self.findings.verified_at if again else self._verify_gradients_smaller()
         with stages.timed("profile"):
-            kernels, kernels_reason = self._framework.kernels(self.programs.main, self._inputs[0], self._device)
-            self._prove_path(kernels)
-            memory = self._weigh()
+            kernels, kernels_reason = (None, SEEN_BEFORE) if again else self._profiled()
+            memory = Memory(peak_bytes=None, reason=SEEN_BEFORE) if again else self._weigh()
         record = Ok(
             implementation=self.cell.implementation,
             workload=self.cell.workload,
@@ -146,6 +151,13 @@ class Session:
         self.clock_ns = time.perf_counter_ns() - start
         return taken.ns
 
+    def block(self, calls: int) -> Block:
+        """One turn in a comparison: so many calls by every metric, then the same check as after samples."""
+        program = self._wardrobe.disguised(self.programs.main)
+        block, taken = take_block(self._framework, self._device, self._clock, program, self._inputs, calls)
+        self._check_last(taken.last, taken.last_input)
+        return block
+
     def trace(self, folder: Path) -> Path:
         """Hand one call to the framework's profiler."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,9 +199,14 @@ class Session:
         self._framework.wait(output)
         return time.perf_counter_ns() - start
 
-    def _verify_gradients_smaller(self, verified_at: VerifiedAt) -> VerifiedAt:
+    def _profiled(self) -> tuple[list[str] | None, str | None]:
+        kernels, reason = self._framework.kernels(self.programs.main, self._inputs[0], self._device)
+        self._prove_path(kernels)
+        return kernels, reason
+
+    def _verify_gradients_smaller(self) -> VerifiedAt:
         """Where no head's gradients fit the reference's budget, prove them on the same problem made small."""
-        workload = self.cell.workload
+        workload, verified_at = self.cell.workload, self.findings.verified_at
         if not workload.needs_gradients or self._draws.gradient_heads:
             return verified_at
         small = shrink(workload)

@@ -96,7 +96,7 @@ class Crew:
     def _new(self, framework: str) -> Remote | Local:
         if self._in_process:
             return Local(framework, self._device)
-        return Remote(framework, self._device, self._threads)
+        return Remote.start(framework, self._device, self._threads)
 
     def _usable(self, framework: str) -> bool:
         if framework in self.unusable:

@@ -87,7 +87,7 @@ def launch(
 
     A standing `crew` is used and left alive; otherwise the run has workers of its own.
     """
-    _refuse_distortion()
+    refuse_distortion()
     _check_clock(request)
     names, travellers = _recruit(request)
     if crew is not None:
@@ -246,7 +246,8 @@ def _warn_of_load(listener: Listener) -> None:
         listener.warning(f"load {load:.1f} on {cores} cores: other programs are running, times will vary")
 
 
-def _refuse_distortion() -> None:
+def refuse_distortion() -> None:
+    """Some settings make every time wrong."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise UsageError("CUDA_LAUNCH_BLOCKING is set: it times launches, not kernels. Unset it and run again.")
 

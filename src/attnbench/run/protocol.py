@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from attnbench.comparison import Block
 from attnbench.measuring.rates import Ceilings
 from attnbench.spec import Cell, Environment, Failed, Incorrect, Ok, OutOfMemory, Timeout, Unsupported
 
@@ -49,6 +50,8 @@ class Open(Struct, tag="open"):
     seed: int
     shared: str | None = None
     """Folder in which the workers of a workload find each other's truths."""
+    again: bool = False
+    """Examined before, in another process."""
 
 
 class WarmUp(Struct, tag="warm_up"):
@@ -64,6 +67,13 @@ class Sample(Struct, tag="sample"):
     cell: str
     part: str
     count: int
+    calls: int
+
+
+class TakeBlock(Struct, tag="take_block"):
+    """Time so many calls of an open cell by every metric at once."""
+
+    cell: str
     calls: int
 
 
@@ -93,7 +103,18 @@ class Release(Struct, tag="release"):
 
 
 Question = (
-    Describe | Enlist | Refusals | VerifyOnly | Open | WarmUp | Sample | SampleOther | Trace | MeasureCeilings | Release
+    Describe
+    | Enlist
+    | Refusals
+    | VerifyOnly
+    | Open
+    | WarmUp
+    | Sample
+    | TakeBlock
+    | SampleOther
+    | Trace
+    | MeasureCeilings
+    | Release
 )
 
 
@@ -143,6 +164,12 @@ class Sampled(Struct, tag="sampled"):
     """What the clock itself took, without messages and checks."""
 
 
+class BlockTaken(Struct, tag="block_taken"):
+    """One arm's turn in a comparison."""
+
+    block: Block
+
+
 class Traced(Struct, tag="traced"):
     """Where the trace was written."""
 
@@ -165,7 +192,7 @@ class Refused(Struct, tag="refused"):
     reason: str
 
 
-Answer = Described | Reasons | Opened | Warm | Closed | Sampled | Traced | Measured | Done | Refused
+Answer = Described | Reasons | Opened | Warm | Closed | Sampled | BlockTaken | Traced | Measured | Done | Refused
 
 encode = msgspec.msgpack.Encoder().encode
 decode_question = msgspec.msgpack.Decoder(Question).decode

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO, Protocol
 
 import psutil
 
@@ -34,33 +36,60 @@ class WorkerDied(Exception):
         self.kind, self.reason, self.detail = kind, reason, detail
 
 
+class Process(Protocol):
+    """What is needed of a running process: subprocess.Popen, or a fork of another process."""
+
+    @property
+    def pid(self) -> int:
+        """Its number; it leads a process group of the same number."""
+        ...
+
+    def poll(self) -> int | None:
+        """Exit code, None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit code, when it has ended."""
+        ...
+
+
+def start(
+    module: str, framework: str, device: str | None, threads: int | None, output: IO[bytes], path: Sequence[str] = ()
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process that serves one of our modules over a socket; `path` goes before all else that it imports from."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(theirs.fileno()), framework, device or ""],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=_environment(device, threads, path),
+        start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends its workers
+    )
+    theirs.close()
+    _pin(process.pid, threads)
+    return process, Connection(ours.detach())
+
+
+def _pin(pid: int, threads: int | None) -> None:
+    """XLA takes as many threads as it may use cores, so a thread count is an affinity too."""
+    if threads is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(pid, sorted(os.sched_getaffinity(0))[:threads])
+
+
 class Remote:
     """One worker process."""
 
-    def __init__(self, framework: str, device: str | None, threads: int | None) -> None:
-        self.framework = framework
-        ours, theirs = socket.socketpair()
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
-        command = [sys.executable, "-P", "-m", "attnbench.run.worker", str(theirs.fileno()), framework, device or ""]
+    def __init__(self, framework: str, process: Process, connection: Connection, output: IO[bytes]) -> None:
+        self.framework, self._process, self._connection, self._stderr = framework, process, connection, output
         self._limit_bytes = psutil.virtual_memory().available - SPARE_BYTES
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._stderr,
-            stderr=self._stderr,
-            env=_environment(device, threads),
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends its workers
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
-        self._pin(threads)
 
-    def _pin(self, threads: int | None) -> None:
-        """XLA takes as many threads as it may use cores, so a thread count is an affinity too."""
-        if threads is not None and hasattr(os, "sched_setaffinity"):
-            cores = sorted(os.sched_getaffinity(0))[:threads]
-            os.sched_setaffinity(self._process.pid, cores)
+    @classmethod
+    def start(cls, framework: str, device: str | None, threads: int | None) -> Remote:
+        """A worker of its own interpreter."""
+        output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
+        return cls(framework, *start("attnbench.run.worker", framework, device, threads, output), output)
 
     def ask(self, question: p.Question, timeout_s: float) -> p.Answer:
         """One question, one answer; raises WorkerDied."""
@@ -74,7 +103,7 @@ class Remote:
                 self._watch_memory()
             return p.decode_answer(self._connection.recv_bytes())
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise self._autopsy() from error
+            raise self.autopsy() from error
 
     def _watch_memory(self) -> None:
         try:
@@ -88,7 +117,8 @@ class Remote:
                 "out_of_memory", f"took more than the {limit:.3g} GB of memory that were free", self._tail()
             )
 
-    def _autopsy(self) -> WorkerDied:
+    def autopsy(self) -> WorkerDied:
+        """What became of it."""
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -139,10 +169,10 @@ class Local:
         self._worker.answer(p.Release())
 
 
-def _environment(device: str | None, threads: int | None) -> dict[str, str]:
+def _environment(device: str | None, threads: int | None, path: Sequence[str]) -> dict[str, str]:
     variables = dict(os.environ)
     package_root = str(Path(__file__).parents[2])
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")]))
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, package_root, variables.get("PYTHONPATH")]))
     variables.update(isa_cap())
     variables.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler is chatty on stderr
     variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

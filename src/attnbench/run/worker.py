@@ -29,6 +29,24 @@ from attnbench.run.memory_need import does_not_fit
 from attnbench.spec import Cell, Failed, Incorrect, OutOfMemory, Unsupported
 
 
+def enlist(question: p.Enlist) -> p.Answer:
+    """Load a function or object from outside the registry and make it known to this process."""
+    try:
+        if question.pickled is not None:
+            import cloudpickle
+
+            found = cloudpickle.loads(question.pickled)
+        else:
+            assert question.reference is not None
+            found = registry.load_reference(question.reference)
+        implementation = registry.resolve(found, question.framework)
+    except Exception as error:
+        return p.Refused(str(error) if isinstance(error, errors.UsageError) else f"{type(error).__name__}: {error}")
+    implementation.name = question.name
+    registry.register(implementation)
+    return p.Done()
+
+
 class Worker:
     """Sessions of one framework on one device."""
 
@@ -43,12 +61,13 @@ class Worker:
         self._draws: dict[str, Draws] = {}
         self._answers: dict[type, Callable[[Any], p.Answer]] = {
             p.Describe: self._describe,
-            p.Enlist: self._enlist,
+            p.Enlist: enlist,
             p.Refusals: self._refusals,
             p.VerifyOnly: lambda q: p.Reasons([registry.get(q.implementation).verify_only or None]),
             p.Open: self._open,
             p.WarmUp: self._warm_up,
             p.Sample: lambda q: self._sampling(q.cell, lambda s: s.sample(q.part, q.count, q.calls)),
+            p.TakeBlock: self._take_block,
             p.SampleOther: lambda q: self._sampling(q.cell, lambda s: s.sample_other(q.clock, q.count)),
             p.Trace: self._trace,
             p.MeasureCeilings: self._ceilings,
@@ -63,22 +82,6 @@ class Worker:
         sys.path.extend(folder for folder in question.path if folder not in sys.path)
         self._environment = describe(self._framework, self._device)
         return p.Described(self._environment)
-
-    def _enlist(self, question: p.Enlist) -> p.Answer:
-        try:
-            if question.pickled is not None:
-                import cloudpickle
-
-                found = cloudpickle.loads(question.pickled)
-            else:
-                assert question.reference is not None
-                found = registry.load_reference(question.reference)
-            implementation = registry.resolve(found, question.framework)
-        except Exception as error:
-            return p.Refused(str(error) if isinstance(error, errors.UsageError) else f"{type(error).__name__}: {error}")
-        implementation.name = question.name
-        registry.register(implementation)
-        return p.Done()
 
     def _refusals(self, question: p.Refusals) -> p.Reasons:
         clocks = ("wall", *self._framework.clocks(self._device))
@@ -130,7 +133,7 @@ class Worker:
         cell = question.cell
         if cell.implementation in anchors.NAMES:
             return anchors.AnchorSession(self._framework, self._environment, cell)
-        options = Options(question.thorough, question.measure, question.clock, question.seed)
+        options = Options(question.thorough, question.measure, question.clock, question.seed, question.again)
         return Session(self._framework, self._environment, registry.get(cell.implementation), cell, options)
 
     def _inputs(self, question: p.Open) -> Draws:
@@ -143,6 +146,11 @@ class Worker:
     def _sampling(self, cell: str, sample: Callable[[Any], list[float]]) -> p.Answer:
         session = self._sessions[cell]
         return self._guarded(session.cell, lambda: p.Sampled(sample(session), session.repeats, session.clock_ns))
+
+    def _take_block(self, question: p.TakeBlock) -> p.Answer:
+        session = self._sessions[question.cell]
+        assert isinstance(session, Session)
+        return self._guarded(session.cell, lambda: p.BlockTaken(session.block(question.calls)))
 
     def _guarded(self, cell: Cell, action: Callable[[], p.Answer]) -> p.Answer:
         """Run an action of a cell; anything it raises becomes the cell's record."""
@@ -224,11 +232,15 @@ def _die_with_parent(socket: int) -> None:
 def main() -> None:
     """Serve one parent over the inherited socket."""
     faulthandler.enable()
+    serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3] or None)
+
+
+def serve(connection: Connection, framework: str, device: str | None) -> None:
+    """Answer the questions of one parent until it hangs up."""
     os.environ["ATTNBENCH_WORKER"] = "1"
-    connection = Connection(int(sys.argv[1]))
     _die_with_parent(connection.fileno())
     try:
-        answer = Worker(sys.argv[2], sys.argv[3] or None).answer
+        answer = Worker(framework, device).answer
     except errors.AttnBenchError as error:
         why = str(error)  # `error` itself is gone when the first question arrives
         answer = lambda question: p.Refused(why)  # noqa: E731

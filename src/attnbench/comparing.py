@@ -1,0 +1,132 @@
+"""`ab.compare`: two implementations, or one in two git refs, each launch in fresh processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from attnbench import config, registry
+from attnbench.comparison import FLOOR, Comparison
+from attnbench.errors import UsageError
+from attnbench.run.arms import Arm, LocalSide, NurserySide, Side, arm_of
+from attnbench.run.duel import Duel, Terms, Watch
+from attnbench.run.launch import CannotTravel, refuse_distortion
+from attnbench.run.refs import Ref, checkout
+from attnbench.spec import Implementation, Workload
+
+Subject = str | Callable[..., Any] | Implementation
+IN_PROCESS = "in the calling process: one of the two cannot be sent to another, so launches share one memory layout"
+
+
+def compare(
+    a: Subject,
+    b: Subject,
+    workload: Workload,
+    *,
+    framework: str = "torch",
+    device: str | None = None,
+    budget_s: float = 60.0,
+    threads: int | None = None,
+    floor: float = FLOOR,
+    watch: Watch | None = None,
+) -> Comparison:
+    """Is b slower than a? `.ratio` is the wall time of b / of a (device time on an accelerator), `.verdict` b's.
+
+    Every launch starts a fresh process of each, checks both against the reference, and times them in turn; it ends as
+    soon as the answer is sure, at the latest after `budget_s`.
+    """
+    _check(workload, budget_s)
+    terms = Terms(workload=workload, budget_s=budget_s, floor=floor)
+    device = None if device is None else str(device).partition(":")[0]
+    try:
+        arms = [arm_of(what, framework) for what in (a, b)]
+    except CannotTravel:
+        return _in_process((a, b), framework, device, terms, watch)
+    with sides(arms, device, threads) as (first, second):
+        return Duel(first, second, terms, watch or _silent).fight()
+
+
+def compare_refs(
+    *,
+    baseline: str,
+    current: str,
+    implementation: str,
+    workload: Workload,
+    folder: Path | None = None,
+    device: str | None = None,
+    threads: int | None = None,
+    budget_s: float = 60.0,
+    watch: Watch | None = None,
+) -> Comparison:
+    """One implementation as two git refs have it."""
+    _check(workload, budget_s)
+    with refs(baseline, current, folder) as (old, new):
+        arms = [ref_arm(implementation, ref) for ref in (old, new)]
+        with sides(arms, device, threads) as (first, second):
+            terms = Terms(workload=workload, budget_s=budget_s)
+            return Duel(first, second, terms, watch or _silent).fight()
+
+
+@contextmanager
+def refs(baseline: str, current: str, folder: Path | None = None) -> Iterator[tuple[Ref, Ref]]:
+    """Both refs, checked out and built as `[tool.attnbench]` says."""
+    where = folder or Path.cwd()
+    settings = config.load_settings(cwd=where)
+    with ExitStack() as stack:
+        old, new = (checkout(name, where, settings.build, settings.pythonpath) for name in (baseline, current))
+        yield stack.enter_context(old), stack.enter_context(new)
+
+
+def ref_arm(implementation: str, ref: Ref) -> Arm:
+    """An implementation as its workers find it with a ref's folders first on their path."""
+    label = f"{implementation} at {ref.name}"
+    path = tuple(str(folder) for folder in ref.pythonpath)
+    if ":" not in implementation:
+        framework = implementation.partition(".")[0]
+        return Arm(label=label, name=implementation, framework=framework, path=path, commit=ref.commit)
+    where, _, attribute = implementation.rpartition(":")
+    reference = f"{ref.path / where}:{attribute}" if where.endswith(".py") else implementation
+    framework = config.load_settings(cwd=ref.path).framework or "torch"
+    return arm_of(reference, framework, label, path, ref.commit)
+
+
+@contextmanager
+def sides(arms: Sequence[Arm], device: str | None, threads: int | None) -> Iterator[list[Side]]:
+    """Live arms; all are ended on the way out."""
+    refuse_distortion()
+    if os.environ.get("ATTNBENCH_WORKER"):
+        raise UsageError("a worker cannot start a comparison: guard the call with `if __name__ == '__main__':`.")
+    with ExitStack() as stack:
+        yield [stack.enter_context(NurserySide(arm, device, threads)) for arm in arms]
+
+
+def _in_process(
+    subjects: tuple[Subject, Subject], framework: str, device: str | None, terms: Terms, watch: Watch | None
+) -> Comparison:
+    with registry.restored():
+        live: list[Side] = []
+        for letter, what in zip("ab", subjects):
+            found = registry.get(what) if isinstance(what, str) else registry.resolve(what, framework)
+            implementation = copy(found)
+            label, implementation.name = implementation.name, f"{implementation.name}#{letter}"
+            arm = Arm(label=label, name=implementation.name, framework=implementation.framework)
+            live.append(LocalSide(arm, implementation, device))
+        outcome = Duel(live[0], live[1], terms, watch or _silent).fight()
+    return msgspec.structs.replace(outcome, notes=(*outcome.notes, IN_PROCESS))
+
+
+def _check(workload: Workload, budget_s: float) -> None:
+    if not isinstance(workload, Workload):
+        raise UsageError(f"a workload is an attnbench.Workload, not {type(workload).__name__}.")
+    if not budget_s > 0:
+        raise UsageError(f"budget_s must be positive, not {budget_s!r}.")
+
+
+def _silent(launches: object, decision: object) -> None:
+    """No progress."""

@@ -1,0 +1,45 @@
+"""One arm's turn in a comparison: several calls, by wall time and by CPU or device time at once."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from attnbench.comparison import Block
+from attnbench.frameworks import Clock, Framework, Inputs, Program
+from attnbench.frameworks.base import Samples, WallClock
+
+WALL_SHARE = 4
+"""On an accelerator every so many calls are timed by the wall clock too."""
+
+
+def take_block(
+    framework: Framework, device: str, clock: Clock, program: Program, inputs: Sequence[Inputs], calls: int
+) -> tuple[Block, Samples]:
+    """Nanoseconds per call by each metric, and what the last call gave."""
+    if device != "cpu" and clock.name != "wall":
+        return _on_device(framework, clock, program, inputs, calls)
+    prepared = [program.prepare(inputs[call % len(inputs)]) for call in range(calls)]
+    framework.wait(prepared)
+    wait, run, output = framework.wait, program.run, ()
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    cpu, wall = time.process_time_ns(), time.perf_counter_ns()
+    for state in prepared:
+        output = run(state)
+        wait(output)
+    wall, cpu = time.perf_counter_ns() - wall, time.process_time_ns() - cpu
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
+    # A call that only sleeps has used no CPU time at all: a nanosecond keeps its ratio defined.
+    ns = {"wall": wall / calls, "cpu": max(cpu, 1) / calls}
+    return Block(ns, switches), Samples([ns["wall"]], framework.snapshot(output), (calls - 1) % len(inputs))
+
+
+def _on_device(
+    framework: Framework, clock: Clock, program: Program, inputs: Sequence[Inputs], calls: int
+) -> tuple[Block, Samples]:
+    wall = WallClock(framework).sample(program, inputs, max(1, calls // WALL_SHARE))
+    taken = clock.sample(program, inputs, calls)
+    return Block({"device": float(np.median(taken.ns)), "wall": float(np.median(wall.ns))}), taken

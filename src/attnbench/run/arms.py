@@ -1,0 +1,170 @@
+"""The two sides of a comparison, each a nursery of fresh workers."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from attnbench import registry
+from attnbench.errors import UsageError
+from attnbench.run import nursery as n
+from attnbench.run import protocol as p
+from attnbench.run.launch import CannotTravel
+from attnbench.run.remote import Local, Remote, WorkerDied, start
+from attnbench.run.travel import Traveller, from_object, from_reference
+from attnbench.spec import Implementation
+
+START_S = 180.0
+
+
+class Arm(Struct, frozen=True, kw_only=True):
+    """An implementation, and where its code comes from."""
+
+    label: str
+    """What people read: a name, or a name with the ref it comes from."""
+    name: str
+    """What its workers call it."""
+    framework: str
+    traveller: Traveller | None = None
+    path: tuple[str, ...] = ()
+    """Folders before all others on the import path of its workers."""
+    commit: str = ""
+
+
+def arm_of(what: Any, framework: str, label: str = "", path: tuple[str, ...] = (), commit: str = "") -> Arm:
+    """An arm from a name, a `file.py:function` or `module:function` reference, a function or an Implementation.
+
+    A reference or a name under another import path is looked up by the workers, not here.
+    """
+    facts = {"path": path, "commit": commit}
+    if isinstance(what, str) and ":" in what:
+        traveller = from_reference(what, framework, set())
+        return Arm(label=label or what, name=traveller.name, framework=framework, traveller=traveller, **facts)
+    if isinstance(what, str):
+        implementation = registry.get(what)
+        if registry.origin(what) != "this process":
+            return Arm(label=label or what, name=what, framework=implementation.framework, **facts)
+        what = implementation
+    implementation = registry.resolve(what, framework)
+    traveller = from_object(what, framework, set())
+    if traveller is None:
+        raise CannotTravel(f"{implementation.name} cannot be sent to a worker process.")
+    label = label or implementation.name
+    return Arm(label=label, name=traveller.name, framework=traveller.framework, traveller=traveller, **facts)
+
+
+class Side(Protocol):
+    """A live arm."""
+
+    arm: Arm
+
+    def hatch(self, seed: int) -> Remote | Local:
+        """A fresh worker."""
+        ...
+
+    def close(self) -> None:
+        """End everything."""
+        ...
+
+
+class _Fledgling:
+    """A worker's process as its nursery sees it."""
+
+    def __init__(self, pid: int, side: NurserySide) -> None:
+        self.pid, self._side = pid, side
+
+    def poll(self) -> int | None:
+        return self._side.exit_code(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (10.0 if timeout is None else timeout)
+        while (code := self.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return 1 if code is None else code
+
+
+class NurserySide:
+    """An arm whose workers are forked from one process that has imported everything."""
+
+    def __init__(self, arm: Arm, device: str | None, threads: int | None) -> None:
+        self.arm = arm
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the nursery)
+        module = "attnbench.run.nursery"
+        started = start(module, arm.framework, device, threads, self._output, arm.path)
+        self._process, self._connection = started
+        # What it says when it dies is told as a worker's last words are.
+        self._nursery = Remote(arm.framework, *started, self._output)
+        self._demand(p.Describe([*sys.path, ""]))
+        if arm.traveller is not None:
+            self._demand(arm.traveller.enlist())
+
+    def __enter__(self) -> NurserySide:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _demand(self, question: p.Describe | p.Enlist) -> None:
+        reply = self._ask(question)
+        if isinstance(reply, p.Refused):
+            self.close()
+            raise UsageError(f"{self.arm.label} could not be loaded: {reply.reason}")
+
+    def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
+        try:
+            self._connection.send_bytes(p.encode(question))
+            if passing is not None:
+                with socket.socket(fileno=socket.dup(self._connection.fileno())) as channel:
+                    socket.send_fds(channel, [b"+"], [passing.fileno()])
+            if not self._connection.poll(START_S):
+                raise UsageError(f"{self.arm.label} did not start within {START_S:g} s.")
+            return n.decode_reply(self._connection.recv_bytes())
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise self._nursery.autopsy() from error
+
+    def hatch(self, seed: int) -> Remote:
+        """A fork with an untouched framework and its own heap padding."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reply = self._ask(n.Hatch(seed), theirs)
+        assert isinstance(reply, n.Hatched)
+        return Remote(self.arm.framework, _Fledgling(reply.pid, self), Connection(ours.detach()), self._output)
+
+    def exit_code(self, pid: int) -> int | None:
+        """How a worker ended; None while it runs."""
+        try:
+            reply = self._ask(n.Inquire(pid))
+        except WorkerDied:
+            return 1
+        assert isinstance(reply, n.Ended)
+        return reply.code
+
+    def close(self) -> None:
+        """End the nursery; workers end when their sockets close."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+
+class LocalSide:
+    """An arm in the calling process, for a function that no other process can have."""
+
+    def __init__(self, arm: Arm, implementation: Implementation, device: str | None) -> None:
+        self.arm, self._device = arm, device
+        registry.register(implementation)
+
+    def hatch(self, seed: int) -> Local:
+        """Fresh sessions; the process stays the same."""
+        del seed
+        return Local(self.arm.framework, self._device)
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,131 @@
+"""`python -m attnbench.run.nursery FD FRAMEWORK DEVICE`: imports once, then forks a fresh worker whenever asked.
+
+A launch of a comparison needs a new process with a memory layout of its own, and importing a framework takes longer
+than the launch. So one process per arm imports the framework and the implementation, touches no device, runs no kernel
+(whatever starts threads or a CUDA context could not be forked), and every worker is a copy of that state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+import msgspec
+from msgspec import Struct
+
+from attnbench import frameworks
+from attnbench.run import protocol as p
+from attnbench.run.worker import enlist, serve
+
+LARGEST_PADDING = 1 << 20
+
+
+class Hatch(Struct, tag="hatch"):
+    """Fork a worker; its socket follows the message. `seed` draws its heap padding."""
+
+    seed: int
+
+
+class Inquire(Struct, tag="inquire"):
+    """Tell how a worker ended."""
+
+    pid: int
+
+
+class Hatched(Struct, tag="hatched"):
+    """A worker's process."""
+
+    pid: int
+
+
+class Ended(Struct, tag="ended"):
+    """Exit code as subprocess has it (negative: signal), or None while it runs."""
+
+    code: int | None
+
+
+Request = p.Describe | p.Enlist | Hatch | Inquire
+Reply = p.Done | p.Refused | Hatched | Ended
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+class Nursery:
+    """The parent of one arm's workers."""
+
+    def __init__(self, connection: Connection, framework: str, device: str | None) -> None:
+        self._connection, self._framework, self._device = connection, framework, device
+        self._ended: dict[int, int] = {}
+
+    def serve(self) -> None:
+        """Until the other end hangs up; its workers go with it."""
+        while True:
+            try:
+                request = decode_request(self._connection.recv_bytes())
+            except EOFError:
+                return
+            self._connection.send_bytes(p.encode(self._reply(request)))
+
+    def _reply(self, request: Request) -> Reply:
+        if isinstance(request, p.Describe):
+            sys.path.extend(folder for folder in request.path if folder not in sys.path)
+            return self._import()
+        if isinstance(request, p.Enlist):
+            answer = enlist(request)
+            assert isinstance(answer, p.Done | p.Refused)
+            return answer
+        if isinstance(request, Inquire):
+            return Ended(self._code(request.pid))
+        return Hatched(self._hatch(request.seed))
+
+    def _import(self) -> Reply:
+        if not frameworks.installed(self._framework):
+            return p.Refused(f"{self._framework} is not installed: pip install 'attnbench[{self._framework}]'")
+        importlib.import_module(self._framework)
+        return p.Done()
+
+    def _hatch(self, seed: int) -> int:
+        _, descriptors, _, _ = socket.recv_fds(socket.socket(fileno=os.dup(self._connection.fileno())), 1, 1)
+        pid = os.fork()
+        if pid:
+            os.close(descriptors[0])
+            return pid
+        os.setsid()
+        self._connection.close()
+        padding = bytearray(random.Random(seed).randrange(LARGEST_PADDING))
+        code = 0
+        try:
+            serve(Connection(descriptors[0]), self._framework, self._device)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        del padding
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _code(self, pid: int) -> int | None:
+        if pid not in self._ended:
+            with contextlib.suppress(ChildProcessError):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self._ended[pid] = os.waitstatus_to_exitcode(status)
+        return self._ended.get(pid)
+
+
+def main() -> None:
+    """Serve one parent over the inherited socket."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Nursery(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3] or None).serve()
+
+
+if __name__ == "__main__":
+    main()

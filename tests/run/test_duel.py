@@ -1,0 +1,189 @@
+"""Two arms in fresh processes, launch by launch: verdicts, faults in the middle, and what is left behind."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from attnbench.comparing import compare
+from attnbench.comparison import LOOKS, Block
+from attnbench.errors import UsageError
+from attnbench.run import duel as module
+from attnbench.run.arms import NurserySide, arm_of
+from attnbench.run.duel import Duel, Terms
+from attnbench.run.remote import Remote
+from attnbench.spec import Workload
+
+DUELISTS = str(Path(__file__).with_name("duelists.py"))
+SMALL = Workload(batch=1, q_len=64, heads=2, head_dim=16)
+
+
+def named(function):
+    return f"{DUELISTS}:{function}"
+
+
+@pytest.fixture(autouse=True)
+def diary(monkeypatch, tmp_path):
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    monkeypatch.setenv("DUEL_DIARY", str(diary))
+
+
+def fight(a, b, **terms):
+    arms = [arm_of(named(one), "numpy") for one in (a, b)]
+    facts = {"workload": SMALL, "launch_s": 0.05, "seed": 3, "budget_s": 60.0} | terms
+    with NurserySide(arms[0], "cpu", 1) as first, NurserySide(arms[1], "cpu", 1) as second:
+        return Duel(first, second, Terms(**facts), lambda launches, decision: None).fight()
+
+
+def test_half_the_work_is_faster_and_twice_the_work_is_slower():
+    forth, back = fight("thrice", "plain"), fight("plain", "thrice")
+    assert (forth.verdict, back.verdict) == ("faster", "slower")
+    assert forth.ratio < 0.7 < 1.5 < back.ratio
+    assert forth.interval[0] < forth.ratio < forth.interval[1]
+    assert set(forth.estimates) == {"wall", "cpu"}
+    assert len(forth.launches) in LOOKS
+    assert forth.record_a.status == forth.record_b.status == "ok"
+    assert forth.record_a.time is None, "times are in the launches"
+    assert forth.record_a.memory.peak_bytes is not None
+    assert forth.smallest_slowdown > forth.floor
+
+
+def test_neighbours_are_paired_and_both_orders_occur():
+    found = fight("plain", "thrice")
+    assert {launch.first for launch in found.launches} == {"a", "b"}
+    for launch in found.launches:
+        assert len(launch.a) == len(launch.b) >= 2
+        assert all(block.ns["wall"] > 0 and block.ns["cpu"] > 0 for block in (*launch.a, *launch.b))
+
+
+def test_a_nap_is_seen_by_the_wall_clock_though_the_cpu_clock_does_not():
+    found = fight("plain", "napping")
+    assert found.verdict == "slower"
+    assert found.estimates["wall"].ratio > 3
+    assert found.estimates["wall"].ratio > 2 * found.estimates["cpu"].ratio
+
+
+def test_a_faster_but_wrong_candidate_has_no_speed():
+    found = fight("plain", "wrong_and_fast")
+    assert found.verdict is None
+    assert found.ratio is found.interval is None
+    assert found.record_a.status == "ok"
+    assert found.record_b.status == "incorrect"
+    assert "error allowed" in found.reason
+
+
+@pytest.mark.parametrize(
+    "function,status,reason",
+    [
+        ("dies_in_the_third", "failed", "in launch .*crashed with SIGABRT"),
+        ("hangs_in_the_third", "timeout", "in launch .*no answer within"),
+        ("runs_out_in_the_third", "out_of_memory", "in launch .*no room"),
+        ("wrong_in_the_third", "incorrect", "in launch .*error allowed"),
+    ],
+)
+def test_one_that_falls_in_the_middle_is_told_apart(function, status, reason):
+    found = fight("plain", function, timeout_s=3.0)
+    assert found.verdict is None
+    assert found.record_b.status == status
+    assert found.record_a.status == "ok"
+    assert re.search(reason, found.reason), found.reason
+    assert found.launches, "what was measured before is kept"
+
+
+def test_each_launch_is_a_fresh_process_and_nothing_is_left(monkeypatch):
+    pids = []
+    real = Remote.__init__
+
+    def remember(self, framework, process, connection, output):
+        pids.append(process.pid)
+        real(self, framework, process, connection, output)
+
+    monkeypatch.setattr(Remote, "__init__", remember)
+    found = fight("plain", "thrice")
+    assert len(set(pids)) == 2 + 2 * len(found.launches), "two nurseries, and two workers a launch"
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_budget_ends_a_fight_that_no_look_would():
+    found = fight("plain", "plain", budget_s=0.5)
+    assert len(found.launches) < LOOKS[0]
+    assert found.verdict in ("same", "inconclusive")
+
+
+def test_a_control_may_have_more_work():
+    more = Workload(batch=1, q_len=128, kv_len=64, heads=2, head_dim=16)
+    found = fight("plain", "plain", other=more)
+    assert found.verdict == "slower"
+    assert found.record_b.workload == more
+
+
+def test_a_file_without_that_function_is_a_usage_error():
+    with pytest.raises(UsageError, match="nobody could not be loaded"):
+        fight("plain", "nobody")
+
+
+def test_functions_travel_and_those_that_cannot_are_compared_here():
+    scale = 16**-0.5
+
+    def quick(q, k, v):
+        import numpy as np
+
+        logits = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v).astype(q.dtype)
+
+    lock = threading.Lock()
+
+    def stuck(q, k, v):
+        with lock:
+            quick(q, k, v)
+            return quick(q, k, v)
+
+    here = compare(quick, stuck, SMALL, framework="numpy", budget_s=20)
+    assert here.verdict == "slower"
+    assert (here.a, here.b) == ("quick", "stuck")
+    assert any("calling process" in note for note in here.notes)
+    away = compare(quick, named("thrice"), SMALL, framework="numpy", budget_s=20)
+    assert away.verdict == "slower"
+    assert not away.notes
+
+
+def test_a_worker_cannot_start_a_comparison(monkeypatch):
+    monkeypatch.setenv("ATTNBENCH_WORKER", "1")
+    with pytest.raises(UsageError, match="__main__"):
+        compare("numpy.float32", "numpy.reference", SMALL)
+
+
+def test_distortion_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(UsageError, match="CUDA_LAUNCH_BLOCKING"):
+        compare("numpy.float32", "numpy.reference", SMALL)
+
+
+@pytest.mark.parametrize("a,b,calls", [(1e3, 2e3, 400), (1e6, 5e6, 2), (50e6, 60e6, 1), (1e6, 190e6, 1)])
+def test_blocks_are_long_enough_for_the_clock_and_short_enough_to_be_neighbours(a, b, calls):
+    fighters = [module.Fighter.__new__(module.Fighter) for _ in range(2)]
+    for fighter, ns in zip(fighters, (a, b)):
+        fighter.call_ns, fighter.on_device = ns, False
+    assert module._calls(*fighters) == calls
+
+
+@pytest.mark.torch
+@pytest.mark.jax
+def test_frameworks_can_be_compared_with_each_other():
+    found = compare("torch.sdpa", "jax.einsum", SMALL, device="cpu", budget_s=25, threads=1)
+    assert found.verdict in ("faster", "slower", "same", "inconclusive")
+    assert found.record_a.environment.framework == "torch"
+    assert found.record_b.environment.framework == "jax"
+
+
+def test_block_survives_the_wire():
+    block = Block({"wall": 1.5, "cpu": 2.0}, 3)
+    assert msgspec.json.decode(msgspec.json.encode(block), type=Block) == block
