@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from attnbench.config import Settings, load_settings
@@ -84,3 +86,27 @@ def test_wrong_values_elsewhere_say_where(project):
         load(project, THREADS="many")
     with pytest.raises(UsageError, match="in the command line is wrong"):
         load(project, {"timeout_s": -1.0})
+
+
+def test_the_package_under_test(project):
+    (project / "pyproject.toml").write_text(
+        "[tool.attnbench]\n"
+        'implementations = ["torch.sdpa", "mine.kernels:attention"]\n'
+        'build = "make"\npythonpath = ["src", "build/lib"]\nthresholds = "ci/floors.toml"\n'
+    )
+    found = load(project / "a")
+    assert found.implementations == ("torch.sdpa", "mine.kernels:attention")
+    assert (found.build, found.pythonpath) == ("make", ("src", "build/lib"))
+    assert (found.thresholds, found.baselines_dir) == (str(project / "ci/floors.toml"), "baselines")
+
+
+def test_lists_in_variables_are_split(project):
+    found = load(project, IMPLEMENTATIONS="torch.sdpa jax.xla", PYTHONPATH=os.pathsep.join(["src", "my lib"]))
+    assert found.implementations == ("torch.sdpa", "jax.xla")
+    assert found.pythonpath == ("src", "my lib")
+
+
+def test_a_word_where_a_list_belongs(project):
+    (project / "attnbench.toml").write_text('seed = 1\nimplementations = "torch.sdpa"\n')
+    with pytest.raises(BrokenFile, match=r"line 2: .*Expected `array`, got `str`"):
+        load(project)

@@ -1,7 +1,8 @@
 """Settings, read once by the command line and the API: command line > environment > file > default.
 
 The file is the nearest `attnbench.toml`, or `pyproject.toml` with a `[tool.attnbench]` table, from the working folder
-upwards. A variable is the setting's name in capitals after ATTNBENCH_: ATTNBENCH_RUNS_DIR=/data/runs.
+upwards. A variable is the setting's name in capitals after ATTNBENCH_: ATTNBENCH_RUNS_DIR=/data/runs. A list in a
+variable is separated by spaces, one of folders as PATH is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from attnbench.errors import BrokenFile, UsageError
 from attnbench.workloads.suite_file import line_of, read_toml
 
 PREFIX = "ATTNBENCH_"
+FILE_RELATIVE = ("runs_dir", "baselines_dir", "thresholds")
+"""Paths that a settings file gives relative to itself."""
+SEPARATORS = {"implementations": None, "pythonpath": os.pathsep}
+"""Of the settings that are lists, between the words of a variable; None for spaces."""
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -38,6 +43,16 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Seconds after which a cell is given up."""
     seed: int | None = None
     """Of the order of cells; inputs are fresh in every launch."""
+    implementations: tuple[str, ...] = ()
+    """What a gate measures: names or module:function references of the package under test; none for the suite's own."""
+    build: str | None = None
+    """Shell command run inside the worktree of each git ref before it is measured."""
+    pythonpath: tuple[str, ...] = ()
+    """Folders of a worktree, relative to its root, that its workers import from; none for src (if any) and the root."""
+    thresholds: str | None = None
+    """TOML file of floors per case; in a file, relative to that file."""
+    baselines_dir: str = "baselines"
+    """Where baselines are kept; in a file, relative to that file."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "budget_s", "timeout_s"):
@@ -96,7 +111,8 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, Any]:
         if near and name not in NAMES:
             variables = (PREFIX + word.upper() for word in (name, near[0]))
             raise UsageError('there is no variable "{}": did you mean {}?'.format(*variables))
-    known = {name: value for name, value in found.items() if name in NAMES and value != ""}
+    known: dict[str, Any] = {name: value for name, value in found.items() if name in NAMES and value != ""}
+    known |= {name: known[name].split(separator) for name, separator in SEPARATORS.items() if name in known}
     return _converted(known, "the environment", strict=False)
 
 
@@ -126,6 +142,4 @@ def _read(path: Path) -> dict[str, Any] | None:
         except UsageError as error:
             raise BrokenFile(path, line, str(error)) from error
     settings = _converted(table, str(path))
-    if "runs_dir" in settings:
-        settings["runs_dir"] = str(path.parent / settings["runs_dir"])
-    return settings
+    return settings | {name: str(path.parent / settings[name]) for name in FILE_RELATIVE if settings.get(name)}

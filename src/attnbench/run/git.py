@@ -1,0 +1,144 @@
+"""Questions to git: refs, merge bases, the commits between two; what it cannot answer is one sentence with a remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from attnbench.errors import UnknownName, UsageError
+
+HERE = Path()
+UNSHALLOW = "this clone is shallow, so fetch the history first: `git fetch --unshallow` (in CI: fetch-depth: 0)"
+HOOK_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
+FIELD = "\x1f"
+
+
+def environment() -> dict[str, str]:
+    """This process's variables, without those by which a git hook would send every git command to its repository."""
+    return {name: value for name, value in os.environ.items() if name not in HOOK_VARIABLES}
+
+
+def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run git in a folder, without hooks; its exit code is the caller's to judge."""
+    try:
+        return subprocess.run(
+            ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *arguments],
+            env=environment() | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except OSError as error:
+        raise UsageError("git is not installed (or not on PATH): install it, or name run files instead.") from error
+
+
+def answer(folder: Path, *arguments: str) -> str:
+    """What git prints; a UsageError with its own last line when it fails."""
+    done = ask(folder, *arguments)
+    if done.returncode:
+        raise UsageError(f"`git {' '.join(arguments[:2])}` failed in {folder}: {last_line(done)}.")
+    return done.stdout.strip()
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """What a failed command said last."""
+    lines = (done.stderr or done.stdout or "").strip().splitlines()
+    return lines[-1].removeprefix("fatal: ").removeprefix("error: ").rstrip(".") if lines else "it said nothing"
+
+
+def is_repository(folder: Path = HERE) -> bool:
+    """Whether refs can be asked for there at all."""
+    try:
+        root(folder)
+    except UsageError:
+        return False
+    return True
+
+
+def root(folder: Path = HERE) -> Path:
+    """Top folder of the working tree."""
+    done = ask(folder, "rev-parse", "--show-toplevel")
+    if done.returncode == 0 and done.stdout.strip():
+        return Path(done.stdout.strip())
+    where, why = folder.resolve(), done.stderr
+    if "dubious ownership" in why:
+        raise UsageError(
+            f"{where} belongs to another user: allow it with `git config --global --add safe.directory {where}`."
+        )
+    if "work tree" in why:
+        raise UsageError(f"{where} has no working tree (a bare repository, or its inside): go to a clone of it.")
+    raise UsageError(f"{where} is in no git repository: go to one, or name run files instead of refs.")
+
+
+def resolve(ref: str, folder: Path = HERE) -> str:
+    """The full commit that a ref names."""
+    done = None if ref.startswith("-") else ask(folder, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
+    if done is not None and done.returncode == 0:
+        return done.stdout.strip()
+    root(folder)
+    raise _unknown_ref(ref, folder)
+
+
+def head(folder: Path = HERE) -> str:
+    """The commit that is checked out; empty before the first one."""
+    return ask(folder, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip()
+
+
+def _unknown_ref(ref: str, folder: Path) -> UsageError:
+    if not head(folder):
+        return UsageError(f'no git ref called "{ref}": this repository has no commit yet.')
+    if is_shallow(folder):
+        return UsageError(f'no git ref called "{ref}" here: {UNSHALLOW}.')
+    names = answer(folder, "for-each-ref", "--format=%(refname:short)").splitlines()
+    if remote := next((name for name in names if name.endswith(f"/{ref}")), None):
+        return UsageError(f'no git ref called "{ref}", but there is {remote}: name that one.')
+    return UnknownName("git ref", ref, names, "git branch --all")
+
+
+def is_shallow(folder: Path = HERE) -> bool:
+    """Whether the clone ends somewhere before the first commit."""
+    return ask(folder, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
+
+
+def subject(commit: str, folder: Path = HERE) -> str:
+    """First line of a commit's message."""
+    return answer(folder, "log", "-1", "--format=%s", commit)
+
+
+def is_dirty(folder: Path = HERE) -> bool:
+    """Whether files that git knows differ from HEAD."""
+    return bool(answer(folder, "status", "--porcelain", "--untracked-files=no"))
+
+
+def merge_base(a: str, b: str, folder: Path = HERE) -> str:
+    """The commit where two refs parted."""
+    done = ask(folder, "merge-base", resolve(a, folder), resolve(b, folder))
+    if done.returncode == 0:
+        return done.stdout.split()[0]
+    remedy = UNSHALLOW if is_shallow(folder) else "choose refs of one history"
+    raise UsageError(f'"{a}" and "{b}" have no common ancestor here: {remedy}.')
+
+
+def commits_between(old: str, new: str, folder: Path = HERE, *, first_parent: bool = False) -> list[tuple[str, str]]:
+    """(commit, subject) of what is in `new` and not in `old`, oldest first; `first_parent` leaves out merged ones."""
+    only = ["--first-parent"] if first_parent else []
+    span = f"{resolve(old, folder)}..{resolve(new, folder)}"
+    lines = answer(folder, "log", "--reverse", "--topo-order", *only, f"--format=%H{FIELD}%s", span).splitlines()
+    return [(commit, text) for commit, _, text in (line.partition(FIELD) for line in lines)]
+
+
+def commit_order(commits: Iterable[str], folder: Path = HERE) -> dict[str, int]:
+    """Place of each commit in the history, parents first; one that this clone does not have is left out."""
+    found = {}
+    for commit in set(commits):
+        done = ask(folder, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
+        if done.returncode == 0:
+            found[commit] = done.stdout.strip()
+    if not found:
+        return {}
+    listed = answer(folder, "rev-list", "--topo-order", "--reverse", *found.values()).splitlines()
+    places = {commit: place for place, commit in enumerate(listed)}
+    return {commit: places[full] for commit, full in found.items()}

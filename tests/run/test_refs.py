@@ -1,0 +1,219 @@
+"""Refs in worktrees: what is checked out, that it is gone afterwards, and one sentence for everything wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from git_repository import Repository
+
+from attnbench.errors import UnknownName, UsageError
+from attnbench.run.git import commit_order, is_dirty
+from attnbench.run.refs import BuildFailed, checkout, commits_between, is_repository, merge_base
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    made = Repository(tmp_path / "project")
+    made.commit("first", text="value = 1\n")
+    made.commit("second", text="value = 2\n")
+    return made
+
+
+def test_a_ref_is_checked_out_and_gone_afterwards(repository: Repository):
+    with checkout("HEAD~1", repository.path) as ref:
+        assert (ref.path / "code.py").read_text() == "value = 1\n"
+        assert ref.path != repository.path
+        assert (ref.name, ref.subject, ref.dirty, ref.notes) == ("HEAD~1", "first", False, ())
+        assert ref.commit == repository.git("rev-parse", "HEAD~1")
+        assert ref.pythonpath == (ref.path,)
+        assert repository.worktrees() == 2
+    assert not ref.path.exists()
+    assert repository.worktrees() == 1
+    assert (repository.path / "code.py").read_text() == "value = 2\n"
+
+
+def test_two_refs_at_once_from_a_subfolder(repository: Repository):
+    (repository.path / "deep").mkdir()
+    with checkout("HEAD", repository.path / "deep") as new, checkout("HEAD~1", repository.path / "deep") as old:
+        assert [(ref.path / "code.py").read_text() for ref in (old, new)] == ["value = 1\n", "value = 2\n"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_the_worktree_goes_whatever_happens(repository: Repository, error: type[BaseException]):
+    seen: list[Path] = []
+
+    def stop() -> None:
+        with checkout("HEAD", repository.path, build="touch left_over") as ref:
+            seen.append(ref.path)
+            raise error
+
+    with pytest.raises(error):
+        stop()
+    assert not seen[0].exists()
+    assert repository.worktrees() == 1
+
+
+def test_hooks_do_not_run_and_a_hooks_variables_do_not_mislead(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hook = repository.path / ".git" / "hooks" / "post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\ntouch {tmp_path / 'hooked'}\n")
+    hook.chmod(0o755)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    with checkout("HEAD", repository.path, build="git rev-parse HEAD > head.txt") as ref:
+        assert (ref.path / "head.txt").read_text().strip() == ref.commit
+    assert not (tmp_path / "hooked").exists()
+
+
+def test_the_working_tree_as_it_is(repository: Repository):
+    with checkout(".", repository.path) as ref:
+        assert (ref.path, ref.dirty, ref.subject) == (repository.path, False, "second")
+    repository.write("code.py", "value = 3\n")
+    with checkout("WORKTREE", repository.path, build="touch built") as ref:
+        assert (ref.dirty, ref.commit) == (True, repository.git("rev-parse", "HEAD"))
+    assert (repository.path / "built").exists()
+    assert repository.path.exists()
+
+
+def test_a_dirty_tree_is_told_of(repository: Repository):
+    repository.write("untracked.py", "")
+    assert not is_dirty(repository.path)
+    repository.write("code.py", "value = 3\n")
+    with checkout("HEAD", repository.path) as ref:
+        assert ref.notes == ('the uncommitted changes of the working tree are not in HEAD: "." takes them',)
+        assert not ref.dirty
+    with checkout("HEAD~1", repository.path) as ref:
+        assert ref.notes == ()
+
+
+def test_pythonpath_is_src_and_root_unless_set(repository: Repository):
+    repository.commit("a package", "src/mine/__init__.py", "")
+    repository.commit("a library", "lib/other.py", "")
+    with checkout("HEAD", repository.path) as ref:
+        assert ref.pythonpath == (ref.path / "src", ref.path)
+    with checkout("HEAD", repository.path, None, ["lib", "none"]) as ref:
+        assert ref.pythonpath == (ref.path / "lib",)
+        assert ref.notes == ("HEAD has no folder none",)
+    with pytest.raises(UsageError, match=r"HEAD~2 has no folder lib: set pythonpath"):
+        checkout("HEAD~2", repository.path, None, ["lib"]).__enter__()
+
+
+def test_build_runs_inside_the_worktree(repository: Repository):
+    with checkout("HEAD~1", repository.path, "python -c \"print(open('code.py').read())\" > built.txt") as ref:
+        assert (ref.path / "built.txt").read_text().strip() == "value = 1"
+    assert not (repository.path / "built.txt").exists()
+
+
+def test_a_ref_that_does_not_build_says_how(repository: Repository):
+    with pytest.raises(BuildFailed) as caught:
+        checkout("HEAD", repository.path, "seq 100; echo no compiler >&2; exit 7").__enter__()
+    told = str(caught.value)
+    assert told.startswith("HEAD (")
+    assert "ended with exit code 7" in told
+    assert told.endswith("no compiler")
+    assert "\n    99\n" in told
+    assert "\n    80\n" not in told
+    assert repository.worktrees() == 1
+
+
+def test_unknown_refs_come_with_the_nearest(repository: Repository):
+    repository.git("branch", "feature/fast")
+    with pytest.raises(UnknownName, match=r'no git ref called "mian"\. Near: main'):
+        checkout("mian", repository.path).__enter__()
+    with pytest.raises(UsageError, match=r'no git ref called "fast", but there is feature/fast'):
+        checkout("fast", repository.path).__enter__()
+    with pytest.raises(UsageError, match='no git ref called "--all"'):
+        checkout("--all", repository.path).__enter__()
+
+
+def test_a_shallow_clone_names_the_remedy(repository: Repository, tmp_path: Path):
+    old = repository.git("rev-parse", "HEAD~1")
+    repository.git("clone", "--quiet", "--depth", "1", f"file://{repository.path}", str(tmp_path / "shallow"))
+    with pytest.raises(UsageError, match=r"shallow.*git fetch --unshallow.*fetch-depth: 0"):
+        checkout(old, tmp_path / "shallow").__enter__()
+    with checkout("HEAD", tmp_path / "shallow") as ref:
+        assert ref.subject == "second"
+
+
+def test_a_merge_base_that_a_shallow_clone_lacks(repository: Repository, tmp_path: Path):
+    repository.git("checkout", "--quiet", "-b", "side", "HEAD~1")
+    side = repository.commit("aside", "side.py")
+    repository.git("checkout", "--quiet", "main")
+    assert merge_base("side", "main", repository.path) == repository.git("rev-parse", "main~1")
+    shallow = tmp_path / "shallow"
+    repository.git("clone", "--quiet", "--depth", "1", "--no-single-branch", f"file://{repository.path}", str(shallow))
+    with pytest.raises(UsageError, match=r"no common ancestor here: this clone is shallow.*--unshallow"):
+        merge_base(side, "HEAD", shallow)
+
+
+def test_unrelated_histories(repository: Repository):
+    repository.git("checkout", "--quiet", "--orphan", "other")
+    repository.commit("alone")
+    with pytest.raises(UsageError, match="no common ancestor here: choose refs of one history"):
+        merge_base("other", "main", repository.path)
+
+
+def test_no_repository_a_bare_one_and_an_empty_one(repository: Repository, tmp_path: Path):
+    assert is_repository(repository.path)
+    assert not is_repository(tmp_path)
+    with pytest.raises(UsageError, match="is in no git repository"):
+        checkout("main", tmp_path).__enter__()
+    repository.git("clone", "--quiet", "--bare", str(repository.path), str(tmp_path / "bare"))
+    with pytest.raises(UsageError, match="bare repository"):
+        checkout("main", tmp_path / "bare").__enter__()
+    empty = Repository(tmp_path / "empty")
+    with pytest.raises(UsageError, match="has no commit yet"):
+        checkout("HEAD", empty.path).__enter__()
+
+
+def test_no_git(repository: Repository, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", os.devnull)
+    assert not is_repository(repository.path)
+    with pytest.raises(UsageError, match="git is not installed"):
+        checkout("main", repository.path).__enter__()
+
+
+def test_commits_between_are_oldest_first(repository: Repository):
+    third = repository.commit('third: "quoted" | odd')
+    repository.git("checkout", "--quiet", "-b", "side", "HEAD~1")
+    repository.commit("aside", "side.py")
+    repository.git("checkout", "--quiet", "main")
+    repository.git("merge", "--quiet", "--no-ff", "--message", "merged", "side")
+    found = commits_between("main~2", "main", repository.path)
+    assert [text for _, text in found][-1] == "merged"
+    assert sorted(text for _, text in found) == ["aside", "merged", 'third: "quoted" | odd']
+    straight = commits_between("main~2", "main", repository.path, first_parent=True)
+    assert [text for _, text in straight] == ['third: "quoted" | odd', "merged"]
+    assert straight[0][0] == third
+    assert commits_between("main", "main", repository.path) == []
+
+
+def test_order_of_abbreviated_commits(repository: Repository):
+    first, second = (repository.git("rev-parse", "--short=12", name) for name in ("HEAD~1", "HEAD"))
+    places = commit_order([second, first, "0123456789ab"], repository.path)
+    assert sorted(places, key=places.__getitem__) == [first, second]
+    assert commit_order(["0123456789ab"], repository.path) == {}
+
+
+def test_submodules_come_from_the_clone_beside(repository: Repository, tmp_path: Path):
+    library = Repository(tmp_path / "library")
+    library.commit("old", "lib.py", "speed = 1\n")
+    repository.git("submodule", "--quiet", "add", str(library.path), "third_party/lib")
+    repository.git("commit", "--quiet", "--message", "with a submodule")
+    library.commit("new", "lib.py", "speed = 2\n")
+    repository.git("submodule", "--quiet", "update", "--remote")
+    repository.commit("newer submodule")
+    before = repository.git("config", "--list", "--local")
+    for ref, speed in (("HEAD", 2), ("HEAD~1", 1)):
+        with checkout(ref, repository.path) as made:
+            assert (made.path / "third_party/lib/lib.py").read_text() == f"speed = {speed}\n"
+            assert made.notes == ()
+    assert repository.git("config", "--list", "--local") == before
+    repository.git("submodule", "--quiet", "deinit", "--force", "--all")
+    with checkout("HEAD", repository.path) as made:
+        (note,) = made.notes
+    assert note.startswith("submodule third_party/lib is left empty: it is not checked out here")
+    assert repository.worktrees() == 1
