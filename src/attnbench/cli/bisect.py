@@ -1,0 +1,123 @@
+"""`attnbench bisect`: the commit that made an implementation slower, found by direct comparisons."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from attnbench.cli.options import Choice, Json, Quiet, Shape
+from attnbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from attnbench.comparison import Comparison
+    from attnbench.spec import Workload
+
+SHORT = 12
+NOT_SLOWER, NOTHING, INCONCLUSIVE = 1, 3, 4
+
+
+def bisect(
+    implementation: Annotated[str, Parameter(help="A name, file.py:function or package.module:function.")],
+    /,
+    *,
+    good: Annotated[str, Parameter(help="Git ref at which it was fast enough.")],
+    bad: Annotated[str, Parameter(help="Git ref at which it is slower.")] = "HEAD",
+    shape: Shape = Shape(),  # noqa: B008 (frozen)
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Which commit made it slower? Each is compared with the good one in turn, halving what is left.
+
+    Example: `attnbench bisect torch.sdpa --good v1.0 --bad main --seq-len 1024 --causal`
+    """
+    from attnbench.analyse.bisect import find_first_slower
+    from attnbench.report.bisect import closing, not_confirmed
+    from attnbench.run.git import resolve
+    from attnbench.run.lock import machine_lock
+
+    workload, tell = _workload(shape), _Teller(quiet or json)
+    commits, start, end = _commits(good, bad, tell), resolve(good), resolve(bad)
+
+    def is_slower(commit: str) -> bool | None:
+        answer = slower_than(start, commit, implementation, workload)
+        tell(f"  {commit[:SHORT]}  {_WORDS[answer]}  {commits[commit]}")
+        return answer
+
+    with machine_lock():
+        whole = compare_refs(start, end, implementation, workload)
+        if whole.verdict == "slower":
+            tell(f"{bad} is slower than {good}; searching {len(commits)} commits")
+        found = find_first_slower(list(commits), is_slower) if whole.verdict == "slower" else None
+    if found is None:
+        sentence = not_confirmed(implementation, workload, good, bad, whole)
+        code = {None: NOTHING, "inconclusive": INCONCLUSIVE}.get(whole.verdict, NOT_SLOWER)
+    else:
+        sentence = closing(found, commits, implementation, workload, whole)
+        code = 0 if found.first else INCONCLUSIVE
+    _print({"confirmed": found is not None, "comparison": whole, "found": found, "closing": sentence}, json)
+    return code
+
+
+_WORDS = {True: "slower    ", False: "as fast   ", None: "not judged"}
+
+
+def compare_refs(baseline: str, current: str, implementation: str, workload: Workload) -> Comparison:
+    """The comparison that the search stands on; the one place that knows who makes it."""
+    from attnbench import comparing
+
+    return comparing.compare_refs(baseline=baseline, current=current, implementation=implementation, workload=workload)
+
+
+def slower_than(good: str, candidate: str, implementation: str, workload: Workload) -> bool | None:
+    """Whether a commit is slower than the good one; None when it does not build or cannot be told."""
+    from attnbench.run.refs import BuildFailed
+
+    try:
+        verdict = compare_refs(good, candidate, implementation, workload).verdict
+    except BuildFailed as error:
+        if error.ref != candidate:
+            raise
+        return None
+    return {"slower": True, "same": False, "faster": False}.get(verdict or "")
+
+
+def _commits(good: str, bad: str, tell: _Teller) -> dict[str, str]:
+    """Commit -> subject of what is searched, oldest first; of a merged branch only the merge."""
+    from attnbench.run.git import commits_between, merge_base, resolve
+
+    if merge_base(good, bad) != resolve(good):
+        tell(f"note: {good} is not in the history of {bad}; what {bad} has and {good} has not is searched.")
+    commits = dict(commits_between(good, bad, first_parent=True))
+    if not commits:
+        raise UsageError(f"{bad} holds no commit that {good} does not: choose an older --good or a newer --bad.")
+    return commits
+
+
+def _workload(shape: Shape) -> Workload:
+    from attnbench.cli.selection import OWN_SHAPE, select_workloads
+
+    _, found = select_workloads(None, False, OWN_SHAPE if shape == Shape() else shape, Choice())
+    if len(found) != 1:
+        raise UsageError(f"bisect takes one workload at a time, and these options make {len(found)}.")
+    return found[0]
+
+
+def _print(document: dict[str, Any], json: bool) -> None:
+    from attnbench.cli.output import print_json, stdout_console
+
+    if json:
+        print_json(document)
+    else:
+        stdout_console().print(document["closing"], highlight=False, markup=False, soft_wrap=True)
+
+
+class _Teller:
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def __call__(self, text: str) -> None:
+        from attnbench.cli.output import stderr_console
+
+        if not self._quiet:
+            stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,135 @@
+"""`attnbench history`: how cells fared over commits, and where they changed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from attnbench.cli.options import Json, Many
+from attnbench.errors import BrokenFile, UsageError
+
+if TYPE_CHECKING:
+    from attnbench.analyse.history import Change, Source, Trend
+
+
+def history(
+    *runs: Annotated[
+        str, Parameter(help="Run files, baselines, folders of them, or parts of run files' names; all when not given.")
+    ],
+    impl: Annotated[tuple[str, ...], Many, Parameter(help="Only these: names, a framework or a family.")] = (),
+    words: Annotated[
+        str, Parameter(name=["--filter", "-k"], help="Only cells whose id contains all these words.")
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Every cell over the commits it was measured at, against the anchor kernels of its run, with its steps.
+
+    Examples: `attnbench history` · `attnbench history runs/ --impl torch.sdpa -k causal`
+    """
+    from attnbench.analyse.history import Trend, find_changes, gather
+    from attnbench.cli.output import print_json, stderr_console, stdout_console
+    from attnbench.report.history import closing, print_history
+
+    sources = _only(_sources(runs), impl, words)
+    places = _places(sources)
+    series, excluded = gather(sources, places)
+    trends = [Trend(one, find_changes(one, lambda old, new: _between(old, new, places))) for one in series]
+    unknown = {point.commit for one in series for point in one.points} - places.keys() - {""}
+    if unknown:
+        told = f"note: {len(unknown)} commits are not in this clone; their series are in order of time."
+        stderr_console().print(told, highlight=False, markup=False, soft_wrap=True)
+    sentence = closing(trends, _command)
+    if json:
+        print_json({"trends": trends, "excluded": excluded, "closing": sentence})
+        return 0
+    console = stdout_console()
+    print_history(console, trends, excluded)
+    console.print(f"\n{sentence}" if trends else sentence, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _sources(names: Sequence[str]) -> list[Source]:
+    """What the names lead to; a broken file is an error where it was named and a warning in a folder."""
+    from attnbench.cli.output import stderr_console
+    from attnbench.config import load_settings
+
+    settings = load_settings()
+    runs_dir, folders = Path(settings.runs_dir), [Path(name) for name in names if Path(name).is_dir()]
+    files = [Path(name) for name in names if Path(name).is_file()]
+    parts = [name for name in names if not Path(name).exists()]
+    for place in folders if names else [runs_dir, Path(settings.baselines_dir)]:
+        files += sorted([*place.rglob("*.jsonl"), *place.rglob("*.json")])
+    for part in parts:
+        found = sorted(path for path in runs_dir.rglob("*.jsonl") if part in str(path))
+        if not found:
+            raise UsageError(f'there is no run file or folder "{part}", and none of that name in {runs_dir}.')
+        files += found
+    if not files:
+        raise UsageError(f"there are no run files in {runs_dir}: `attnbench run --quick` makes one.")
+    sources: list[Source] = []
+    for path in dict.fromkeys(files):
+        try:
+            sources.append(_read(path))
+        except BrokenFile as error:
+            if str(path) in names:
+                raise
+            stderr_console().print(f"warning: {error}", highlight=False, markup=False, soft_wrap=True)
+    return sources
+
+
+def _read(path: Path) -> Source:
+    from attnbench.analyse.history import Source
+    from attnbench.store.baselines import read_baseline
+    from attnbench.store.runfile import read_run
+
+    if path.suffix == ".json":
+        baseline = read_baseline(path)
+        return Source(baseline.created, baseline.records)
+    run = read_run(path)
+    return Source(run.header.created, run.records)
+
+
+def _only(sources: Sequence[Source], impl: Sequence[str], words: str) -> list[Source]:
+    """The records asked for, and the anchors."""
+    from attnbench.analyse.history import Source
+    from attnbench.analyse.ranking import ANCHOR, matches
+    from attnbench.spec import Record
+
+    def wanted(record: Record) -> bool:
+        name = record.implementation
+        named = not impl or any(matches(name, one) for one in impl)
+        return name.startswith(ANCHOR) or (named and all(word in record.cell.id for word in words.split()))
+
+    kept = [Source(source.created, [r for r in source.records if wanted(r)]) for source in sources]
+    if not any(not r.implementation.startswith(ANCHOR) for source in kept for r in source.records):
+        raise UsageError(f'no record is of "{" ".join([*impl, words]).strip()}": `attnbench show` lists what there is.')
+    return kept
+
+
+def _places(sources: Sequence[Source]) -> dict[str, int]:
+    """Place of each commit in git's history; empty outside a repository."""
+    from attnbench.run.git import commit_order, is_repository
+
+    commits = {r.environment.commit for source in sources for r in source.records if r.environment is not None}
+    return commit_order(commits - {""}) if is_repository() else {}
+
+
+def _between(old: str, new: str, places: Mapping[str, int]) -> list[tuple[str, str]]:
+    from attnbench.run.git import commits_between
+
+    return commits_between(old, new) if old in places and new in places else []
+
+
+def _command(trend: Trend, change: Change) -> str:
+    """The bisect that would confirm a change."""
+    from attnbench.cli.spelling import spell_workload
+
+    shape = spell_workload(trend.series.workload)
+    if shape is None or not (change.old and change.new) or change.direction == "faster":
+        return ""
+    refs = ["--good", change.old, "--bad", change.new]
+    return shlex.join(["attnbench", "bisect", trend.series.key.implementation, *refs, *shape])

@@ -1,0 +1,139 @@
+"""`attnbench history` on run files of a real little repository."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from git_repository import Repository
+from record_factory import CPU, ok, workload
+
+from attnbench.analyse.history import Key, Point, Series, Trend
+from attnbench.cli import execute
+from attnbench.report.history import closing, sparkline
+from attnbench.store.runfile import Header, RunWriter
+
+COMMITS = 16
+SLOW_FROM = 9
+
+
+def write_run(path: Path, commit: str, time: float, number: int, anchors: bool = True) -> None:
+    """The later the commit, the earlier the run: only git knows the order."""
+    drift = 1 + number % 3
+    environment = msgspec.structs.replace(CPU, commit=commit)
+    names = {"torch.sdpa": time, "torch.eager": 4e6} | ({"anchor.matmul": 1e5, "anchor.copy": 1e5} if anchors else {})
+    noise = np.random.default_rng(number).normal(1, 0.004, len(names))
+    writer = RunWriter(path, Header(schema=1, attnbench="0", created=f"2026-01-{28 - number:02d}"))
+    writer.write([ok(n, [ns * drift * e] * 2, environment=environment) for (n, ns), e in zip(names.items(), noise)])
+    writer.close()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    """Sixteen commits; from the tenth on torch.sdpa is 8 % slower. Commit 8 was not measured."""
+    made = Repository(tmp_path / "project")
+    monkeypatch.chdir(made.path)
+    for number in range(COMMITS):
+        made.commit(f"step {number}", "step.py")
+        if number != SLOW_FROM - 1:
+            commit = made.git("rev-parse", "--short=12", "HEAD")
+            write_run(made.path / f"runs/m/{number}.jsonl", commit, 1.08e6 if number >= SLOW_FROM else 1e6, number)
+    return made
+
+
+def test_a_step_comes_with_its_suspects_and_the_command_to_confirm(
+    repository: Repository, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("asv")
+    assert execute(["history"]) == 0
+    out = capsys.readouterr().out
+    assert "torch.eager" in out
+    (sentence,) = (line for line in out.splitlines() if " on b1-" in line)
+    assert f"torch.sdpa on {workload().id} is 1.0" in sentence
+    assert "x slower by one of 2 commits: " in sentence
+    assert '"step 8", ' in sentence
+    assert '"step 9".' in sentence
+    words = shlex.split(sentence.partition("`")[2].partition("`")[0])
+    assert words[:3] == ["attnbench", "bisect", "torch.sdpa"]
+    good, bad = (words[words.index(option) + 1] for option in ("--good", "--bad"))
+    assert repository.git("log", "-1", "--format=%s", good) == "step 7"
+    assert repository.git("log", "-1", "--format=%s", bad) == "step 9"
+
+
+def test_json_holds_points_in_order_of_the_history(repository: Repository, capsys: pytest.CaptureFixture[str]):
+    assert execute(["history", "runs", "--impl", "torch.sdpa", "-k", "causal", "--json"]) == 0
+    (trend,) = json.loads(capsys.readouterr().out)["trends"]
+    points = trend["series"]["points"]
+    subjects = [repository.git("log", "-1", "--format=%s", point["commit"]) for point in points]
+    assert subjects == [f"step {n}" for n in range(COMMITS) if n != SLOW_FROM - 1]
+    assert [point["created"] for point in points] == sorted((p["created"] for p in points), reverse=True)
+
+
+def test_commits_that_the_clone_lacks_fall_back_to_time(repository: Repository, capsys: pytest.CaptureFixture[str]):
+    write_run(repository.path / "runs/m/odd.jsonl", "0123456789ab", 1e6, 27)
+    assert execute(["history", "--impl", "torch.sdpa", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "1 commits are not in this clone; their series are in order of time" in err
+    created = [point["created"] for point in json.loads(out)["trends"][0]["series"]["points"]]
+    assert created == sorted(created)
+
+
+def test_runs_without_anchors_are_left_out_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "bare.jsonl", "", 1e6, 1, anchors=False)
+    assert execute(["history", "bare.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "2 records left out: its run has no anchor.matmul and no anchor.copy for this workload." in out
+    assert "There is no series" in out
+
+
+def test_baselines_are_points_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs/old.jsonl", "aaaaaaaaaaaa", 1e6, 1)
+    assert execute(["baseline", "save", "old"]) == 0
+    write_run(tmp_path / "runs/new.jsonl", "bbbbbbbbbbbb", 2e6, 0)
+    capsys.readouterr()
+    assert execute(["history", "--impl", "torch.sdpa", "--json"]) == 0
+    (trend,) = json.loads(capsys.readouterr().out)["trends"]
+    assert [(p["commit"][0], p["runs"]) for p in trend["series"]["points"]] == [("a", 1), ("b", 1)]
+    (tmp_path / "runs/old.jsonl").unlink()
+    assert execute(["history", "baselines", "new", "--impl", "torch.sdpa"]) == 0
+    assert "Too few commits to find a step: 2 at most, 6 are needed." in capsys.readouterr().out
+
+
+def test_wrong_names_and_broken_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for command, words in (("history", "there are no run files"), ("history none", 'run file or folder "none"')):
+        assert execute(command.split()) == 2
+        assert words in capsys.readouterr().err
+    write_run(tmp_path / "runs/good.jsonl", "aaaaaaaaaaaa", 1e6, 1)
+    (tmp_path / "runs/bad.jsonl").write_text("nonsense\n")
+    assert execute(["history", "--impl", "torch.fa3"]) == 2
+    assert 'no record is of "torch.fa3"' in capsys.readouterr().err
+    assert execute(["history"]) == 0
+    assert "warning: runs/bad.jsonl, line 1" in capsys.readouterr().err
+    assert execute(["history", "runs/bad.jsonl"]) == 2
+    assert "runs/bad.jsonl, line 1" in capsys.readouterr().err
+
+
+def test_the_sparkline_shows_steps_and_not_noise():
+    assert sparkline([0.0] * 5 + [0.3] * 5) == "▁" * 5 + "█" * 5
+    assert len(set(sparkline([0.001 * (-1) ** n for n in range(10)]))) == 1
+    assert sparkline([1.0]) == "▄"
+    assert len(sparkline([float(n) for n in range(1000)])) == 40
+
+
+def test_steady_series_say_so():
+    pytest.importorskip("asv")
+    points = tuple(Point(commit=f"c{n}", created=str(n), value=0.0) for n in range(8))
+    key = Key(implementation="x", workload="w", fingerprint="f", clock="wall", anchors="f wall")
+    trend = Trend(Series(key=key, workload=workload(), machine="m", points=points), ())
+    assert closing([trend], lambda trend, change: "") == "No step of 2 % or more in 1 series."
