@@ -1,18 +1,25 @@
 """The command line. Commands parse, call and print; this file gathers them and turns errors into exit codes.
 
-0 fine · 1 a check says no · 2 usage · 3 nothing could be measured · 130 interrupted
+0 fine · 1 a check says no · 2 usage · 3 nothing could be measured · 4 inconclusive · 5 untrusted · 130 interrupted
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from cyclopts import App, CycloptsError
 
+from attnbench.cli.baseline import baseline
+from attnbench.cli.bisect import bisect
+from attnbench.cli.compare import compare
 from attnbench.cli.doctor import doctor
+from attnbench.cli.gate import gate
+from attnbench.cli.history import history
 from attnbench.cli.listing import listing
 from attnbench.cli.run import run
 from attnbench.cli.show import show
@@ -43,6 +50,11 @@ app.command(listing, name="list")
 app.command(verify)
 app.command(run)
 app.command(show)
+app.command(compare)
+app.command(gate)
+app.command(baseline, name="baseline")
+app.command(history)
+app.command(bisect)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def execute(arguments: Sequence[str]) -> int:
     """Run a command; returns the exit code. An expected error is one line on stderr, never a traceback."""
+    _end_tidily()
     try:
         code = app(list(arguments), exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -66,6 +79,12 @@ def execute(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code if isinstance(code, int) else 0
+
+
+def _end_tidily() -> None:
+    """A cancelled CI job sends SIGTERM: end as Ctrl-C does, so that workers and worktrees go too."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _tell(message: str, code: int) -> int:

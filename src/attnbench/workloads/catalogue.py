@@ -25,6 +25,16 @@ def quick() -> list[Workload]:
     ]
 
 
+def ci() -> list[Workload]:
+    """What a gate measures in every change: a forward pass, a masked one, a training step and a decoding step."""
+    shape = {"batch": 1, "q_len": 512, "heads": 8, "head_dim": 64}
+    return [
+        *grid(**shape, mask=["full", "causal"]),
+        *grid(batch=1, q_len=256, heads="8:2", head_dim=64, mask="causal", pass_="train"),
+        *grid(batch=4, q_len=1, kv_len=4 * K, heads="8:2", head_dim=64, tags=["decode"]),
+    ]
+
+
 def whole_grid() -> list[Workload]:
     """The first founding document's grid: 5 lengths x 4 batches x 2 head layouts x 2 passes."""
     return _grid([512, 1 * K, 2 * K, 4 * K, 8 * K], [1, 4, 8, 16], ["32:32", LLAMA_HEADS], ["forward", "train"])
@@ -78,6 +88,7 @@ def _from_models(suite: str) -> Callable[[], list[Workload]]:
 
 BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
     "quick": ("six small shapes for any machine: the default", quick),
+    "ci": ("four shapes that a gate measures in every change", ci),
     "grid": (
         "512-8192 tokens x batch 1-16 x 32:32 and 32:8 heads of 128, forward and train, causal bfloat16",
         whole_grid,

@@ -1,0 +1,137 @@
+"""`attnbench gate`: did anything get slower, wrong or bigger between two refs or two runs?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from attnbench.cli.options import Choice, Json, Many, Quiet, Shape
+from attnbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from attnbench.comparison import GateReport
+    from attnbench.config import Settings
+
+SUITE = "ci"
+OUTCOMES = {"exit": "inconclusive", "pass": "pass", "fail": "fail"}
+
+
+def gate(
+    *,
+    baseline: Annotated[str | None, Parameter(help="Git ref, run file, or folder of baselines.")] = None,
+    current: Annotated[str, Parameter(help='Git ref or run file that is judged; "." is the working tree.')] = "HEAD",
+    suite: Annotated[str, Parameter(help="Workloads to measure, a name or a TOML file.")] = SUITE,
+    impl: Annotated[
+        tuple[str, ...], Many, Parameter(help="What to measure; else `implementations` of [tool.attnbench], else all.")
+    ] = (),
+    words: Annotated[str, Parameter(name=["--filter", "-k"], help="Words that cases must contain.")] = "",
+    device: Annotated[str | None, Parameter(help="cpu, cuda, ...")] = None,
+    threads: Annotated[int | None, Parameter(help="CPU threads.")] = None,
+    budget: Annotated[float, Parameter(help="Seconds that one comparison may take at most.")] = 60.0,
+    thresholds: Annotated[Path | None, Parameter(help="TOML file of floors per case, only upward.")] = None,
+    on_inconclusive: Annotated[
+        Literal["exit", "pass", "fail"], Parameter(help="What inconclusive cases mean: exit code 4, 0 or 1.")
+    ] = "exit",
+    ci: Annotated[Path | None, Parameter(help="Folder for gate.json, .md and .xml; annotates on GitHub.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Compare many cases in two stages, with controls; correctness and peak memory count too.
+
+    Exit codes: 0 pass · 1 slower, wrong or bigger · 2 usage · 3 nothing measured · 4 inconclusive · 5 untrusted
+    """
+    from attnbench.cli.output import print_json, stdout_console
+    from attnbench.comparison import EXIT_CODES
+    from attnbench.config import load_settings
+    from attnbench.report.ci import write_ci
+    from attnbench.report.gate import print_gate
+
+    settings = load_settings({"device": device, "threads": threads, "thresholds": thresholds and str(thresholds)})
+    baseline = _required(baseline, settings)
+    if _is_stored(current) or _is_stored(baseline):
+        report = _gate_stored(baseline, current, settings, on_inconclusive)
+    else:
+        report = _gate_refs(
+            baseline, current, suite, _names(impl, settings), words, budget, settings, on_inconclusive, quiet or json
+        )
+    if ci is not None:
+        write_ci(report, ci)
+    if json:
+        print_json(report)
+    else:
+        print_gate(stdout_console(), report)
+    return EXIT_CODES[report.outcome]
+
+
+def _required(baseline: str | None, settings: Settings) -> str:
+    if baseline is not None:
+        return baseline
+    if Path(settings.baselines_dir).is_dir():
+        return settings.baselines_dir
+    raise UsageError(
+        "no baseline: give --baseline REF (a branch, tag or commit), or a run file, or keep one with "
+        "`attnbench run ci` and `attnbench baseline save RUN`."
+    )
+
+
+def _is_stored(what: str) -> bool:
+    return Path(what).suffix == ".jsonl" or (what != "." and Path(what).is_dir())
+
+
+def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusive: str) -> GateReport:
+    from attnbench.cli.show import find_run
+    from attnbench.gating_stored import gate_stored
+    from attnbench.store.thresholds import load_thresholds
+
+    if not _is_stored(baseline) or not _is_stored(current):
+        known, other = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
+        raise UsageError(f"{known} was measured before: {other} must be a run file too, as `attnbench run ci` makes.")
+    old = Path(baseline) if Path(baseline).is_dir() else find_run(baseline)
+    floors = load_thresholds(settings.thresholds)
+    return gate_stored(old, find_run(current), floors, OUTCOMES[on_inconclusive])  # pyright: ignore[reportArgumentType]
+
+
+def _names(impl: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
+    from attnbench import registry
+    from attnbench.cli.selection import expand, loadable_names
+
+    asked, known = impl or settings.implementations, registry.names()
+    return tuple(dict.fromkeys(name for one in asked for name in expand(one, known))) or tuple(loadable_names())
+
+
+def _gate_refs(
+    baseline: str,
+    current: str,
+    suite: str,
+    names: tuple[str, ...],
+    words: str,
+    budget: float,
+    settings: Settings,
+    on_inconclusive: str,
+    quiet: bool,
+) -> GateReport:
+    from attnbench.cli.output import stderr_console
+    from attnbench.cli.selection import filter_words, select_workloads
+    from attnbench.gating import GateOrder, gate_refs
+    from attnbench.report.duel_progress import DuelProgress
+    from attnbench.store.thresholds import load_thresholds
+
+    name, workloads = select_workloads(suite, False, Shape(), Choice())
+    workloads, names = filter_words(words, workloads, names)
+    with DuelProgress(stderr_console(), quiet) as progress:
+        order = GateOrder(
+            baseline=baseline,
+            current=current,
+            suite=name,
+            workloads=workloads,
+            implementations=names,
+            folder=Path.cwd(),
+            device=settings.device,
+            threads=settings.threads,
+            budget_s=budget,
+            floors=load_thresholds(settings.thresholds),
+            on_inconclusive=OUTCOMES[on_inconclusive],  # pyright: ignore[reportArgumentType]
+        )
+        return gate_refs(order, progress)

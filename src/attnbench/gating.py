@@ -1,0 +1,208 @@
+"""`attnbench gate` between two git refs: controls first, every case in two stages, then one judgement over all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from attnbench.analyse.gate import OnInconclusive, confirm, geomean, judge
+from attnbench.analyse.gate_case import case_of
+from attnbench.comparing import compare_refs, ref_arm, refs
+from attnbench.comparison import FLOOR, Case, Comparison, Control, GateReport, Launch
+from attnbench.errors import UsageError
+from attnbench.measuring.paired import Decision
+from attnbench.run import protocol as p
+from attnbench.run.arms import Arm, NurserySide, Side
+from attnbench.run.duel import Duel, Terms
+from attnbench.run.git import commits_between
+from attnbench.run.launch import refuse_distortion
+from attnbench.run.lock import machine_lock
+from attnbench.run.refs import Ref
+from attnbench.spec import Failed, Workload
+
+__all__ = ["GateOrder", "GateWatch", "compare_refs", "gate_refs"]
+
+SECOND_STAGE = (16,)
+"""Launches of stage two."""
+NO_CONTROL = (
+    "no implementation of the baseline could be timed as a control, nothing shows that this job can be believed"
+)
+NO_POWER_CONTROL = "no +5 % control: the implementations cannot do its workload, so what would be found is not known"
+CPU_CONTROL = Workload(batch=1, q_len=512, kv_len=512, heads=8, head_dim=64)
+CPU_MORE_WORK = Workload(batch=1, q_len=538, kv_len=512, heads=8, head_dim=64)
+DEVICE_CONTROL = Workload(batch=20, q_len=1024, heads=16, head_dim=128, dtype="bfloat16")
+DEVICE_MORE_WORK = Workload(batch=21, q_len=1024, heads=16, head_dim=128, dtype="bfloat16")
+
+
+class GateWatch(Protocol):
+    """Told of progress."""
+
+    def begin(self, title: str) -> None:
+        """Another comparison starts."""
+        ...
+
+    def __call__(self, launches: Sequence[Launch], decision: Decision | None) -> None:
+        """One more launch of it is over."""
+        ...
+
+
+class GateOrder(Struct, frozen=True, kw_only=True):
+    """What is gated."""
+
+    baseline: str
+    current: str
+    suite: str
+    workloads: tuple[Workload, ...]
+    implementations: tuple[str, ...]
+    folder: Path
+    device: str | None = None
+    threads: int | None = None
+    budget_s: float = 60.0
+    """At most, per comparison."""
+    floors: Callable[[str, str], float] = lambda implementation, workload: FLOOR
+    on_inconclusive: OnInconclusive = "inconclusive"
+
+
+def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
+    """Everything between two refs; raises UsageError when a ref cannot be had, or another gate is at work."""
+    refuse_distortion()
+    started = time.monotonic()
+    with machine_lock(), refs(order.baseline, order.current, order.folder) as (old, new):
+        gate = _Gate(order, old, new, watch)
+        controls = gate.controls()
+        cases = confirm([case for name in order.implementations for case in gate.cases_of(name)])
+        cases = _with_culprit(cases, old, new, order.folder)
+    judgement = judge(cases, controls, order.on_inconclusive)
+    notes = [note for ref in (old, new) for note in ref.notes]
+    outcome = judgement.outcome
+    if {control.name for control in controls} != {"a/a", "+5 %"}:
+        notes.append(NO_CONTROL if not controls else NO_POWER_CONTROL)
+        outcome = outcome if controls or outcome in ("fail", "nothing") else "untrusted"
+    return GateReport(
+        baseline=_named(old),
+        current=_named(new),
+        suite=order.suite,
+        outcome=outcome,
+        cases=tuple(cases),
+        controls=tuple(controls),
+        geomean=geomean(cases),
+        elapsed_s=time.monotonic() - started,
+        warnings=(*notes, *judgement.warnings),
+        attnbench=version("attnbench"),
+    )
+
+
+class _Gate:
+    def __init__(self, order: GateOrder, old: Ref, new: Ref, watch: GateWatch) -> None:
+        self._order, self._old, self._new, self._watch = order, old, new, watch
+
+    def controls(self) -> list[Control]:
+        """A/A, and 5 % more real work, with the first implementation of the baseline that can be timed at all."""
+        for name in self._order.implementations:
+            arm = ref_arm(name, self._old)
+            try:
+                with self._sides(arm, arm) as (first, second):
+                    for work, more in (_control_workloads(first), (self._order.workloads[0], None)):
+                        same = self._duel(first, second, Terms(workload=work), "control A/A")
+                        if same.verdict is not None:
+                            return self._controls(first, second, same, more)
+            except _CannotLoad:
+                continue
+        return []
+
+    def _controls(self, first: Side, second: Side, same: Comparison, more: Workload | None) -> list[Control]:
+        controls = [Control(name="a/a", passed=same.verdict in ("same", "inconclusive"), comparison=same)]
+        if more is None:
+            return controls
+        slower = self._duel(first, second, Terms(workload=same.workload, other=more), "control +5 %")
+        return [*controls, Control(name="+5 %", passed=slower.verdict == "slower", comparison=slower)]
+
+    def cases_of(self, name: str) -> list[Case]:
+        """All workloads of one implementation; its two processes are started once."""
+        arms = [ref_arm(name, ref) for ref in (self._old, self._new)]
+        try:
+            with self._sides(*arms) as (first, second):
+                return [self._case(name, workload, first, second) for workload in self._order.workloads]
+        except _CannotLoad as problem:
+            return [self._unloaded(name, workload, arms, problem) for workload in self._order.workloads]
+
+    def _case(self, name: str, workload: Workload, first: Side, second: Side) -> Case:
+        terms = Terms(workload=workload, floor=self._order.floors(name, workload.id), budget_s=self._order.budget_s)
+        title = f"{name} {workload.id}"
+        stage_one = self._duel(first, second, terms, title)
+        if stage_one.verdict != "slower":
+            return case_of(name, workload, stage_one)
+        stage_two = self._duel(first, second, replace(terms, looks=SECOND_STAGE), f"{title}, once more")
+        return case_of(name, workload, stage_one, stage_two)
+
+    def _duel(self, first: Side, second: Side, terms: Terms, title: str) -> Comparison:
+        self._watch.begin(title)
+        return Duel(first, second, terms, self._watch).fight()
+
+    def _unloaded(self, name: str, workload: Workload, arms: Sequence[Arm], problem: _CannotLoad) -> Case:
+        """A case of which one side does not even load: as if that side had failed."""
+        failed = Failed(implementation=name, workload=workload, reason=str(problem))
+        is_old = problem.place == 0
+        comparison = Comparison(
+            a=arms[0].label,
+            b=arms[1].label,
+            workload=workload,
+            verdict=None,
+            reason=failed.reason,
+            record_a=failed if is_old else None,
+            record_b=None if is_old else failed,
+        )
+        status = "no_baseline" if is_old else "wrong"
+        return Case(implementation=name, workload=workload, status=status, reason=str(problem), first=comparison)
+
+    @contextmanager
+    def _sides(self, *arms: Arm) -> Iterator[list[Side]]:
+        with ExitStack() as stack:
+            live: list[Side] = []
+            for place, arm in enumerate(arms):
+                try:
+                    live.append(stack.enter_context(NurserySide(arm, self._order.device, self._order.threads)))
+                except UsageError as error:
+                    raise _CannotLoad(place, str(error)) from error
+            yield live
+
+
+class _CannotLoad(UsageError):
+    """The code of one side does not load."""
+
+    def __init__(self, place: int, reason: str) -> None:
+        super().__init__(reason)
+        self.place = place
+
+
+def _control_workloads(side: Side) -> tuple[Workload, Workload]:
+    """The same work and 5 % more query rows, large enough for the device that the workers run on."""
+    worker = side.hatch(0)
+    try:
+        answer = worker.ask(p.Describe([]), 120.0)
+    finally:
+        worker.kill()
+    on_cpu = not isinstance(answer, p.Described) or answer.environment.device == "cpu"
+    return (CPU_CONTROL, CPU_MORE_WORK) if on_cpu else (DEVICE_CONTROL, DEVICE_MORE_WORK)
+
+
+def _named(ref: Ref) -> str:
+    return f"{ref.name} ({ref.commit[:9]}{', uncommitted changes' if ref.dirty else ''})" if ref.commit else ref.name
+
+
+def _with_culprit(cases: Sequence[Case], old: Ref, new: Ref, folder: Path) -> list[Case]:
+    """Where a single commit lies between the refs, it is the one."""
+    if not old.commit or not new.commit or new.dirty or not any(case.status == "regression" for case in cases):
+        return list(cases)
+    between = commits_between(old.commit, new.commit, folder)
+    if len(between) != 1:
+        return list(cases)
+    sha, subject = between[0]
+    return [replace(case, culprit=f'{sha[:9]} "{subject}"') if case.status == "regression" else case for case in cases]

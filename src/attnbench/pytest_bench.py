@@ -1,0 +1,196 @@
+"""What the pytest fixture `attnbench` gives to a test: check, measure, compare. Nothing heavy is imported before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from attnbench.comparison import Comparison
+    from attnbench.report.pytest_session import SessionFile
+    from attnbench.runner import Subject
+    from attnbench.spec import Record, Workload
+
+    AnyWorkload = Workload | Mapping[str, Any] | None
+
+MARKER = "attnbench"
+OPTIONS = ("framework", "device", "budget_s")
+"""What the marker takes: defaults of every call in the test."""
+DISABLED = "not timed: --attnbench-disable"
+
+
+class AttnbenchWarning(pytest.PytestWarning):
+    """A comparison that could not tell."""
+
+
+class Collected:
+    """Everything a session asked for, in order."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.comparisons: list[Comparison] = []
+        self.tests: dict[str, list[str]] = {}
+
+    def document(self) -> SessionFile:
+        """As `--attnbench-json` writes it."""
+        from attnbench.report.pytest_session import SessionFile
+
+        return SessionFile(records=self.records, comparisons=self.comparisons, tests=self.tests)
+
+    def add(self, other: SessionFile) -> None:
+        """Take in what another process collected."""
+        self.records += other.records
+        self.comparisons += other.comparisons
+        for test, asked in other.tests.items():
+            self.tests.setdefault(test, []).extend(asked)
+
+
+class Bench:
+    """The fixture's value. A workload is an `attnbench.Workload`, a mapping, or keywords: `q_len=128, causal=True`."""
+
+    def __init__(self, node: pytest.Item, collected: Collected) -> None:
+        self._node = node
+        self._collected = collected
+        self._timed = not node.config.getoption("attnbench_disable")
+
+    def check(
+        self,
+        implementation: Subject,
+        workload: AnyWorkload = None,
+        framework: str | None = None,
+        *,
+        device: str | None = None,
+        **shape: Any,
+    ) -> Record:
+        """Verify a name, function or Implementation; wrong fails the test, a case it cannot do skips it."""
+        __tracebackhide__ = True
+        import attnbench
+
+        settings = self._settings(framework=framework, device=device)
+        settings.pop("budget_s", None)
+        return self._keep(attnbench.verify(implementation, _workload(workload, shape), **settings))
+
+    def measure(
+        self,
+        implementation: Subject,
+        workload: AnyWorkload = None,
+        framework: str | None = None,
+        *,
+        device: str | None = None,
+        budget_s: float | None = None,
+        **shape: Any,
+    ) -> Record:
+        """Verify, then time. With `--attnbench-disable` it only verifies, and `time` is None."""
+        __tracebackhide__ = True
+        import attnbench
+
+        if not self._timed:
+            return self.check(implementation, workload, framework, device=device, **shape)
+        settings = self._settings(framework=framework, device=device, budget_s=budget_s)
+        return self._keep(attnbench.measure(implementation, _workload(workload, shape), **settings))
+
+    def compare(
+        self,
+        a: Subject,
+        b: Subject,
+        workload: AnyWorkload = None,
+        *,
+        at_most: float | None = None,
+        framework: str | None = None,
+        device: str | None = None,
+        budget_s: float | None = None,
+        **shape: Any,
+    ) -> Comparison:
+        """Fail when b is slower than a, or certainly takes over `at_most` times as long; warn when that cannot be told.
+
+        `at_most` bounds `Comparison.ratio`: 1.1 allows 10 % more time, 0.8 demands 20 % less.
+        """
+        __tracebackhide__ = True
+        import attnbench
+
+        if not self._timed:
+            checks = [self.check(arm, workload, framework, device=device, **shape) for arm in (a, b)]
+            return _untimed(*checks)
+        settings = self._settings(framework=framework, device=device, budget_s=budget_s)
+        comparison = attnbench.compare(a, b, _workload(workload, shape), **settings)
+        self._collected.comparisons.append(comparison)
+        self._note(f"{comparison.a} {comparison.b} {comparison.workload.id}")
+        self._judge(comparison, at_most)
+        return comparison
+
+    def _settings(self, **given: Any) -> dict[str, Any]:
+        """Options of the marker, under those of the call."""
+        marker = self._node.get_closest_marker(MARKER)
+        defaults = {} if marker is None else dict(marker.kwargs)
+        if unknown := sorted(set(defaults) - set(OPTIONS)):
+            from attnbench.errors import UsageError
+
+            raise UsageError(f"the marker attnbench takes {', '.join(OPTIONS)}, not {', '.join(unknown)}.")
+        return defaults | {name: value for name, value in given.items() if value is not None}
+
+    def _keep(self, record: Record) -> Record:
+        __tracebackhide__ = True
+        self._collected.records.append(record)
+        self._note(record.cell.id)
+        told = f"{record.implementation} on {record.workload.title}: {record.status.replace('_', ' ')}"
+        if record.status == "unsupported":
+            pytest.skip(f"{told}: {record.reason}")
+        if record.status != "ok":
+            detail = getattr(record, "detail", "")
+            pytest.fail(f"{told}: {record.reason}" + (f"\n{detail}" if detail else ""))
+        return record
+
+    def _note(self, asked: str) -> None:
+        self._collected.tests.setdefault(self._node.nodeid, []).append(asked)
+
+    def _judge(self, comparison: Comparison, at_most: float | None) -> None:
+        __tracebackhide__ = True
+        from attnbench.report.comparison import sentence
+
+        told = sentence(comparison) + ("" if at_most is None else f" (at most {at_most:g}x was asked for)")
+        if comparison.verdict is None:
+            records = (comparison.record_a, comparison.record_b)
+            refused = any(record is not None and record.status == "unsupported" for record in records)
+            pytest.skip(told) if refused else pytest.fail(told)
+        enough = fast_enough(comparison, at_most)
+        unknown_fails = self._node.config.getoption("attnbench_inconclusive") == "fail"
+        if enough is False or (enough is None and unknown_fails):
+            pytest.fail(told)
+        if enough is None:
+            self._node.warn(AttnbenchWarning(told))
+
+
+def fast_enough(comparison: Comparison, at_most: float | None) -> bool | None:
+    """Whether b is; None when that cannot be told."""
+    if at_most is None:
+        return None if comparison.verdict == "inconclusive" else comparison.verdict != "slower"
+    low, high = comparison.interval or (0.0, float("inf"))
+    return False if low > at_most else True if high <= at_most else None
+
+
+def _workload(workload: AnyWorkload, shape: Mapping[str, Any]) -> Workload:
+    from attnbench.errors import UsageError
+    from attnbench.runner import workload_from
+    from attnbench.spec import Workload
+
+    if not isinstance(workload, Workload):
+        return workload_from({**(workload or {}), **shape})
+    if shape:
+        raise UsageError(f"a Workload says everything: leave out {', '.join(sorted(shape))}.")
+    return workload
+
+
+def _untimed(a: Record, b: Record) -> Comparison:
+    from attnbench.comparison import Comparison
+
+    return Comparison(
+        a=a.implementation,
+        b=b.implementation,
+        workload=a.workload,
+        verdict=None,
+        reason=DISABLED,
+        record_a=a,
+        record_b=b,
+    )

@@ -1,0 +1,41 @@
+"""What `attnbench gate --ci FOLDER` leaves behind: three files, and what GitHub Actions shows of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from attnbench.comparison import GateReport
+from attnbench.errors import UsageError
+from attnbench.report.annotations import workflow_commands
+from attnbench.report.gate_markdown import markdown
+from attnbench.report.junit import junit
+
+
+def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
+    """Write gate.json, gate.md and gate.xml; on GitHub, add to the job's summary and annotate.
+
+    Annotations go to stderr, where GitHub reads them as well, so that `--json` keeps stdout to itself.
+    """
+    page = markdown(report)
+    files = {
+        "gate.json": msgspec.json.format(msgspec.json.encode(report), indent=2).decode(),
+        "gate.md": page,
+        "gate.xml": junit(report),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --ci another folder.") from error
+    if summary := environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write(page)
+    if environ.get("GITHUB_ACTIONS") == "true":
+        for line in workflow_commands(report):
+            print(line, file=sys.stderr)

@@ -1,0 +1,49 @@
+"""What is going on in a comparison: one line on stderr, only on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from attnbench.comparison import LOOKS, Launch
+from attnbench.measuring.paired import Decision
+
+
+class DuelProgress:
+    """Called after each launch."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        shown = console.is_terminal and not quiet
+        self._title = ""
+        self._status = Status("starting both", console=console) if shown else None
+
+    def __enter__(self) -> DuelProgress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def begin(self, title: str) -> None:
+        """Another comparison starts."""
+        self._title = f"{escape(title)} · "
+        if self._status is not None:
+            self._status.update(f"{self._title}starting both")
+
+    def __call__(self, launches: Sequence[Launch], decision: Decision | None) -> None:
+        """One more launch is over."""
+        if self._status is not None:
+            self._status.update(f"{self._title}{_words(len(launches), decision)}")
+
+
+def _words(launches: int, decision: Decision | None) -> str:
+    text = f"launch {launches} of at most {LOOKS[-1]}"
+    estimates = {} if decision is None else decision.estimates
+    best = estimates.get("device") or estimates.get("wall")
+    return text if best is None else f"{text} · ratio {best.ratio:.3f} ({best.interval[0]:.3f}-{best.interval[1]:.3f})"

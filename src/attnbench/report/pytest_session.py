@@ -1,0 +1,146 @@
+"""What a pytest session verified and timed: its file, its lines in the terminal, and how it stands to an earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.analyse.ranking import is_timed
+from attnbench.comparison import Comparison
+from attnbench.errors import BrokenFile, UsageError
+from attnbench.report import units
+from attnbench.report.comparison import sentence
+from attnbench.spec import Environment, Ok, Record
+from attnbench.store.runfile import read_run
+
+CAVEAT = (
+    "These are two sessions apart in time: on a shared machine such ratios move by 10 to 50 % with no change of code. "
+    "`attnbench gate` and the fixture's `compare` measure both sides in turn."
+)
+
+
+class SessionFile(Struct, frozen=True, kw_only=True):
+    """What `--attnbench-json` writes."""
+
+    records: list[Record]
+    comparisons: list[Comparison]
+    tests: dict[str, list[str]]
+    """Id of a test -> what it asked for."""
+    attnbench: str = ""
+    created: str = ""
+    schema: int = 1
+
+
+class _WithRecords(Struct, frozen=True):
+    """The part that is read again; `attnbench run --json` has it too."""
+
+    records: list[Record]
+
+
+def check_path(path: Path) -> None:
+    """Refuse a file that cannot be written before the tests run, not after."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise UsageError(f"--attnbench-json: cannot write {path} ({error.strerror or error}).") from error
+
+
+def write_session(path: Path, session: SessionFile) -> None:
+    """One JSON document."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    stamped = msgspec.structs.replace(session, created=now, attnbench=version("attnbench"))
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(stamped), indent=2) + b"\n")
+
+
+def read_earlier(path: Path) -> list[Record]:
+    """Records of a run file, of an earlier `--attnbench-json`, or of `attnbench run --json`."""
+    if not path.is_file():
+        raise UsageError(f"--attnbench-compare: there is no file {path}; --attnbench-json PATH makes one.")
+    if path.suffix == ".jsonl":
+        return list(read_run(path).records)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_WithRecords).records
+    except (msgspec.DecodeError, UsageError) as error:
+        raise BrokenFile(path, None, f"no run file and no JSON with records ({error}).") from error
+
+
+def summary_lines(session: SessionFile) -> Iterator[str]:
+    """A line per time and per comparison, then the counts."""
+    timed = [record for record in session.records if is_timed(record)]
+    for record in timed:
+        yield f"{_what(record)}: {_time(record)}"
+    for comparison in session.comparisons:
+        yield f"{comparison.workload.id}: {sentence(comparison)}"
+    checked = len(session.records) - len(timed)
+    counts = {"checked": checked, "measured": len(timed), "compared": len(session.comparisons)}
+    yield ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "nothing was asked for"
+
+
+def earlier_lines(now: Sequence[Record], then: Iterable[Record]) -> Iterator[str]:
+    """Ratio of every time to the earlier one, where both come from the same environment; else what differs."""
+    known = {record.cell.id: record for record in then}
+    refused: dict[str, list[str]] = {}
+    compared = False
+    timed = [record for record in now if is_timed(record)]
+    for record in timed:
+        reason = _obstacle(record, known.get(record.cell.id), [other.cell.id for other in timed])
+        if reason is None:
+            compared = True
+            yield f"{_what(record)}: {_ratio(record, known[record.cell.id])}"
+        else:
+            refused.setdefault(reason, []).append(record.cell.id)
+    for reason, ids in refused.items():
+        yield f"not compared ({reason}): {', '.join(dict.fromkeys(ids))}"
+    if compared:
+        yield CAVEAT
+
+
+def _obstacle(now: Ok, then: Record | None, measured: Sequence[str]) -> str | None:
+    """Why two times may not be compared; None when they may."""
+    if measured.count(now.cell.id) > 1:
+        return "measured more than once in this session"
+    if then is None:
+        return "not in the earlier file"
+    if not is_timed(then):
+        return "has no time in the earlier file"
+    if now.environment is None or then.environment is None:
+        return "its environment is not known"
+    if found := differences(now.environment, then.environment):
+        return f"another environment: {'; '.join(found)}"
+    clocks = [record.time.clock for record in (now, then) if record.time is not None]
+    return None if clocks[0] == clocks[1] else f"clock is {clocks[0]}, was {clocks[1]}"
+
+
+def differences(now: Environment, then: Environment) -> list[str]:
+    """Fields of the fingerprint that differ, each with both values."""
+    here, there = _flat(now), _flat(then)
+    names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    return [f"{name} is {here.get(name, 'absent')}, was {there.get(name, 'absent')}" for name in names]
+
+
+def _flat(environment: Environment) -> dict[str, str]:
+    flat = {name: str(value) for name, value in environment.hard_key.items() if not isinstance(value, Mapping)}
+    return flat | {f"packages.{name}": text for name, text in environment.packages.items()}
+
+
+def _what(record: Record) -> str:
+    return f"{record.implementation} on {record.workload.title}"
+
+
+def _time(record: Record) -> str:
+    if record.time is None:
+        return units.DASH
+    return f"{units.duration(record.time.median_ns)} {units.half_interval(record.time.median_ns, record.time.ci95_ns)}"
+
+
+def _ratio(now: Record, then: Record) -> str:
+    assert now.time is not None
+    assert then.time is not None
+    here, there = now.time.median_ns, then.time.median_ns
+    return f"{here / there:.2f}x the earlier time ({units.duration(here)}, was {units.duration(there)})"
