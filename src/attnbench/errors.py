@@ -4,7 +4,9 @@ AttnBenchError
 ├── UsageError                 the request cannot mean anything: exit code 2
 │   ├── UnknownName            no implementation, suite or command of that name (carries the nearest)
 │   ├── InvalidWorkload        impossible shapes, heads that do not divide, a mask that does not fit
-│   └── BrokenFile             a TOML or run file that cannot be read, with its line
+│   ├── BrokenFile             a TOML or run file that cannot be read, with its line
+│   ├── CannotTravel           a function that no other process can have (run/launch.py)
+│   └── BuildFailed            a git ref whose build command failed (run/refs.py)
 └── Unsupported                a known case this implementation or device cannot do (also a NotImplementedError)
 
 What may well happen to a cell (wrong numbers, out of memory, a crash, a timeout) is a Record, not an exception.

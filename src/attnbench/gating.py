@@ -35,8 +35,8 @@ NO_CONTROL = (
     "no implementation of the baseline could be timed as a control, nothing shows that this job can be believed"
 )
 NO_POWER_CONTROL = "no +5 % control: the implementations cannot do its workload, so what would be found is not known"
-CPU_CONTROL = Workload(batch=1, q_len=512, kv_len=512, heads=8, head_dim=64)
-CPU_MORE_WORK = Workload(batch=1, q_len=538, kv_len=512, heads=8, head_dim=64)
+CPU_CONTROL = Workload(batch=20, q_len=256, heads=2, head_dim=64)
+CPU_MORE_WORK = Workload(batch=21, q_len=256, heads=2, head_dim=64)
 DEVICE_CONTROL = Workload(batch=20, q_len=1024, heads=16, head_dim=128, dtype="bfloat16")
 DEVICE_MORE_WORK = Workload(batch=21, q_len=1024, heads=16, head_dim=128, dtype="bfloat16")
 
@@ -183,7 +183,7 @@ class _CannotLoad(UsageError):
 
 
 def _control_workloads(side: Side) -> tuple[Workload, Workload]:
-    """The same work and 5 % more query rows, large enough for the device that the workers run on."""
+    """The same work and 5 % more sequences, large enough for the device that the workers run on."""
     worker = side.hatch(0)
     try:
         answer = worker.ask(p.Describe([]), 120.0)

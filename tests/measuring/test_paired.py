@@ -229,12 +229,12 @@ def test_intervals_that_disagree_decide_nothing():
         ({"wall": 0.98, "cpu": 1.0}, "faster"),
         ({"wall": 1.0, "cpu": 0.98}, "faster"),
         ({"wall": 0.995, "cpu": 0.995}, "same"),
-        ({"wall": 0.9, "cpu": 1.02}, "slower"),
+        ({"wall": 0.9, "cpu": 1.02}, "faster"),
         ({"wall": 1.02, "cpu": 0.9}, "slower"),
         ({"wall": 1.0, "device": 1.02}, "slower"),
     ],
 )
-def test_one_metric_is_enough_and_slower_wins(ratios: dict[str, float], verdict: str):
+def test_one_metric_is_enough_and_the_published_one_settles_a_contradiction(ratios: dict[str, float], verdict: str):
     assert decide(by_metric(**ratios), list(ratios)).verdict == verdict
 
 
@@ -246,6 +246,13 @@ def test_faster_by_one_metric_does_not_cover_a_doubtful_slower_by_another():
     ]
     assert decide(made, ("cpu",), looks=(16,)).verdict == "faster"
     assert decide(made, METRICS, looks=(16,)).verdict == "inconclusive"
+
+
+def test_a_small_slowdown_is_not_called_the_same_before_the_last_look():
+    made = flat(0.004, 0.012, 0.016, 0.02, 0.024, 0.028)
+    assert decide(made, METRICS).verdict is None
+    assert decide(made, METRICS, last=True).verdict == "same"
+    assert decide(flat(-0.002, 0.0, 0.002, 0.004, 0.001, 0.003), METRICS).verdict == "same"
 
 
 def test_metrics_that_contradict_each_other_are_noted():

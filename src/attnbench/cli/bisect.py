@@ -65,8 +65,17 @@ _WORDS = {True: "slower    ", False: "as fast   ", None: "not judged"}
 def compare_refs(baseline: str, current: str, implementation: str, workload: Workload) -> Comparison:
     """The comparison that the search stands on; the one place that knows who makes it."""
     from attnbench import comparing
+    from attnbench.config import load_settings
 
-    return comparing.compare_refs(baseline=baseline, current=current, implementation=implementation, workload=workload)
+    settings = load_settings()
+    return comparing.compare_refs(
+        baseline=baseline,
+        current=current,
+        implementation=implementation,
+        workload=workload,
+        device=settings.device,
+        threads=settings.threads,
+    )
 
 
 def slower_than(good: str, candidate: str, implementation: str, workload: Workload) -> bool | None:

@@ -88,7 +88,7 @@ def decide(
     share = alpha / len(looks) / len(metrics)
     judged, notes = _judged_metrics(launches, metrics)
     found = {name: _evidence(launches, name, share) for name in judged}
-    verdict, doubts = _verdict(found, published(metrics), floor)
+    verdict, doubts = _verdict(found, published(metrics), floor, last)
     if len(launches) < FEW_LAUNCHES:
         notes.append(f"only {len(launches)} launches: judged by Student's t alone")
     return Decision(
@@ -109,7 +109,7 @@ def _judged_metrics(launches: Sequence[Launch], metrics: Sequence[str]) -> tuple
     return [name for name in metrics if name not in blind], notes
 
 
-def _verdict(found: dict[str, _Evidence], main: str, floor: float) -> tuple[Verdict | None, list[str]]:
+def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -> tuple[Verdict | None, list[str]]:
     """The verdict of b, None when it is still open, and what is doubtful about it."""
     signs = {name: _sign(one, floor) for name, one in found.items()}
     doubtful = [
@@ -133,7 +133,9 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float) -> tuple[Verd
         return "faster", doubts
     if doubtful or any(signs.values()):
         return None, doubts
-    return ("same" if _is_same(found[main], floor) else None), doubts
+    # Close enough to be called the same, yet leaning: a small slowdown needs more launches before it can be sure.
+    leaning = any(abs(one.point) > log1p(floor) for one in found.values())
+    return ("same" if _is_same(found[main], floor) and (last or not leaning) else None), doubts
 
 
 def _sign(one: _Evidence, floor: float) -> int:

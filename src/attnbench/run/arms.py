@@ -17,7 +17,7 @@ from attnbench.errors import UsageError
 from attnbench.run import nursery as n
 from attnbench.run import protocol as p
 from attnbench.run.launch import CannotTravel
-from attnbench.run.remote import Local, Remote, WorkerDied, start
+from attnbench.run.remote import STEADY_MEMORY, Local, Remote, WorkerDied, start
 from attnbench.run.travel import Traveller, from_object, from_reference
 from attnbench.spec import Implementation
 
@@ -97,7 +97,7 @@ class NurserySide:
         self.arm = arm
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the nursery)
         module = "attnbench.run.nursery"
-        started = start(module, arm.framework, device, threads, self._output, arm.path)
+        started = start(module, arm.framework, device, threads, self._output, arm.path, STEADY_MEMORY)
         self._process, self._connection = started
         # What it says when it dies is told as a worker's last words are.
         self._nursery = Remote(arm.framework, *started, self._output)
