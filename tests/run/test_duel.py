@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from attnbench.comparing import compare
-from attnbench.comparison import LOOKS, Block
+from attnbench.comparison import LOOKS, Block, Launch
 from attnbench.errors import UsageError
 from attnbench.run import duel as module
 from attnbench.run.arms import NurserySide, arm_of
@@ -182,6 +182,11 @@ def test_frameworks_can_be_compared_with_each_other():
     assert found.verdict in ("faster", "slower", "same", "inconclusive")
     assert found.record_a.environment.framework == "torch"
     assert found.record_b.environment.framework == "jax"
+
+
+def test_only_metrics_of_both_arms_are_judged():
+    launch = Launch(a=(Block({"device": 1.0, "wall": 2.0}),), b=(Block({"wall": 2.0, "cpu": 3.0}),))
+    assert module._metrics(launch) == ("wall",)
 
 
 def test_block_survives_the_wire():

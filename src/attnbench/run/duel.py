@@ -134,8 +134,7 @@ class Duel:
     def _decide(self, elapsed: float) -> Decision:
         each = elapsed / len(self._launches)
         last = len(self._launches) >= self._terms.looks[-1] or elapsed + each > self._terms.budget_s
-        metrics = tuple(self._launches[0].a[0].ns)
-        return decide(self._launches, metrics, floor=self._terms.floor, looks=self._terms.looks, last=last)
+        return decide(self._launches, _metrics(self._launches[0]), floor=self._terms.floor, looks=self._terms.looks, last=last)
 
     def _launch(self) -> Launch:
         orders: tuple[tuple[Literal["a", "b"], ...], ...] = (("a", "b"), ("b", "a"))
@@ -200,6 +199,11 @@ class Duel:
             floor=self._terms.floor,
             notes=() if decision is None else decision.notes,
         )
+
+
+def _metrics(launch: Launch) -> tuple[str, ...]:
+    """Those that both arms have: one of them may run on another kind of device."""
+    return tuple(name for name in launch.a[0].ns if name in launch.b[0].ns)
 
 
 def _calls(a: Fighter, b: Fighter) -> int:
