@@ -17,11 +17,11 @@ def run(program: Program, inputs: Inputs) -> tuple[Array, ...]:
 
 
 class Wrong(Exception):
-    """The subject computed something else; the message says what."""
+    """The subject computed something else; the message says what, `detail` where."""
 
-    def __init__(self, reason: str, errors: Errors | None = None) -> None:
+    def __init__(self, reason: str, errors: Errors | None = None, detail: str = "") -> None:
         super().__init__(reason)
-        self.errors = errors
+        self.errors, self.detail = errors, detail
 
 
 @dataclass(frozen=True)

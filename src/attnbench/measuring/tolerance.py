@@ -31,6 +31,8 @@ class Compared(NamedTuple):
     fault: str
     first_row: int | None = None
     """Flat index of the first wrong row among all that were compared."""
+    bad: np.ndarray | None = None
+    """Which rows are wrong, flat."""
 
 
 class _Norms(NamedTuple):
@@ -69,7 +71,7 @@ def compare(
     bad = np.concatenate([(~np.isfinite(g) & np.isfinite(e)).any(axis=-1).ravel() for g, e in zip(got, exact)])
     if bad.any():
         fault = f"{what}: {np.count_nonzero(bad)} rows hold NaN or infinite values"
-        return Compared(float("inf"), 0.0, float("inf"), fault, int(np.argmax(bad)))
+        return Compared(float("inf"), 0.0, float("inf"), fault, int(np.argmax(bad)), bad)
     mine, yardstick = _norms(got, exact), _norms(plain, exact)
     floor = EPS[dtype] * FLOOR_ULPS[dtype]
     largest = max(float(np.abs(e).max()) for e in exact)
@@ -93,7 +95,7 @@ def compare(
                 int(np.argmax(mine.rows > row_limit)) if np.any(mine.rows > row_limit) else int(np.argmax(mine.rows))
             )
             fault = f"{what}: {have / limit:.1f} x the {name} error allowed ({have:.2e} against {limit:.2e})"
-            return Compared(mine.relative, allowed, mine.max_abs, fault, first)
+            return Compared(mine.relative, allowed, mine.max_abs, fault, first, mine.rows > row_limit)
     return Compared(mine.relative, allowed, mine.max_abs, "")
 
 

@@ -6,7 +6,7 @@ A subject is one built call with its compiled programs; `examine` returns what i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from attnbench.frameworks import OUTPUTS, Inputs
 from attnbench.measuring import properties
 from attnbench.measuring.subject import Subject, Wrong, run
 from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, compare, compare_lse
+from attnbench.measuring.whereabouts import Compass, describe
 from attnbench.spec import Array, Errors, VerifiedAt, Workload
 
 SETTLE_S = 0.004
@@ -137,7 +138,9 @@ def _check_forward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared:
             "output", got, [t.out for t in truths], [t.plain_out for t in truths],
             subject.workload.dtype, FORWARD_FACTOR, subject.declared_error,
         )  # fmt: skip
-        _require(result, which, _places(subject, sample.heads, sample.rows, grouped=True))
+        _require(
+            result, which, got, [t.out for t in truths], Compass(sample.heads, sample.rows, subject.workload.group)
+        )
         worst = result if worst is None or result.error > worst.error else worst
     assert worst is not None
     return worst
@@ -156,8 +159,8 @@ def _check_backward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared
             plain = [_grads(t.plain_grads, n) for t in truths]
             what = f"gradient of {name[1].upper()}"
             result = compare(what, got, exact, plain, subject.workload.dtype, BACKWARD_FACTOR, subject.declared_error)
-            rows = np.arange(exact[0].shape[1])
-            _require(result, which, _places(subject, heads, rows, grouped=n == 0))
+            members = subject.workload.group if n == 0 else 1
+            _require(result, which, got, exact, Compass(heads, np.arange(exact[0].shape[1]), members))
             worst = result if worst is None or result.error > worst.error else worst
     return worst
 
@@ -167,29 +170,26 @@ def _grads(grads: tuple[np.ndarray, ...] | None, n: int) -> np.ndarray:
     return grads[n] if n == 0 else grads[n][None]
 
 
-def _places(
-    subject: Subject, heads: tuple[tuple[int, int], ...], rows: np.ndarray, grouped: bool
-) -> Callable[[int], str]:
-    """Turns a flat index over (compared head, query head of its group, row) into words."""
-    group = subject.workload.group if grouped else 1
-
-    def place(flat: int) -> str:
-        which, rest = divmod(flat, group * len(rows))
-        member, row = divmod(rest, len(rows))
-        batch, index = heads[which]
-        return f"batch {batch}, {'head' if grouped else 'key/value head'} {index * group + member}, row {rows[row]}"
-
-    return place
-
-
-def _require(result: Compared, which: int, place: Callable[[int], str] | None) -> None:
+def _require(
+    result: Compared,
+    which: int,
+    got: Sequence[np.ndarray] = (),
+    exact: Sequence[np.ndarray] = (),
+    compass: Compass | None = None,
+) -> None:
     if not result.fault:
         return
-    where = f", first at {place(result.first_row)}" if place is not None and result.first_row is not None else ""
+    where, detail = "", ""
+    if compass is not None and result.first_row is not None:
+        batch, head = compass.head(result.first_row)
+        kind = "key/value head" if result.fault.startswith(("gradient of K", "gradient of V")) else "head"
+        where = f", first at batch {batch}, {kind} {head}, row {compass.row(result.first_row)}"
+        if result.bad is not None:
+            detail = describe(got, exact, result.bad, result.first_row, compass)
     stored = which and result.error > UNLIKE * result.allowed
     stale = " (on the second input set only: a stored result?)" if stored else ""
     errors = Errors(forward=result.error, forward_allowed=result.allowed, max_abs=result.max_abs)
-    raise Wrong(result.fault + where + stale, errors)
+    raise Wrong(result.fault + where + stale, errors, detail)
 
 
 def _check_lse(subject: Subject) -> Compared | None:
@@ -205,7 +205,7 @@ def _check_lse(subject: Subject) -> Compared | None:
     truths = subject.draws.truths(0, gradients=False)
     got = [lse[at[0], _groups(subject, at)[0]][:, sample.rows].astype(np.float64) for at in sample.heads]
     result = compare_lse(got, [t.lse for t in truths], [t.plain_lse for t in truths])
-    _require(result, 0, None)
+    _require(result, 0)
     return result
 
 

@@ -165,7 +165,7 @@ class Worker:
         except NotImplementedError as refused:  # errors.Unsupported, and how the field says "I cannot do this case"
             return p.Closed(Unsupported(reason=str(refused) or "not implemented", **facts))
         except Wrong as wrong:
-            record = Incorrect(reason=str(wrong), errors=wrong.errors, **facts)
+            record = Incorrect(reason=str(wrong), errors=wrong.errors, detail=wrong.detail, **facts)
         except FellBack as fell:
             record = Failed(reason=str(fell), **facts)
         except Exception as error:
