@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import gate_factory
 import msgspec
 import pytest
-from gate_factory import comparison
 from git_repository import Repository
-from record_factory import CPU, incorrect, noisy, ok, workload
+from record_factory import CPU, incorrect, noisy, ok, unsupported, workload
 
 from attnbench import gating
 from attnbench.comparing import compare_refs
@@ -53,7 +53,7 @@ class Quiet:
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch):
+def repository(tmp_path, monkeypatch, request):
     made = Repository(tmp_path / "package")
     made.write("attnbench.toml", 'framework = "numpy"\n')
     made.commit("first", "fast.py", PLAIN)
@@ -61,7 +61,14 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setattr(gating, "Terms", partial(Terms, launch_s=0.05))
     monkeypatch.setattr(gating, "CPU_CONTROL", SMALL)
     monkeypatch.setattr(gating, "CPU_MORE_WORK", msgspec.structs.replace(SMALL, batch=3))
+    if "real_controls" not in request.fixturenames:
+        monkeypatch.setattr(gating._Gate, "controls", lambda self: list(gate_factory.controls()))
     return made
+
+
+@pytest.fixture
+def real_controls():
+    """For tests whose gates really run their controls; the others save the time."""
 
 
 def run(repository, baseline="HEAD~1", current="HEAD", name="fast:attend", watch=None, **fields):
@@ -78,7 +85,7 @@ def run(repository, baseline="HEAD~1", current="HEAD", name="fast:attend", watch
     return gate_refs(order, watch or Quiet())
 
 
-def test_a_slower_commit_is_found_confirmed_and_named(repository):
+def test_a_slower_commit_is_found_confirmed_and_named(repository, real_controls):
     slow = repository.commit("thrice the work", "fast.py", THRICE)
     watch = Quiet()
     report = run(repository, watch=watch)
@@ -104,14 +111,55 @@ def test_a_faster_but_wrong_commit_fails(repository):
     assert "error allowed" in report.cases[0].reason
 
 
-def test_code_that_does_not_load_counts_as_its_side(repository):
+def test_code_that_does_not_load_counts_as_its_side(repository, real_controls):
     repository.commit("broken", "fast.py", "def attend(:\n")
     broken = run(repository)
     assert (broken.outcome, broken.cases[0].status) == ("fail", "wrong")
     assert "SyntaxError" in broken.cases[0].reason
     new = run(repository, "HEAD", "HEAD~1")
     assert new.cases[0].status == "no_baseline"
-    assert new.outcome in ("nothing", "untrusted")
+    assert new.outcome == "nothing"
+
+
+def test_a_module_that_a_ref_lacks_is_not_taken_from_the_working_tree(repository, monkeypatch):
+    repository.commit("a new module", "fresh.py", PLAIN)
+    monkeypatch.chdir(repository.path)
+    monkeypatch.syspath_prepend(str(repository.path))
+    for name in ("fresh:attend", "fresh.py:attend"):
+        report = run(repository, name=name)
+        assert [case.status for case in report.cases] == ["no_baseline"], report.cases[0].reason
+
+
+def test_code_that_kills_its_process_while_it_loads_fails_its_own_cases(repository):
+    repository.commit("leaves", "fast.py", "import os\nos._exit(3)\n")
+    report = run(repository)
+    assert (report.outcome, report.cases[0].status) == ("fail", "wrong")
+
+
+def test_a_crash_counts_only_when_it_happens_again(repository, tmp_path):
+    once = tmp_path / "happened"
+    crash = f"\n\nplain = attend\n\ndef attend(q, k, v):\n    import os\n    if not os.path.exists({str(once)!r}):\n"
+    crash += f"        open({str(once)!r}, 'w').close()\n        os.abort()\n    return plain(q, k, v)\n"
+    repository.commit("crashes once", "fast.py", PLAIN + crash)
+    assert run(repository).cases[0].status in ("pass", "inconclusive")
+    repository.commit("crashes always", "fast.py", "import os\n\ndef attend(q, k, v):\n    os.abort()\n")
+    assert run(repository, "HEAD~2").cases[0].status == "wrong"
+
+
+def test_a_kernel_that_cannot_do_the_usual_control_has_one_of_its_own(repository, real_controls, monkeypatch):
+    monkeypatch.setattr(gating, "CPU_CONTROL", msgspec.structs.replace(SMALL, dtype="float16", head_dim=8))
+    picky = PLAIN.replace("    logits =", "    assert q.shape[-1] == 16\n    logits =")
+    repository.commit("picky", "fast.py", picky)
+    repository.commit("no change", "notes.txt", "nothing")
+    report = run(repository)
+    assert [control.name for control in report.controls] == ["a/a", "+5 %"]
+    assert report.controls[0].comparison.workload.batch == 20
+
+
+def test_a_budget_that_is_none_is_refused(repository):
+    repository.commit("second")
+    with pytest.raises(UsageError, match="budget_s must be positive"):
+        run(repository, budget_s=0.0)
 
 
 def test_uncommitted_changes_count_only_when_asked_for(repository):
@@ -142,7 +190,11 @@ def test_two_gates_at_once_refuse_each_other(repository):
 @pytest.mark.parametrize(
     "controls,outcome,warning",
     [
-        ([Control(name="a/a", passed=False, comparison=comparison("slower", 1.05))], "untrusted", "A/A control failed"),
+        (
+            [Control(name="a/a", passed=False, comparison=gate_factory.comparison("slower", 1.05))],
+            "untrusted",
+            "A/A control failed",
+        ),
         ([], "untrusted", "no implementation of the baseline could be timed"),
     ],
 )
@@ -237,3 +289,20 @@ def test_a_run_against_saved_baselines(tmp_path):
     assert found["torch.eager"].status == "no_baseline"
     assert "attnbench baseline save" in found["torch.eager"].reason
     assert workload().id in found["torch.eager"].id
+
+
+def test_floors_configs_and_lost_cases_count_against_saved_baselines(tmp_path):
+    tuned = ok("torch.flex", noisy(5e6, 5), environment=CPU, config={"block": 64})
+    old = stored(tmp_path / "old", 5e6, extra=[tuned, ok("torch.eager", noisy(5e6, 4), environment=CPU)])
+    save(read_run(old).records, tmp_path / "baselines")
+    lost = msgspec.structs.replace(unsupported("torch.eager", "no longer"), environment=CPU)
+    slower = msgspec.structs.replace(tuned, time=ok("x", noisy(6.5e6, 6)).time)
+    new = stored(tmp_path / "new", 6.5e6, extra=[lost, slower])
+    found = {case.implementation: case.status for case in judge(tmp_path / "baselines", new).cases}
+    assert found["torch.eager"] == "wrong"
+    assert [status for name, status in found.items() if name.startswith("torch.flex")] == ["regression"]
+    high = gate_stored(tmp_path / "baselines", new, lambda implementation, workload: 0.5, "inconclusive")
+    assert {case.implementation: case.status for case in high.cases}["torch.sdpa"] == "pass"
+    alone = stored(tmp_path / "alone", 5e6)
+    missing = [case for case in judge(tmp_path / "baselines", alone).cases if case.status == "not_measured"]
+    assert len(missing) == 2

@@ -14,6 +14,7 @@ import msgspec
 from attnbench import config, registry
 from attnbench.comparison import FLOOR, Comparison
 from attnbench.errors import UsageError
+from attnbench.run import git
 from attnbench.run.arms import Arm, LocalSide, NurserySide, Side, arm_of
 from attnbench.run.duel import Duel, Terms, Watch
 from attnbench.run.launch import CannotTravel, refuse_distortion
@@ -41,7 +42,7 @@ def compare(
     Every launch starts a fresh process of each, checks both against the reference, and times them in turn; it ends as
     soon as the answer is sure, at the latest after `budget_s`.
     """
-    _check(workload, budget_s)
+    check(workload, budget_s)
     terms = Terms(workload=workload, budget_s=budget_s, floor=floor)
     device = None if device is None else str(device).partition(":")[0]
     try:
@@ -59,18 +60,20 @@ def compare_refs(
     implementation: str,
     workload: Workload,
     folder: Path | None = None,
+    framework: str | None = None,
     device: str | None = None,
     threads: int | None = None,
     budget_s: float = 60.0,
     watch: Watch | None = None,
 ) -> Comparison:
     """One implementation as two git refs have it."""
-    _check(workload, budget_s)
+    check(workload, budget_s)
     with refs(baseline, current, folder) as (old, new):
-        arms = [ref_arm(implementation, ref) for ref in (old, new)]
+        arms = [ref_arm(implementation, ref, folder, framework) for ref in (old, new)]
         with sides(arms, device, threads) as (first, second):
             terms = Terms(workload=workload, budget_s=budget_s)
-            return Duel(first, second, terms, watch or _silent).fight()
+            found = Duel(first, second, terms, watch or _silent).fight()
+    return msgspec.structs.replace(found, notes=(*old.notes, *new.notes, *found.notes))
 
 
 @contextmanager
@@ -83,17 +86,19 @@ def refs(baseline: str, current: str, folder: Path | None = None) -> Iterator[tu
         yield stack.enter_context(old), stack.enter_context(new)
 
 
-def ref_arm(implementation: str, ref: Ref) -> Arm:
-    """An implementation as its workers find it with a ref's folders first on their path."""
+def ref_arm(implementation: str, ref: Ref, folder: Path | None = None, framework: str | None = None) -> Arm:
+    """An implementation as its workers find it with a ref's folders first on their path, and no other tree's."""
     label = f"{implementation} at {ref.name}"
-    path = tuple(str(folder) for folder in ref.pythonpath)
+    path, home = tuple(str(folder) for folder in ref.pythonpath), git.root(folder or Path.cwd())
+    hidden = "" if ref.path == home else str(home)
     if ":" not in implementation:
         framework = implementation.partition(".")[0]
-        return Arm(label=label, name=implementation, framework=framework, path=path, commit=ref.commit)
+        return Arm(label=label, name=implementation, framework=framework, path=path, hidden=hidden, commit=ref.commit)
     where, _, attribute = implementation.rpartition(":")
-    reference = f"{ref.path / where}:{attribute}" if where.endswith(".py") else implementation
-    framework = config.load_settings(cwd=ref.path).framework or "torch"
-    return arm_of(reference, framework, label, path, ref.commit)
+    is_file = where.endswith(".py")
+    reference = f"{ref.path / where}:{attribute}" if is_file else implementation
+    framework = framework or config.load_settings(cwd=home).framework or "torch"
+    return arm_of(reference, framework, label, (*path, str(ref.path)) if is_file else path, hidden, ref.commit)
 
 
 @contextmanager
@@ -121,7 +126,8 @@ def _in_process(
     return msgspec.structs.replace(outcome, notes=(*outcome.notes, IN_PROCESS))
 
 
-def _check(workload: Workload, budget_s: float) -> None:
+def check(workload: Workload, budget_s: float) -> None:
+    """Refuse what cannot be compared before anything starts."""
     if not isinstance(workload, Workload):
         raise UsageError(f"a workload is an attnbench.Workload, not {type(workload).__name__}.")
     if not budget_s > 0:

@@ -68,7 +68,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """Wall time of b / of a (device time on an accelerator)."""
     interval: tuple[float, float] | None = None
     smallest_slowdown: float | None = None
-    """What could have been seen, on the better of the metrics."""
+    """What could have been seen by the published metric."""
     estimates: dict[str, Estimate] = {}
     launches: tuple[Launch, ...] = ()
     elapsed_s: float = 0.0

@@ -42,9 +42,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     timeout_s: float = 300.0
     """Seconds after which a cell is given up."""
     seed: int | None = None
-    """Of the order of cells; inputs are fresh in every launch."""
+    """Of the order of cells and of the inputs; drawn anew when not given."""
     implementations: tuple[str, ...] = ()
-    """What a gate measures: names or module:function references of the package under test; none for the suite's own."""
+    """What a gate measures: names or module:function references of the package under test; none for every one that is installed."""
     build: str | None = None
     """Shell command run inside the worktree of each git ref before it is measured."""
     pythonpath: tuple[str, ...] = ()

@@ -13,24 +13,25 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from attnbench.analyse.gate import OnInconclusive, confirm, geomean, judge
-from attnbench.analyse.gate_case import case_of
-from attnbench.comparing import compare_refs, ref_arm, refs
+from attnbench.analyse.gate_case import case_of, grew
+from attnbench.comparing import check, ref_arm, refs
 from attnbench.comparison import FLOOR, Case, Comparison, Control, GateReport, Launch
 from attnbench.errors import UsageError
 from attnbench.measuring.paired import Decision
 from attnbench.run import protocol as p
-from attnbench.run.arms import Arm, NurserySide, Side
+from attnbench.run.arms import NurserySide, Side
 from attnbench.run.duel import Duel, Terms
-from attnbench.run.git import commits_between
+from attnbench.run.git import commits_between, merge_base
 from attnbench.run.launch import refuse_distortion
 from attnbench.run.lock import machine_lock
 from attnbench.run.refs import Ref
-from attnbench.spec import Failed, Workload
-
-__all__ = ["GateOrder", "GateWatch", "compare_refs", "gate_refs"]
+from attnbench.run.remote import WorkerDied
+from attnbench.spec import Failed, Ok, OutOfMemory, Timeout, Workload
 
 SECOND_STAGE = (16,)
 """Launches of stage two."""
+SECOND_BUDGET = 2
+"""It may take so many times as long as stage one."""
 NO_CONTROL = (
     "no implementation of the baseline could be timed as a control, nothing shows that this job can be believed"
 )
@@ -73,6 +74,8 @@ class GateOrder(Struct, frozen=True, kw_only=True):
 def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
     """Everything between two refs; raises UsageError when a ref cannot be had, or another gate is at work."""
     refuse_distortion()
+    for workload in order.workloads:
+        check(workload, order.budget_s)
     started = time.monotonic()
     with machine_lock(), refs(order.baseline, order.current, order.folder) as (old, new):
         gate = _Gate(order, old, new, watch)
@@ -106,11 +109,11 @@ class _Gate:
     def controls(self) -> list[Control]:
         """A/A, and 5 % more real work, with the first implementation of the baseline that can be timed at all."""
         for name in self._order.implementations:
-            arm = ref_arm(name, self._old)
             try:
-                with self._sides(arm, arm) as (first, second):
-                    for work, more in (_control_workloads(first), (self._order.workloads[0], None)):
-                        same = self._duel(first, second, Terms(workload=work), "control A/A")
+                with self._sides(name, self._old, self._old) as (first, second):
+                    for work, more in (_control_workloads(first), *_own_controls(self._order.workloads[0])):
+                        terms = Terms(workload=work, budget_s=self._order.budget_s)
+                        same = self._duel(first, second, terms, "control A/A")
                         if same.verdict is not None:
                             return self._controls(first, second, same, more)
             except _CannotLoad:
@@ -121,38 +124,45 @@ class _Gate:
         controls = [Control(name="a/a", passed=same.verdict in ("same", "inconclusive"), comparison=same)]
         if more is None:
             return controls
-        slower = self._duel(first, second, Terms(workload=same.workload, other=more), "control +5 %")
+        terms = Terms(workload=same.workload, other=more, budget_s=self._order.budget_s)
+        slower = self._duel(first, second, terms, "control +5 %")
         return [*controls, Control(name="+5 %", passed=slower.verdict == "slower", comparison=slower)]
 
     def cases_of(self, name: str) -> list[Case]:
         """All workloads of one implementation; its two processes are started once."""
-        arms = [ref_arm(name, ref) for ref in (self._old, self._new)]
         try:
-            with self._sides(*arms) as (first, second):
+            with self._sides(name, self._old, self._new) as (first, second):
                 return [self._case(name, workload, first, second) for workload in self._order.workloads]
         except _CannotLoad as problem:
-            return [self._unloaded(name, workload, arms, problem) for workload in self._order.workloads]
+            return [self._unloaded(name, workload, problem) for workload in self._order.workloads]
 
     def _case(self, name: str, workload: Workload, first: Side, second: Side) -> Case:
         terms = Terms(workload=workload, floor=self._order.floors(name, workload.id), budget_s=self._order.budget_s)
         title = f"{name} {workload.id}"
         stage_one = self._duel(first, second, terms, title)
-        if stage_one.verdict != "slower":
-            return case_of(name, workload, stage_one)
-        stage_two = self._duel(first, second, replace(terms, looks=SECOND_STAGE), f"{title}, once more")
-        return case_of(name, workload, stage_one, stage_two)
+        if _broke_down(stage_one):
+            # Not wrong numbers but a crash, a hang or no memory: on a shared machine that may be someone else's doing.
+            stage_one = self._duel(first, second, terms, f"{title}, once more")
+        if stage_one.verdict == "slower":
+            fresh = replace(terms, looks=SECOND_STAGE, budget_s=SECOND_BUDGET * terms.budget_s)
+            return case_of(name, workload, stage_one, self._duel(first, second, fresh, f"{title}, once more"))
+        if grew(stage_one):
+            once = replace(terms, looks=(1,), launch_s=0.0)
+            weighed = case_of(name, workload, stage_one, self._duel(first, second, once, f"{title}, weighed again"))
+            return replace(weighed, second=None)
+        return case_of(name, workload, stage_one)
 
     def _duel(self, first: Side, second: Side, terms: Terms, title: str) -> Comparison:
         self._watch.begin(title)
         return Duel(first, second, terms, self._watch).fight()
 
-    def _unloaded(self, name: str, workload: Workload, arms: Sequence[Arm], problem: _CannotLoad) -> Case:
+    def _unloaded(self, name: str, workload: Workload, problem: _CannotLoad) -> Case:
         """A case of which one side does not even load: as if that side had failed."""
         failed = Failed(implementation=name, workload=workload, reason=str(problem))
         is_old = problem.place == 0
         comparison = Comparison(
-            a=arms[0].label,
-            b=arms[1].label,
+            a=f"{name} at {self._old.name}",
+            b=f"{name} at {self._new.name}",
             workload=workload,
             verdict=None,
             reason=failed.reason,
@@ -163,11 +173,12 @@ class _Gate:
         return Case(implementation=name, workload=workload, status=status, reason=str(problem), first=comparison)
 
     @contextmanager
-    def _sides(self, *arms: Arm) -> Iterator[list[Side]]:
+    def _sides(self, name: str, *refs: Ref) -> Iterator[list[Side]]:
         with ExitStack() as stack:
             live: list[Side] = []
-            for place, arm in enumerate(arms):
+            for place, ref in enumerate(refs):
                 try:
+                    arm = ref_arm(name, ref, self._order.folder)
                     live.append(stack.enter_context(NurserySide(arm, self._order.device, self._order.threads)))
                 except UsageError as error:
                     raise _CannotLoad(place, str(error)) from error
@@ -182,13 +193,28 @@ class _CannotLoad(UsageError):
         self.place = place
 
 
+def _broke_down(comparison: Comparison) -> bool:
+    """Whether b gave no answer at all where a did."""
+    return isinstance(comparison.record_a, Ok) and isinstance(comparison.record_b, Failed | Timeout | OutOfMemory)
+
+
+def _own_controls(workload: Workload) -> list[tuple[Workload, Workload | None]]:
+    """For kernels that cannot do the usual control: their own workload, with 5 % more sequences where that can be."""
+    own: list[tuple[Workload, Workload | None]] = [(workload, None)]
+    if workload.visible_mask.per_batch:
+        return own
+    least, more = (replace(workload, batch=count * -(-workload.batch // 20)) for count in (20, 21))
+    return [(least, more), *own]
+
+
 def _control_workloads(side: Side) -> tuple[Workload, Workload]:
     """The same work and 5 % more sequences, large enough for the device that the workers run on."""
-    worker = side.hatch(0)
     try:
+        worker = side.hatch(0)
         answer = worker.ask(p.Describe([]), 120.0)
-    finally:
         worker.kill()
+    except WorkerDied:
+        answer = None  # the control itself will tell
     on_cpu = not isinstance(answer, p.Described) or answer.environment.device == "cpu"
     return (CPU_CONTROL, CPU_MORE_WORK) if on_cpu else (DEVICE_CONTROL, DEVICE_MORE_WORK)
 
@@ -202,7 +228,7 @@ def _with_culprit(cases: Sequence[Case], old: Ref, new: Ref, folder: Path) -> li
     if not old.commit or not new.commit or new.dirty or not any(case.status == "regression" for case in cases):
         return list(cases)
     between = commits_between(old.commit, new.commit, folder)
-    if len(between) != 1:
+    if len(between) != 1 or merge_base(old.commit, new.commit, folder) != old.commit:
         return list(cases)
     sha, subject = between[0]
     return [replace(case, culprit=f'{sha[:9]} "{subject}"') if case.status == "regression" else case for case in cases]

@@ -12,7 +12,7 @@ from attnbench.analyse.gate import OnInconclusive, geomean, judge, with_holm
 from attnbench.analyse.gate_runs import cases_of_runs
 from attnbench.analyse.ranking import ANCHOR
 from attnbench.comparison import Case, GateReport
-from attnbench.spec import Environment, Record
+from attnbench.spec import Environment, Record, Workload
 from attnbench.store import baselines
 from attnbench.store.runfile import Run, read_run
 
@@ -25,7 +25,8 @@ NO_CONTROLS = (
 def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: OnInconclusive) -> GateReport:
     """A run file against another one, or against a folder of baselines; UsageError where machines differ."""
     run = read_run(current)
-    cases = _against_folder(baseline, run) if baseline.is_dir() else _against_run(read_run(baseline), run, floors)
+    against = _against_folder(baseline, run, floors) if baseline.is_dir() else None
+    cases = _against_run(read_run(baseline), run, floors) if against is None else against
     judgement = judge(cases, (), on_inconclusive)
     return GateReport(
         baseline=baseline.name,
@@ -49,20 +50,40 @@ def _environments(records: Sequence[Record]) -> list[Environment]:
     return list({one.fingerprint: one for one in timed}.values())
 
 
-def _against_folder(folder: Path, run: Run) -> list[Case]:
+def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
     cases: list[Case] = []
-    for record in run.records:
-        if record.implementation.startswith(ANCHOR) or record.environment is None or record.status == "unsupported":
+    records = [one for one in run.records if not one.implementation.startswith(ANCHOR) and one.environment is not None]
+    for record in records:
+        assert record.environment is not None
+        where = (folder, record.environment, record.implementation, record.workload)
+        found = baselines.find(*where, config=record.config)
+        if found is None and record.status == "unsupported":
             continue
-        anchors = [
-            one for one in run.records if one.implementation.startswith(ANCHOR) and one.workload == record.workload
-        ]
-        found = baselines.find(folder, record.environment, record.implementation, record.workload)
-        [case] = cases_of_runs(() if found is None else found.records, [record, *anchors])
-        if found is None:
-            why = baselines.why_missing(folder, record.environment, record.implementation, record.workload)
-            case = replace(case, status="no_baseline", reason=why)
-        cases.append(case)
+        beside = [one for one in run.records if one.workload == record.workload]
+        anchors = [one for one in beside if one.implementation.startswith(ANCHOR)]
+        [case] = cases_of_runs(() if found is None else found.records, [record, *anchors], floors)
+        cases.append(case if found is not None else replace(case, status="no_baseline", reason=_missing(where)))
     timed = {place: one.first for place, one in enumerate(cases) if one.first is not None and one.first.verdict}
     p_values = {place: max(e.p_slower for e in one.estimates.values()) for place, one in timed.items()}
-    return with_holm(cases, p_values)
+    return [*with_holm(cases, p_values), *_not_run(folder, records)]
+
+
+def _missing(where: tuple[Path, Environment, str, Workload]) -> str:
+    return baselines.why_missing(*where)
+
+
+def _not_run(folder: Path, records: Sequence[Record]) -> list[Case]:
+    """Baselines of this machine that the run does not hold: listed, so that a case that was dropped is seen."""
+    here = {one.environment.fingerprint for one in records if one.environment is not None}
+    measured = {one.cell.id for one in records}
+    kept = [one for one in baselines.list_baselines(folder) if one.environment.fingerprint in here]
+    return [
+        Case(
+            implementation=one.record.implementation,
+            workload=one.record.workload,
+            status="not_measured",
+            reason="has a baseline, but the current run does not hold it",
+        )
+        for one in kept
+        if one.record.cell.id not in measured
+    ]

@@ -69,8 +69,10 @@ def test_a_nap_is_seen_by_the_wall_clock_though_the_cpu_clock_does_not():
     assert found.estimates["wall"].ratio > 2 * found.estimates["cpu"].ratio
 
 
-def test_a_faster_but_wrong_candidate_has_no_speed():
-    found = fight("plain", "wrong_and_fast")
+@pytest.mark.parametrize("seed", range(4), ids="order {}".format)
+def test_a_faster_but_wrong_candidate_has_no_speed(seed):
+    """Whichever is opened first, both records are known."""
+    found = fight("plain", "wrong_and_fast", seed=seed)
     assert found.verdict is None
     assert found.ratio is found.interval is None
     assert found.record_a.status == "ok"
@@ -94,6 +96,26 @@ def test_one_that_falls_in_the_middle_is_told_apart(function, status, reason):
     assert found.record_a.status == "ok"
     assert re.search(reason, found.reason), found.reason
     assert found.launches, "what was measured before is kept"
+
+
+@pytest.mark.torch
+def test_a_module_that_computes_while_it_loads_does_not_hang(tmp_path):
+    """A fork of a process whose thread pool is up would wait for threads that it does not have."""
+    (tmp_path / "eager.py").write_text(
+        "import torch\nfrom torch.nn.functional import scaled_dot_product_attention as sdpa\n"
+        "x = torch.randn(600, 600)\ny = torch.softmax(x @ x, -1) @ x\n\n"
+        "def attend(q, k, v):\n    q, k, v = (x.transpose(1, 2) for x in (q, k, v))\n"
+        "    return sdpa(q, k, v).transpose(1, 2)\n"
+    )
+    found = compare(f"{tmp_path}/eager.py:attend", "torch.sdpa", SMALL, device="cpu", budget_s=12)
+    assert found.record_a.status == found.record_b.status == "ok", found.reason
+
+
+@pytest.mark.parametrize("line", ["import os; os._exit(3)", "raise SystemExit(4)", "import os; os.abort()"])
+def test_code_that_ends_its_process_while_it_loads_is_a_usage_error(tmp_path, line):
+    (tmp_path / "gone.py").write_text(f"{line}\n\ndef attend(q, k, v):\n    return q\n")
+    with pytest.raises(UsageError, match="could not be loaded"):
+        compare(named("plain"), f"{tmp_path}/gone.py:attend", SMALL, framework="numpy", budget_s=5)
 
 
 def test_each_launch_is_a_fresh_process_and_nothing_is_left(monkeypatch):
@@ -171,7 +193,7 @@ def test_distortion_is_refused(monkeypatch):
 def test_blocks_are_long_enough_for_the_clock_and_short_enough_to_be_neighbours(a, b, calls):
     fighters = [module.Fighter.__new__(module.Fighter) for _ in range(2)]
     for fighter, ns in zip(fighters, (a, b)):
-        fighter.call_ns, fighter.on_device = ns, False
+        fighter.call_ns, fighter.clock = ns, "wall"
     assert module._calls(*fighters) == calls
 
 
@@ -179,7 +201,8 @@ def test_blocks_are_long_enough_for_the_clock_and_short_enough_to_be_neighbours(
 @pytest.mark.jax
 def test_frameworks_can_be_compared_with_each_other():
     found = compare("torch.sdpa", "jax.einsum", SMALL, device="cpu", budget_s=25, threads=1)
-    assert found.verdict in ("faster", "slower", "same", "inconclusive")
+    assert found.verdict is not None
+    assert found.ratio > 0
     assert found.record_a.environment.framework == "torch"
     assert found.record_b.environment.framework == "jax"
 

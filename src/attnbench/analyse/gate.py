@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from attnbench.analyse.combined import geometric_mean
+from attnbench.analyse.gate_case import is_heavier
 from attnbench.analyse.ratios import Ratio
 from attnbench.comparison import ALPHA, Case, CaseStatus, Comparison, Control, Outcome
 
@@ -51,7 +52,8 @@ def with_holm(cases: Sequence[Case], p_values: Mapping[int, float]) -> list[Case
         case = replace(judged[place], p_holm=p)
         if case.status == "regression" and p > ALPHA:
             doubt = f"may be chance over {_cases(len(p_values))} (p {p:.2g} after Holm)"
-            case = replace(case, status="inconclusive", reason=f"{case.reason}, but {doubt}")
+            status = "memory" if is_heavier(case) else "inconclusive"
+            case = replace(case, status=status, reason=f"{case.reason}, but {doubt}")
         judged[place] = case
     return judged
 
@@ -59,11 +61,13 @@ def with_holm(cases: Sequence[Case], p_values: Mapping[int, float]) -> list[Case
 def judge(
     cases: Sequence[Case], controls: Sequence[Control], on_inconclusive: OnInconclusive = "inconclusive"
 ) -> Judgement:
-    """The outcome: a failed A/A control beats everything, a failing case beats what is open."""
+    """The outcome: wrong numbers and memory beat all, then a failed A/A control, then slowdowns, then what is open."""
     inconclusive = sum(case.status == "inconclusive" for case in cases)
     timed = any(case.comparison is not None and case.comparison.verdict is not None for case in cases)
     outcome: Outcome = "pass"
-    if any(control.name == "a/a" and not control.passed for control in controls):
+    if any(case.status in ("wrong", "memory") for case in cases):
+        outcome = "fail"  # neither depends on time
+    elif any(control.name == "a/a" and not control.passed for control in controls):
         outcome = "untrusted"
     elif any(case.status in FAILING for case in cases):
         outcome = "fail"
@@ -104,7 +108,7 @@ def _control_warnings(controls: Sequence[Control]) -> list[str]:
 
 def _case_warnings(cases: Sequence[Case]) -> list[str]:
     told = {
-        "no_baseline": "without a baseline: `attnbench baseline save RUN` makes one",
+        "no_baseline": "without a baseline: new since then, or never saved (`attnbench baseline save RUN`)",
         "not_measured": "not measured",
     }
     counts = {status: sum(case.status == status for case in cases) for status in told}

@@ -18,7 +18,7 @@ def case_of(
     """What both stages come to for one case; `gate.confirm` has the last word on regressions."""
     stages = [stage for stage in (first, second) if stage is not None]
     status, reason = _by_numbers(stages) or _by_time(first, second)
-    if status not in ("wrong", "regression") and stages and all(_is_heavier(stage) for stage in stages):
+    if status not in ("wrong", "regression") and stages and all(grew(stage) for stage in stages):
         a, b = _peaks(stages[-1])
         status, reason = "memory", f"peak memory grew from {a:,} to {b:,} bytes" + (f"; {reason}" if reason else "")
     return Case(
@@ -30,6 +30,12 @@ def case_of(
         second=second,
         memory=_peaks(stages[-1]) if stages else (None, None),
     )
+
+
+def is_heavier(case: Case) -> bool:
+    """Whether every stage of a case found a higher peak."""
+    stages = [stage for stage in (case.first, case.second) if stage is not None]
+    return bool(stages) and all(grew(stage) for stage in stages)
 
 
 def _by_numbers(stages: Sequence[Comparison]) -> tuple[CaseStatus, str] | None:
@@ -87,6 +93,7 @@ def _peaks(comparison: Comparison) -> tuple[int | None, int | None]:
     return a, b
 
 
-def _is_heavier(comparison: Comparison) -> bool:
+def grew(comparison: Comparison) -> bool:
+    """Whether b's peak is over 1 % (and 64 kB) above a's."""
     a, b = _peaks(comparison)
     return a is not None and b is not None and b > MOST_MEMORY * a and b - a > LEAST_BYTES

@@ -79,14 +79,13 @@ def compare_refs(baseline: str, current: str, implementation: str, workload: Wor
 
 
 def slower_than(good: str, candidate: str, implementation: str, workload: Workload) -> bool | None:
-    """Whether a commit is slower than the good one; None when it does not build or cannot be told."""
-    from attnbench.run.refs import BuildFailed
+    """Whether a commit is slower than the good one; None when it does not build or load, or cannot be told.
 
+    The good one has been compared before: what is wrong now is wrong with the candidate.
+    """
     try:
         verdict = compare_refs(good, candidate, implementation, workload).verdict
-    except BuildFailed as error:
-        if error.ref != candidate:
-            raise
+    except UsageError:
         return None
     return {"slower": True, "same": False, "faster": False}.get(verdict or "")
 

@@ -56,7 +56,7 @@ def compare(
     found: list[Comparison] = []
     for workload in workloads:
         with DuelProgress(stderr_console(), quiet or json) as progress:
-            asked = _Question(a, b, baseline, current or "HEAD", settings.framework or "torch")
+            asked = _Question(a, b, baseline, current or "HEAD", settings.framework)
             found.append(asked.answer(workload, settings.device, settings.threads, budget, progress))
         if not json:
             print_comparison(stdout_console(), found[-1])
@@ -66,7 +66,7 @@ def compare(
 
 
 class _Question:
-    def __init__(self, a: str, b: str | None, baseline: str | None, current: str, framework: str) -> None:
+    def __init__(self, a: str, b: str | None, baseline: str | None, current: str, framework: str | None) -> None:
         self._a, self._b, self._baseline, self._current, self._framework = a, b, baseline, current, framework
 
     def answer(
@@ -79,7 +79,7 @@ class _Question:
                 self._a,
                 self._b,
                 workload,
-                framework=self._framework,
+                framework=self._framework or "torch",
                 device=device,
                 threads=threads,
                 budget_s=budget,
@@ -91,6 +91,7 @@ class _Question:
             current=self._current,
             implementation=self._a,
             workload=workload,
+            framework=self._framework,
             device=device,
             threads=threads,
             budget_s=budget,
@@ -105,10 +106,16 @@ def _check(a: str, b: str | None, baseline: str | None, current: str | None) -> 
         raise UsageError("two implementations, or one in two refs: leave out the second name, or the refs.")
 
 
+def _is_worse(comparison: Comparison) -> bool:
+    """Whether b gave no right answer where a did: no speed at all is slower than any."""
+    a, b = comparison.record_a, comparison.record_b
+    return a is not None and a.status == "ok" and b is not None and b.status != "ok"
+
+
 def _exit_code(found: Sequence[Comparison], fail_on: Sequence[str]) -> int:
     verdicts = {one.verdict for one in found}
+    if "slower" in fail_on and ("slower" in verdicts or any(_is_worse(one) for one in found)):
+        return 1
     if verdicts == {None}:
         return NOTHING
-    if "slower" in fail_on and ("slower" in verdicts or None in verdicts):
-        return 1
     return 4 if "inconclusive" in fail_on and "inconclusive" in verdicts else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -47,21 +48,25 @@ def gate(
     from attnbench.config import load_settings
     from attnbench.report.ci import write_ci
     from attnbench.report.gate import print_gate
+    from attnbench.store.runfile import check_writable
 
     settings = load_settings({"device": device, "threads": threads, "thresholds": thresholds and str(thresholds)})
     baseline = _required(baseline, settings)
+    if ci is not None:
+        check_writable(ci)
     if _is_stored(current) or _is_stored(baseline):
         report = _gate_stored(baseline, current, settings, on_inconclusive)
     else:
         report = _gate_refs(
             baseline, current, suite, _names(impl, settings), words, budget, settings, on_inconclusive, quiet or json
         )
+    with suppress(BrokenPipeError):  # the exit code counts, whoever reads
+        if json:
+            print_json(report)
+        else:
+            print_gate(stdout_console(), report)
     if ci is not None:
         write_ci(report, ci)
-    if json:
-        print_json(report)
-    else:
-        print_gate(stdout_console(), report)
     return EXIT_CODES[report.outcome]
 
 

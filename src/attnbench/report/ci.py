@@ -34,8 +34,11 @@ def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.e
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --ci another folder.") from error
     if summary := environ.get("GITHUB_STEP_SUMMARY"):
-        with Path(summary).open("a", encoding="utf-8") as file:
-            file.write(page)
+        try:
+            with Path(summary).open("a", encoding="utf-8") as file:
+                file.write(page)
+        except OSError as error:
+            print(f"warning: cannot write the job's summary: {error.strerror or error}", file=sys.stderr)
     if environ.get("GITHUB_ACTIONS") == "true":
         for line in workflow_commands(report):
             print(line, file=sys.stderr)

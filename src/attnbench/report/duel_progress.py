@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from attnbench.comparison import LOOKS, Launch
-from attnbench.measuring.paired import Decision
+from attnbench.comparison import Launch
+from attnbench.measuring.paired import Decision, published
 
 
 class DuelProgress:
@@ -43,7 +43,9 @@ class DuelProgress:
 
 
 def _words(launches: int, decision: Decision | None) -> str:
-    text = f"launch {launches} of at most {LOOKS[-1]}"
+    text = f"launch {launches}"
     estimates = {} if decision is None else decision.estimates
-    best = estimates.get("device") or estimates.get("wall")
-    return text if best is None else f"{text} · ratio {best.ratio:.3f} ({best.interval[0]:.3f}-{best.interval[1]:.3f})"
+    if not estimates:
+        return text
+    best = estimates[published(tuple(estimates))]
+    return f"{text} · ratio {best.ratio:.3f} ({best.interval[0]:.3f}-{best.interval[1]:.3f})"

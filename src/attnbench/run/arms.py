@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -34,16 +35,27 @@ class Arm(Struct, frozen=True, kw_only=True):
     framework: str
     traveller: Traveller | None = None
     path: tuple[str, ...] = ()
-    """Folders before all others on the import path of its workers."""
+    """Folders before all others on the import path of its workers: a git ref's. Its code must come from them."""
+    hidden: str = ""
+    """Folder whose code its workers must not see: the repository that the ref was checked out of."""
     commit: str = ""
 
+    @property
+    def import_path(self) -> list[str]:
+        """Where else its workers may look: everywhere this process does, or for a ref everywhere else."""
+        if not self.path:
+            return [*sys.path, ""]
+        return [folder for folder in sys.path if folder and not Path(folder).is_relative_to(self.hidden or "/")]
 
-def arm_of(what: Any, framework: str, label: str = "", path: tuple[str, ...] = (), commit: str = "") -> Arm:
+
+def arm_of(
+    what: Any, framework: str, label: str = "", path: tuple[str, ...] = (), hidden: str = "", commit: str = ""
+) -> Arm:
     """An arm from a name, a `file.py:function` or `module:function` reference, a function or an Implementation.
 
     A reference or a name under another import path is looked up by the workers, not here.
     """
-    facts = {"path": path, "commit": commit}
+    facts = {"path": path, "hidden": hidden, "commit": commit}
     if isinstance(what, str) and ":" in what:
         traveller = from_reference(what, framework, set())
         return Arm(label=label or what, name=traveller.name, framework=framework, traveller=traveller, **facts)
@@ -94,16 +106,24 @@ class NurserySide:
     """An arm whose workers are forked from one process that has imported everything."""
 
     def __init__(self, arm: Arm, device: str | None, threads: int | None) -> None:
-        self.arm = arm
+        self.arm, self._device, self._threads = arm, device, threads
+        self._forks = True
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the nursery)
         module = "attnbench.run.nursery"
         started = start(module, arm.framework, device, threads, self._output, arm.path, STEADY_MEMORY)
         self._process, self._connection = started
         # What it says when it dies is told as a worker's last words are.
         self._nursery = Remote(arm.framework, *started, self._output)
-        self._demand(p.Describe([*sys.path, ""]))
-        if arm.traveller is not None:
-            self._demand(arm.traveller.enlist())
+        try:
+            self._demand(p.Describe(arm.import_path))
+            if arm.traveller is not None:
+                self._demand(arm.traveller.enlist(arm.path))
+        except WorkerDied as died:
+            self.close()
+            raise UsageError(f"{arm.label} could not be loaded: {died.reason}") from died
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> NurserySide:
         return self
@@ -114,8 +134,8 @@ class NurserySide:
     def _demand(self, question: p.Describe | p.Enlist) -> None:
         reply = self._ask(question)
         if isinstance(reply, p.Refused):
-            self.close()
             raise UsageError(f"{self.arm.label} could not be loaded: {reply.reason}")
+        self._forks = self._forks and not isinstance(reply, n.Unforkable)
 
     def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
         try:
@@ -130,12 +150,25 @@ class NurserySide:
             raise self._nursery.autopsy() from error
 
     def hatch(self, seed: int) -> Remote:
-        """A fork with an untouched framework and its own heap padding."""
+        """A fork with an untouched framework and its own heap padding; a new process where loading began to compute."""
+        if not self._forks:
+            return self._spawn()
         ours, theirs = socket.socketpair()
         with theirs:
             reply = self._ask(n.Hatch(seed), theirs)
         assert isinstance(reply, n.Hatched)
         return Remote(self.arm.framework, _Fledgling(reply.pid, self), Connection(ours.detach()), self._output)
+
+    def _spawn(self) -> Remote:
+        """Slower to start than a fork, but one with other threads' locks in it might never answer."""
+        arm = self.arm
+        module = "attnbench.run.worker"
+        started = start(module, arm.framework, self._device, self._threads, self._output, arm.path, STEADY_MEMORY)
+        worker = Remote(arm.framework, *started, self._output)
+        worker.ask(p.Describe(arm.import_path), START_S)
+        if arm.traveller is not None:
+            worker.ask(arm.traveller.enlist(arm.path), START_S)
+        return worker
 
     def exit_code(self, pid: int) -> int | None:
         """How a worker ended; None while it runs."""
@@ -152,6 +185,7 @@ class NurserySide:
             self._process.kill()
         self._process.wait()
         self._connection.close()
+        self._output.close()
 
 
 class LocalSide:

@@ -14,14 +14,14 @@ from typing import Literal
 from msgspec import Struct
 
 from attnbench.comparison import FLOOR, LOOKS, Block, Comparison, Launch
-from attnbench.measuring.paired import Decision, decide
+from attnbench.measuring.paired import Decision, decide, published
 from attnbench.run import protocol as p
 from attnbench.run.arms import Arm, Side
 from attnbench.run.remote import Local, Remote, WorkerDied
 from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Timeout, Workload
 
 LAUNCH_S = 0.6
-BLOCK_NS = {"cpu": 2e6}
+BLOCK_NS = 2e6
 BLOCK_GPU_NS = 50e6
 LONGEST_BLOCK_NS = 200e6
 MOST_CALLS = 400
@@ -56,7 +56,7 @@ class Fighter:
     def __init__(self, side: str, arm: Arm, worker: Remote | Local, workload: Workload, timeout_s: float) -> None:
         self._side, self._worker, self._timeout_s = side, worker, timeout_s
         self._cell = Cell(arm.name, workload)
-        self.call_ns, self.on_device = 0.0, False
+        self.call_ns, self.clock, self.other_clocks = 0.0, "wall", ()
 
     def open(self, seed: int, shared: str, again: bool) -> Ok:
         """Build and verify; raises Lost."""
@@ -68,11 +68,16 @@ class Fighter:
             raise Lost(self._side, self._failed(opened.record.notes[0] if opened.record.notes else "cannot be timed"))
         return opened.record
 
-    def warm_up(self) -> None:
-        """Until it is steady."""
-        warm = self._ask(p.WarmUp(self._cell.id))
+    def warm_up(self, clock: str | None = None) -> None:
+        """Until it is steady, by the clock named or the one that suits it."""
+        warm = self._ask(p.WarmUp(self._cell.id, clock))
         assert isinstance(warm, p.Warm)
-        self.call_ns, self.on_device = warm.call_ns, warm.clock != "wall"
+        self.call_ns, self.clock, self.other_clocks = warm.call_ns, warm.clock, warm.other_clocks
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it is timed by a clock of the device."""
+        return self.clock != "wall"
 
     def block(self, calls: int) -> Block:
         """One turn."""
@@ -111,6 +116,8 @@ class Duel:
         self._seed, self._rng = seed, random.Random(seed)
         self._records: dict[str, Record] = {}
         self._launches: list[Launch] = []
+        self._clock: str | None = None
+        """Of both arms, once they had to agree on one."""
 
     def fight(self) -> Comparison:
         """Launches until a verdict, the last look, or the end of the budget."""
@@ -129,33 +136,64 @@ class Duel:
                     return self._lost(lost, time.monotonic() - started)
                 decision = self._decide(time.monotonic() - started)
                 self._watch(self._launches, decision)
-        return self._comparison(decision, time.monotonic() - started)
+        return self._answer(decision, "", time.monotonic() - started)
 
     def _decide(self, elapsed: float) -> Decision:
         each = elapsed / len(self._launches)
         last = len(self._launches) >= self._terms.looks[-1] or elapsed + each > self._terms.budget_s
-        return decide(self._launches, _metrics(self._launches[0]), floor=self._terms.floor, looks=self._terms.looks, last=last)
+        metrics = _metrics(self._launches[0])
+        return decide(self._launches, metrics, floor=self._terms.floor, looks=self._terms.looks, last=last)
 
     def _launch(self) -> Launch:
         orders: tuple[tuple[Literal["a", "b"], ...], ...] = (("a", "b"), ("b", "a"))
         order = self._rng.choice(orders)
-        again = bool(self._launches)
         fighters: dict[str, Fighter] = {}
         try:
-            for side in order:
-                live = self._sides[side]
-                worker = live.hatch(self._rng.getrandbits(31))
-                fighter = Fighter(side, live.arm, worker, self._workloads[side], self._terms.timeout_s)
-                fighters[side] = fighter
-                record = fighter.open(self._seed, str(self._folders[side]), again)
-                self._records.setdefault(side, record)
-            for side in order:
-                fighters[side].warm_up()
+            self._open_all(order, fighters)
+            self._warm_up_all([fighters[side] for side in order])
             a, b = self._rounds(fighters)
         finally:
             for fighter in fighters.values():
                 fighter.end()
         return Launch(a=tuple(a), b=tuple(b), first=order[0])
+
+    def _open_all(self, order: Sequence[str], fighters: dict[str, Fighter]) -> None:
+        """Open both, even when the first is lost: whether the other one is right must be known too."""
+        lost: list[Lost] = []
+        for side in order:
+            try:
+                self._open(side, fighters)
+            except Lost as one:
+                self._records[side] = one.record
+                lost.append(one)
+                if self._launches:
+                    break
+        if lost:
+            raise lost[0]
+
+    def _open(self, side: str, fighters: dict[str, Fighter]) -> None:
+        live, workload = self._sides[side], self._workloads[side]
+        try:
+            worker = live.hatch(self._rng.getrandbits(31))
+        except WorkerDied as died:
+            reason = f"no worker could be started: {died.reason}"
+            facts = {"implementation": live.arm.name, "workload": workload, "reason": reason, "detail": died.detail}
+            raise Lost(side, Failed(**facts)) from died
+        fighters[side] = Fighter(side, live.arm, worker, workload, self._terms.timeout_s)
+        record = fighters[side].open(self._seed, str(self._folders[side]), again=bool(self._launches))
+        self._records.setdefault(side, record)
+
+    def _warm_up_all(self, fighters: Sequence[Fighter]) -> None:
+        """Both by one clock, the same in every launch: kernel times where one of them is too short for events."""
+        for fighter in fighters:
+            fighter.warm_up(self._clock)
+        if len({fighter.clock for fighter in fighters}) > 1 and self._clock is None:
+            if all("kernel" in (fighter.clock, *fighter.other_clocks) for fighter in fighters):
+                self._clock = "kernel"
+                for fighter in fighters:
+                    fighter.warm_up(self._clock)
+        elif self._clock is None and fighters[0].on_device:
+            self._clock = fighters[0].clock
 
     def _rounds(self, fighters: dict[str, Fighter]) -> tuple[list[Block], list[Block]]:
         """ABBA or BAAB at random, so that neither a trend nor who goes first favours an arm."""
@@ -172,23 +210,19 @@ class Duel:
         label = self._sides[lost.side].arm.label
         return self._answer(None, f"{label}: {lost.record.status}{when}: {lost.record.reason}", elapsed)
 
-    def _comparison(self, decision: Decision, elapsed: float) -> Comparison:
-        return self._answer(decision, "", elapsed)
-
     def _answer(self, decision: Decision | None, reason: str, elapsed: float) -> Comparison:
         arms = {side: live.arm for side, live in self._sides.items()}
         estimates = {} if decision is None else decision.estimates
-        published = estimates.get("device") or estimates.get("wall")
-        seen = [one.detectable for one in estimates.values()]
+        main = estimates[published(tuple(estimates))] if estimates else None
         return Comparison(
             a=arms["a"].label,
             b=arms["b"].label,
             workload=self._terms.workload,
             verdict=None if decision is None else decision.verdict,
             reason=reason,
-            ratio=published and published.ratio,
-            interval=published and published.interval,
-            smallest_slowdown=min(seen) if seen else None,
+            ratio=main and main.ratio,
+            interval=main and main.interval,
+            smallest_slowdown=main and main.detectable,
             estimates=estimates,
             launches=tuple(self._launches),
             elapsed_s=elapsed,
@@ -208,7 +242,7 @@ def _metrics(launch: Launch) -> tuple[str, ...]:
 
 def _calls(a: Fighter, b: Fighter) -> int:
     """Calls of a block, the same for both: enough for the clock, not so many that neighbours are far apart."""
-    least = BLOCK_GPU_NS if a.on_device or b.on_device else BLOCK_NS["cpu"]
+    least = BLOCK_GPU_NS if a.on_device or b.on_device else BLOCK_NS
     wanted = ceil(least / max(1.0, min(a.call_ns, b.call_ns)))
     fitting = max(1, int(LONGEST_BLOCK_NS / max(1.0, a.call_ns, b.call_ns)))
     return max(1, min(wanted, fitting, MOST_CALLS))

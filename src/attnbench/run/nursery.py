@@ -19,6 +19,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 import msgspec
+import psutil
 from msgspec import Struct
 
 from attnbench import frameworks
@@ -52,8 +53,12 @@ class Ended(Struct, tag="ended"):
     code: int | None
 
 
+class Unforkable(Struct, tag="unforkable"):
+    """It is loaded, and doing so started threads or a device: no fork of this process could be trusted."""
+
+
 Request = p.Describe | p.Enlist | Hatch | Inquire
-Reply = p.Done | p.Refused | Hatched | Ended
+Reply = p.Done | p.Refused | Hatched | Ended | Unforkable
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
@@ -79,9 +84,10 @@ class Nursery:
             sys.path.extend(folder for folder in request.path if folder not in sys.path)
             return self._import()
         if isinstance(request, p.Enlist):
+            before = _threads()
             answer = enlist(request)
             assert isinstance(answer, p.Done | p.Refused)
-            return answer
+            return Unforkable() if isinstance(answer, p.Done) and _threads() > before else answer
         if isinstance(request, Inquire):
             return Ended(self._code(request.pid))
         return Hatched(self._hatch(request.seed))
@@ -120,11 +126,17 @@ class Nursery:
         return self._ended.get(pid)
 
 
+def _threads() -> int:
+    """Of this process, those of C libraries included."""
+    return psutil.Process().num_threads()
+
+
 def main() -> None:
     """Serve one parent over the inherited socket."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Nursery(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3] or None).serve()
+    connection = Connection(int(sys.argv[1]))
+    Nursery(connection, sys.argv[2], sys.argv[3] or None).serve()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ class Enlist(Struct, tag="enlist"):
     framework: str
     reference: str | None = None
     pickled: bytes | None = None
+    within: list[str] = []
+    """Folders in which a reference must be found, where a git ref's code is meant and no other."""
 
 
 class Refusals(Struct, tag="refusals"):

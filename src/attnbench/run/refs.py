@@ -89,7 +89,6 @@ def _left_out(ref: str, commit: str, top: Path) -> list[str]:
 def _remove(top: Path, path: Path) -> None:
     git.ask(top, "worktree", "remove", "--force", "--force", str(path))
     shutil.rmtree(path, ignore_errors=True)
-    git.ask(top, "worktree", "prune")
 
 
 def _ready(ref: Ref, build: str | None, pythonpath: Sequence[str]) -> Ref:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,9 +33,9 @@ class Traveller(Struct, frozen=True, kw_only=True):
         """Whether it needs no journey: it was registered in this very process."""
         return self.reference is None and self.pickled is None
 
-    def enlist(self) -> p.Enlist:
+    def enlist(self, within: Sequence[str] = ()) -> p.Enlist:
         """The message that makes it known."""
-        return p.Enlist(self.name, self.framework, self.reference, self.pickled)
+        return p.Enlist(self.name, self.framework, self.reference, self.pickled, list(within))
 
 
 def from_reference(text: str, framework: str, taken: set[str]) -> Traveller:

@@ -39,12 +39,22 @@ def enlist(question: p.Enlist) -> p.Answer:
         else:
             assert question.reference is not None
             found = registry.load_reference(question.reference)
+            _require_within(question)
         implementation = registry.resolve(found, question.framework)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return p.Refused(str(error) if isinstance(error, errors.UsageError) else f"{type(error).__name__}: {error}")
     implementation.name = question.name
     registry.register(implementation)
     return p.Done()
+
+
+def _require_within(question: p.Enlist) -> None:
+    """The code of another tree (an editable install, say) must not pass for that of a git ref."""
+    assert question.reference is not None
+    where = question.reference.rpartition(":")[0]
+    file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
+    if question.within and (file is None or not any(Path(file).is_relative_to(folder) for folder in question.within)):
+        raise errors.UsageError(f"{where} is not in this ref; what Python finds is {file}.")
 
 
 class Worker:

@@ -1,0 +1,152 @@
+"""`attnbench gate` and `attnbench compare` on the command line: exit codes, dispatch, files, bad requests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gate_factory
+import pytest
+from git_repository import Repository
+from record_factory import incorrect, ok
+
+from attnbench.cli import execute
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """Gates and comparisons that answer at once; what they were asked is kept."""
+    monkeypatch.chdir(tmp_path)
+    orders: list = []
+    answers = {"report": gate_factory.report(gate_factory.case()), "comparison": gate_factory.comparison()}
+
+    def gate_refs(order, watch):
+        orders.append(order)
+        return answers["report"]
+
+    def compare(*given, **named):
+        orders.append((given, named))
+        return answers["comparison"]
+
+    monkeypatch.setattr("attnbench.gating.gate_refs", gate_refs)
+    monkeypatch.setattr("attnbench.comparing.compare", compare)
+    monkeypatch.setattr("attnbench.comparing.compare_refs", compare)
+    answers["orders"] = orders
+    return answers
+
+
+GATE = ["gate", "--baseline", "main", "--impl", "numpy.float32"]
+
+
+@pytest.mark.parametrize(
+    "outcome,code", [("pass", 0), ("fail", 1), ("nothing", 3), ("inconclusive", 4), ("untrusted", 5)]
+)
+def test_each_outcome_has_its_exit_code(asked, outcome, code, capsys):
+    asked["report"] = gate_factory.report(gate_factory.case(), outcome=outcome)
+    assert execute(GATE) == code
+    assert f"exit {code}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag,wanted", [("exit", "inconclusive"), ("pass", "pass"), ("fail", "fail")])
+def test_what_inconclusive_means_is_handed_on(asked, flag, wanted):
+    assert execute([*GATE, "--on-inconclusive", flag]) == 0
+    assert asked["orders"][0].on_inconclusive == wanted
+
+
+def test_words_floors_and_limits_are_handed_on(asked):
+    Path("floors.toml").write_text('[[case]]\nimplementation = "numpy.*"\nfloor = 0.07\nreason = "measured"\n')
+    assert execute([*GATE, "-k", "train", "--thresholds", "floors.toml", "--budget", "9", "--threads", "1"]) == 0
+    (order,) = asked["orders"]
+    assert (order.suite, order.budget_s, order.threads, order.implementations) == ("ci", 9.0, 1, ("numpy.float32",))
+    assert {workload.pass_ for workload in order.workloads} == {"train"}
+    assert order.floors("numpy.float32", "any") == 0.07
+    assert order.floors("torch.sdpa", "any") == 0.01
+
+
+def test_implementations_come_from_the_settings(asked):
+    Path("attnbench.toml").write_text('implementations = ["my_package:attend"]\n')
+    assert execute(["gate", "--baseline", "main"]) == 0
+    assert asked["orders"][0].implementations == ("my_package:attend",), "and nothing beside them"
+
+
+def test_files_for_ci_are_written_and_the_document_is_alone_on_stdout(asked, capsys):
+    asked["report"] = gate_factory.report(gate_factory.case("regression"), outcome="fail")
+    assert execute([*GATE, "--ci", "out", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["outcome"] == "fail"
+    assert sorted(path.name for path in Path("out").iterdir()) == ["gate.json", "gate.md", "gate.xml"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(asked, capsys):
+    Path("taken").write_text("a file")
+    assert execute([*GATE, "--ci", "taken"]) == 2
+    assert not asked["orders"]
+    assert "taken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words,hint",
+    [
+        (["gate"], "no baseline"),
+        (["gate", "--baseline", "main", "--current", "gone.jsonl"], "was measured before"),
+        (["gate", "--baseline", "main", "--suite", "nowhere"], "no suite called"),
+        (["gate", "--baseline", "main", "--impl", "torch.sdap"], "Near: torch.sdpa"),
+        (["gate", "--baseline", "main", "--thresholds", "gone.toml"], "gone.toml"),
+        (["compare", "torch.sdpa"], "compare torch.sdpa with what?"),
+        (["compare", "torch.sdpa", "torch.eager", "--baseline", "main"], "or one in two refs"),
+    ],
+)
+def test_bad_requests_are_one_sentence(asked, words, hint, capsys):
+    assert execute(words) == 2
+    told = capsys.readouterr().err
+    assert hint in told
+    assert "Traceback" not in told
+
+
+def test_a_real_gate_outside_a_repository_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert execute(GATE) == 2
+    assert "repository" in capsys.readouterr().err
+    Repository(tmp_path).commit("first")
+    assert execute(["gate", "--baseline", "nowhere", "--impl", "numpy.float32"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "verdict,words,code",
+    [
+        ("slower", [], 0),
+        ("slower", ["--fail-on", "slower"], 1),
+        ("faster", ["--fail-on", "slower"], 0),
+        ("inconclusive", ["--fail-on", "slower"], 0),
+        ("inconclusive", ["--fail-on", "inconclusive"], 4),
+    ],
+)
+def test_compare_exits_0_unless_asked(asked, verdict, words, code, capsys):
+    asked["comparison"] = gate_factory.comparison(verdict, 1.1)
+    assert execute(["compare", "torch.eager", "torch.sdpa", *words]) == code
+    assert "torch.sdpa" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shapes", [["512"], ["512", "1024"]])
+def test_a_wrong_candidate_fails_where_a_slower_one_would(asked, shapes):
+    wrong = {"record_a": ok("torch.eager"), "record_b": incorrect("torch.sdpa", "zeros")}
+    asked["comparison"] = gate_factory.comparison(None, reason="zeros", **wrong)
+    words = ["compare", "torch.eager", "torch.sdpa", "--seq-len", *shapes]
+    assert execute(words) == 3
+    assert execute([*words, "--fail-on", "slower"]) == 1
+
+
+def test_compare_of_refs_hands_on_what_was_asked(asked):
+    assert execute(["compare", "mine.py:attend", "--baseline", "main", "--framework", "numpy", "--threads", "1"]) == 0
+    ((_, named),) = asked["orders"]
+    wanted = {"baseline": "main", "current": "HEAD", "implementation": "mine.py:attend", "framework": "numpy"}
+    assert wanted.items() <= named.items()
+
+
+def test_a_bug_has_an_exit_code_of_its_own(asked, monkeypatch, capsys):
+    def break_down(*given):
+        raise RuntimeError("unthought of")
+
+    monkeypatch.setattr("attnbench.gating.gate_refs", break_down)
+    assert execute(GATE) == 70
+    assert "bug in attnbench" in capsys.readouterr().err
