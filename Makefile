@@ -4,13 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test check lint types layers clean
+.PHONY: bench test chromium check lint types layers clean
 
 bench: $(STAMP)
 	$(BIN)/attnbench run quick --budget 0.5
+	$(BIN)/attnbench report latest
 
-test: $(STAMP)
+test: $(STAMP) chromium
 	$(BIN)/python -m pytest -q
+
+# The browser tests need it; where it cannot be had, they are skipped and say so.
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	{ command -v apt-get >/dev/null && test "$$(id -u)" = 0 && \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } || \
+	echo "no Chromium, and no right to install it: the browser tests will be skipped" >&2
 
 check: lint types layers
 
@@ -26,7 +34,7 @@ layers: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,jax,hf,history,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,jax,hf,history,report,dev]"
 	touch $@
 
 clean:

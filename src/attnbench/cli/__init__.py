@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -18,15 +19,17 @@ from attnbench.cli.baseline import baseline
 from attnbench.cli.bisect import bisect
 from attnbench.cli.compare import compare
 from attnbench.cli.doctor import doctor
+from attnbench.cli.export import export
 from attnbench.cli.gate import gate
 from attnbench.cli.history import history
 from attnbench.cli.listing import listing
+from attnbench.cli.report import report
 from attnbench.cli.run import run
 from attnbench.cli.show import show
 from attnbench.cli.verify import verify
 from attnbench.errors import AttnBenchError
 
-USAGE, INTERRUPTED = 2, 130
+USAGE, BUG, INTERRUPTED = 2, 70, 130
 
 
 def installed_version() -> str:
@@ -55,6 +58,8 @@ app.command(gate)
 app.command(baseline, name="baseline")
 app.command(history)
 app.command(bisect)
+app.command(export)
+app.command(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,6 +83,9 @@ def execute(arguments: Sequence[str]) -> int:
         # The reader (head, less) has seen enough; the interpreter must not complain about it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:
+        traceback.print_exc()
+        return _tell("this is a bug in attnbench: please report it with the lines above.", BUG)
     return code if isinstance(code, int) else 0
 
 

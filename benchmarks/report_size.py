@@ -1,0 +1,132 @@
+"""What a report costs: `python benchmarks/report_size.py [-o FILE] [--counts 100 1000 10000]`.
+
+Writes run files of made-up records, turns each into a page in a fresh process, and prints time (of the wall and of
+the processor, for a machine that others use too), size and peak memory.
+The claims: at most linear growth, 10,000 records in under 20 s and 1 GB, 5,000 records in under 5 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from attnbench.spec import Cost, Environment, Errors, Memory, Ok, Record, Throughput, Time, Unsupported, VerifiedAt
+from attnbench.spec import Workload as Attention
+from attnbench.store.runfile import RunWriter, new_header
+from attnbench.workloads import masks
+
+CLAIMS = {"seconds": 20.0, "bytes": 1_000_000_000, "page_bytes_at_5000": 5_000_000}
+COUNTS = (100, 1000, 5000, 10000)
+LIBRARIES = 15
+ROUNDS, PER_ROUND = 8, 20
+HERE = Environment(
+    device="cpu", device_name="Made-up", framework="torch", cpu="Made-up", cores=2, threads=2, packages={"torch": "0"}
+)
+
+
+def workloads() -> Iterator[Attention]:
+    for heads in range(1, 1000):
+        for batch in (1, 2, 4, 8, 16, 32):
+            for length in (128, 256, 512, 1024, 2048, 4096, 8192):
+                for pass_ in ("forward", "train"):
+                    yield Attention(
+                        batch=batch, q_len=length, heads=heads, head_dim=64, mask=masks.causal(), pass_=pass_
+                    )
+
+
+def records(count: int) -> Iterator[Record]:
+    rng = np.random.default_rng(1)
+    made = 0
+    for workload in workloads():
+        for library in range(LIBRARIES):
+            if made == count:
+                return
+            made += 1
+            name = f"torch.library-{library}"
+            if library == LIBRARIES - 1:
+                yield Unsupported(implementation=name, workload=workload, reason="not here", environment=HERE)
+            else:
+                yield timed(name, workload, 1e3 * workload.q_len * (1 + library / 10), rng)
+
+
+def timed(name: str, workload: Attention, median: float, rng: np.random.Generator) -> Ok:
+    samples = median * np.exp(0.02 * rng.standard_normal(ROUNDS * PER_ROUND))
+    middle = float(np.median(samples))
+    low, high = middle * 0.99, middle * 1.01
+    p95, p99 = (float(edge) for edge in np.percentile(samples, [95, 99]))
+    return Ok(
+        implementation=name,
+        workload=workload,
+        environment=HERE,
+        errors=Errors(forward=1e-7, forward_allowed=1e-6, max_abs=1e-6, stability="scales 100"),
+        verified_at=VerifiedAt(shape={"q_len": workload.q_len}, share=1.0),
+        deterministic=True,
+        memory=Memory(peak_bytes=workload.q_len * 4096, theory_bytes=workload.q_len * 4000, kv_cache_bytes=4096),
+        cost=Cost(flops=10**9, bytes=10**6, tflops=1e-3 / middle * 1e9, gb_per_s=3.0, roofline=0.4, bound="compute"),
+        time=Time(
+            samples_ns=tuple(float(sample) for sample in samples),
+            median_ns=middle,
+            ci95_ns=(low, high),
+            min_ns=float(samples.min()),
+            max_ns=float(samples.max()),
+            p50_ns=middle,
+            p95_ns=p95,
+            p99_ns=p99,
+            mean_ns=float(samples.mean()),
+            std_ns=float(samples.std()),
+            outliers=0,
+            rounds=(PER_ROUND,) * ROUNDS,
+        ),
+        compile_ns=10**9,
+        first_call_ns=10**6,
+        throughput=Throughput(tokens_per_s=1e6, calls_per_s=1e3, samples_per_s=1e3),
+        kernels=("attention_forward",),
+    )
+
+
+def measure(count: int, folder: Path) -> dict[str, float]:
+    run = folder / f"{count}.jsonl"
+    writer = RunWriter(run, new_header("0", "made-up"))
+    writer.write(list(records(count)))
+    writer.close()
+    page = folder / f"{count}.html"
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = f"from attnbench.cli import main; main(['report', {str(run)!r}, '-o', {str(page)!r}])"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - start
+    # The largest child so far: counts rise, so that it is the one of this count.
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "records": count,
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu, 2),
+        "page_bytes": page.stat().st_size,
+        "peak_bytes": 1024 * after.ru_maxrss,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = {"claims": CLAIMS, "reports": [measure(count, Path(folder)) for count in sorted(given.counts)]}
+    text = json.dumps(found, indent=1)
+    if given.out is not None:
+        given.out.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

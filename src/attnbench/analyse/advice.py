@@ -1,0 +1,74 @@
+"""What a recommendation is: a sentence, and the figures it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from attnbench.analyse.ratios import Ratio
+from attnbench.analyse.summary import format_ratio
+
+Kind = Literal["winner", "tie", "mixed", "threshold", "launch-bound", "memory"]
+SIGNIFICANT = 2
+
+
+class Figure(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A number that a sentence rests on."""
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+
+    def __str__(self) -> str:
+        bounds = None if self.low is None or self.high is None else (self.low, self.high)
+        if self.unit == "x":
+            told = f"{self.value:.2f}x" if bounds is None else format_ratio(Ratio(self.value, *bounds))
+            return f"{self.name} {told}"
+        digits = ",.0f" if self.unit in ("tokens", "ns") else ".3g"
+        span = "" if bounds is None else f" ({bounds[0]:{digits}}-{bounds[1]:{digits}})"
+        return f"{self.name} {self.value:{digits}} {self.unit}".rstrip() + span
+
+
+class Recommendation(Struct, frozen=True, kw_only=True):
+    """One thing to do, for one family of workloads."""
+
+    kind: Kind
+    family: str
+    """Title of the family."""
+    device: str
+    text: str
+    workloads: tuple[str, ...]
+    """Ids of what was measured for it."""
+    figures: tuple[Figure, ...]
+
+    @property
+    def basis(self) -> str:
+        """The figures and how many workloads they come from, in one line."""
+        return (
+            f"{'; '.join(map(str, self.figures))}; from {workloads(len(self.workloads))} on {self.device or 'unknown'}"
+        )
+
+
+def ratio_figure(name: str, ratio: Ratio) -> Figure:
+    """A ratio with its interval."""
+    return Figure(name=name, value=ratio.value, low=ratio.low, high=ratio.high, unit="x")
+
+
+def tokens(count: float) -> str:
+    """A length that was worked out, with two digits and no pretence of more."""
+    digits = SIGNIFICANT - len(str(int(count)))
+    return f"{round(count, min(digits, 0)):,.0f}"
+
+
+def workloads(count: int) -> str:
+    """1 workload, 2 workloads."""
+    return f"{count} workload{'' if count == 1 else 's'}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """a, b and c."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,0 +1,110 @@
+"""Records -> families (alike but for length and batch) and, within them, tracks (alike but for length).
+
+A family is what one sentence can answer for; a track is what an exponent or a crossover can be read from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from attnbench.analyse.ranking import ANCHOR, label
+from attnbench.spec import Record, Workload
+
+FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
+SIZED = ("window", "prefix", "dilated")
+"""Kinds of masks whose sizes a family leaves open."""
+EXTRAS = ("scale", "softcap", "inputs")
+
+
+class Family(Struct, frozen=True, kw_only=True):
+    """What workloads have in common across lengths and batches, on one device."""
+
+    device: str
+    framework: str
+    dtype: str
+    heads: str
+    """32:8, query heads to key/value heads."""
+    head_dim: str
+    mask: str
+    """Kinds of its parts, such as causal or causal&lengths."""
+    pass_: str
+    shape: str = ""
+    """Empty where queries and keys are as many; else decode (one query) or rectangular."""
+    extras: str = ""
+
+    @property
+    def title(self) -> str:
+        """One line for people, without the device."""
+        framework = FRAMEWORKS.get(self.framework, self.framework)
+        heads = f"{self.heads} heads of {self.head_dim}"
+        facts = [framework, self.shape, heads, self.mask, self.dtype, self.pass_, self.extras]
+        return " · ".join(fact for fact in facts if fact)
+
+
+class Track(Struct, frozen=True, kw_only=True):
+    """A family at one batch, one mask and, where queries do not grow with the keys, one number of queries."""
+
+    family: Family
+    batch: int
+    mask: str
+    q_len: int | None = None
+
+    @property
+    def title(self) -> str:
+        """What the family's title does not say."""
+        queries = "" if self.q_len in (None, 1) else f"{self.q_len} queries"
+        mask = self.mask if any(kind in self.family.mask for kind in SIZED) else ""
+        return ", ".join(fact for fact in (f"batch {self.batch}", queries, mask) if fact)
+
+
+Tracks = dict[Track, dict[str, list[Record]]]
+"""Track -> name of the implementation -> its records, shortest first, one per length."""
+
+
+def length(workload: Workload) -> int:
+    """Tokens that grow along a track: keys, and queries with them unless those are fixed."""
+    return workload.kv_len
+
+
+def family_of(record: Record) -> Family:
+    """The family a record belongs to."""
+    w, environment = record.workload, record.environment
+    return Family(
+        device="" if environment is None else environment.device_name,
+        framework=(environment.framework if environment else "") or record.implementation.partition(".")[0],
+        dtype=w.dtype,
+        heads=f"{w.heads}" if w.heads == w.kv_heads else f"{w.heads}:{w.kv_heads}",
+        head_dim=f"{w.head_dim}" if w.head_dim == w.value_dim else f"{w.head_dim}/{w.value_dim}",
+        mask="&".join(w.visible_mask.kinds),
+        pass_=w.pass_,
+        shape="" if w.q_len == w.kv_len else "decode" if w.q_len == 1 else "rectangular",
+        extras=" ".join(f"{name} {w.axes[name]}" for name in EXTRAS if name in w.axes),
+    )
+
+
+def by_family(records: Iterable[Record]) -> dict[Family, list[Record]]:
+    """Family -> its records, without the anchors; of several records of one cell the last."""
+    cells: dict[tuple[Family, str], Record] = {}
+    for record in records:
+        if not record.implementation.startswith(ANCHOR):
+            cells[family_of(record), record.cell.id] = record
+    families: dict[Family, list[Record]] = {}
+    for (family, _), record in cells.items():
+        families.setdefault(family, []).append(record)
+    return families
+
+
+def tracks(records: Iterable[Record]) -> Tracks:
+    """Every track of the records."""
+    found: dict[Track, dict[str, dict[int, Record]]] = {}
+    for family, members in by_family(records).items():
+        for record in members:
+            w = record.workload
+            q_len = None if w.q_len == w.kv_len else w.q_len
+            track = Track(family=family, batch=w.batch, mask=w.visible_mask.id, q_len=q_len)
+            found.setdefault(track, {}).setdefault(label(record), {})[length(w)] = record
+    return {
+        track: {name: [one[n] for n in sorted(one)] for name, one in names.items()} for track, names in found.items()
+    }

@@ -1,0 +1,61 @@
+"""A track -> which implementations stop fitting the device's memory, and at which length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attnbench.analyse.advice import Figure, Recommendation, listed, tokens
+from attnbench.analyse.families import Track, length
+from attnbench.analyse.memory_limit import fits_until
+from attnbench.analyse.scaling import exponent, growth, memory_points
+from attnbench.spec import OutOfMemory, Record
+
+
+def fitting_of(track: Track, names: Mapping[str, Sequence[Record]]) -> Recommendation | None:
+    """What grows faster than the length or was seen to run out; None where nothing does."""
+    told, figures, seen = [], [], []
+    for name, records in names.items():
+        found = _limit(name, records) or _seen(name, records)
+        if found is not None:
+            told.append(found[0])
+            figures += found[1]
+            seen += [record.workload.id for record in records]
+    if not told:
+        return None
+    family = track.family
+    return Recommendation(
+        kind="memory",
+        family=family.title,
+        device=family.device,
+        text=f"{family.title}, {track.title}: {listed(told)}.",
+        workloads=tuple(dict.fromkeys(seen)),
+        figures=tuple(figures),
+    )
+
+
+def _limit(name: str, records: Sequence[Record]) -> tuple[str, list[Figure]] | None:
+    """From the growth of the peaks, where that is faster than the length."""
+    fit, limit = exponent(memory_points(records)), fits_until(records)
+    if fit is None or limit is None or growth(fit.local.exponent) not in ("between", "O(n^2)"):
+        return None
+    span = f" ({tokens(limit.low)}-{tokens(limit.high)})" if limit.high > limit.low else ""
+    memory = f"{limit.memory_bytes / 1e9:.3g} GB"
+    grows = f"peak memory ~ n^{fit.local.exponent:.2f}"
+    told = f"{name} stops fitting {memory} at about {tokens(limit.length)} tokens{span}, {grows}"
+    if limit.out_of_memory_at is not None:
+        told += f", and ran out at {limit.out_of_memory_at:,}"
+    edges = {"low": float(limit.low), "high": float(limit.high)}
+    return told, [
+        Figure(name=f"{name} fits until", value=limit.length, unit="tokens", **edges),
+        Figure(name=f"exponent of {name}'s peak memory", value=fit.local.exponent),
+    ]
+
+
+def _seen(name: str, records: Sequence[Record]) -> tuple[str, list[Figure]] | None:
+    """From an end of memory that happened."""
+    failed = [length(record.workload) for record in records if isinstance(record, OutOfMemory)]
+    if not failed:
+        return None
+    return f"{name} ran out of memory at {min(failed):,} tokens", [
+        Figure(name=f"{name} ran out of memory at", value=min(failed), unit="tokens")
+    ]

@@ -1,0 +1,72 @@
+"""How much faster than a chosen baseline, in words that a table can be coloured by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec import Struct
+
+from attnbench.analyse.families import by_family
+from attnbench.analyse.ranking import by_workload, is_timed, label
+from attnbench.analyse.ratios import Ratio, paired_ratio
+from attnbench.analyse.summary import HOPELESS
+from attnbench.spec import Ok, Record
+
+Category = Literal["excellent", "good", "measured", "investigate", "no significant difference"]
+EXCELLENT, GOOD = 1.5, 1.2
+
+
+class Speedup(Struct, frozen=True, kw_only=True):
+    """One implementation against the baseline on one workload."""
+
+    implementation: str
+    workload: str
+    baseline: str
+    device: str
+    ratio: Ratio
+    """Time of the baseline / time of this one."""
+    category: Category
+    approximate: bool = False
+
+
+def category(ratio: Ratio) -> Category:
+    """Of a time of the baseline over a time of this one."""
+    if ratio.low <= 1 <= ratio.high or ratio.high > HOPELESS * ratio.low:
+        return "no significant difference"
+    if ratio.value > EXCELLENT:
+        return "excellent"
+    return "good" if ratio.value >= GOOD else "measured" if ratio.value > 1 else "investigate"
+
+
+def speedups(records: Iterable[Record], base: str) -> list[Speedup]:
+    """Every timed record against the baseline's of the same workload, device and clock, where there is one."""
+    devices: dict[str, list[Record]] = {}
+    for family, members in by_family(records).items():
+        devices.setdefault(family.device, []).extend(members)
+    found: list[Speedup] = []
+    for device, members in devices.items():
+        for group in by_workload(members).values():
+            timed = [record for record in group if is_timed(record)]
+            reference = next((record for record in timed if label(record) == base), None)
+            if reference is not None:
+                others = [record for record in timed if record is not reference and _clock(record) == _clock(reference)]
+                found += [_speedup(record, reference, base, device) for record in others]
+    return found
+
+
+def _speedup(record: Ok, reference: Ok, base: str, device: str) -> Speedup:
+    ratio = paired_ratio(record, reference)
+    return Speedup(
+        implementation=label(record),
+        workload=record.workload.id,
+        baseline=base,
+        device=device,
+        ratio=ratio,
+        category=category(ratio),
+        approximate=record.approximate,
+    )
+
+
+def _clock(record: Ok) -> str:
+    return "" if record.time is None else record.time.clock

@@ -1,0 +1,84 @@
+"""A track -> which implementation to use from which length on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from msgspec import Struct
+
+from attnbench.analyse.advice import Figure, Recommendation, tokens
+from attnbench.analyse.crossover import crossover
+from attnbench.analyse.families import Track, length
+from attnbench.analyse.fronts import Front, exact
+from attnbench.spec import Record
+
+MOST_PARTS = 3
+"""More changes of the lead than two are no rule to follow."""
+
+
+class Part(Struct, frozen=True):
+    """Neighbouring lengths that one implementation leads."""
+
+    name: str
+    lengths: tuple[int, ...]
+
+
+def threshold_of(track: Track, names: Mapping[str, Sequence[Record]], front: Front) -> Recommendation | None:
+    """Where the lead changes along the length; None where it does not, or too often. `front` is the family's."""
+    leaders = _leaders(names, front)
+    parts = _parts(leaders)
+    if not 2 <= len(parts) <= MOST_PARTS:
+        return None
+    told, figures = [f"use {parts[0].name} up to {parts[0].lengths[-1]:,} tokens"], []
+    for below, above in pairwise(parts):
+        figure = _boundary(names, below, above)
+        figures.append(figure)
+        told.append(_from(figure, below, above))
+    family = track.family
+    return Recommendation(
+        kind="threshold",
+        family=family.title,
+        device=family.device,
+        text=f"{family.title}, {track.title}: {', '.join(told)}.",
+        workloads=tuple(dict.fromkeys(record.workload.id for one in names.values() for record in exact(one))),
+        figures=tuple(figures),
+    )
+
+
+def _leaders(names: Mapping[str, Sequence[Record]], front: Front) -> dict[int, set[str]]:
+    """Length -> those in front there."""
+    places = {length(record.workload): record.workload.id for one in names.values() for record in exact(one)}
+    return {n: set(front.leaders[places[n]]) for n in sorted(places)}
+
+
+def _parts(leaders: Mapping[int, set[str]]) -> list[Part]:
+    """The fewest stretches, each led from end to end (ties included) by one implementation."""
+    parts: list[Part] = []
+    left = list(leaders)
+    while left:
+        reaches = {name: _reach(name, left, leaders) for name in sorted(leaders[left[0]])}
+        name = max(reaches, key=lambda one: reaches[one])
+        parts.append(Part(name, tuple(left[: reaches[name]])))
+        left = left[reaches[name] :]
+    return parts
+
+
+def _reach(name: str, lengths: Sequence[int], leaders: Mapping[int, set[str]]) -> int:
+    return next((i for i, n in enumerate(lengths) if name not in leaders[n]), len(lengths))
+
+
+def _boundary(names: Mapping[str, Sequence[Record]], below: Part, above: Part) -> Figure:
+    """Where the two take as long; the first length of the upper part where that cannot be told."""
+    name = f"{above.name} instead of {below.name} from"
+    found = crossover(exact(names[above.name]), exact(names[below.name]))
+    if found is None or found.kind != "from" or found.length is None or found.interval is None:
+        return Figure(name=name, value=above.lengths[0], unit="tokens")
+    low, high = found.interval
+    return Figure(name=name, value=found.length, low=low, high=high, unit="tokens")
+
+
+def _from(figure: Figure, below: Part, above: Part) -> str:
+    if figure.low is None or figure.high is None:
+        return f"{above.name} from {above.lengths[0]:,} (nothing was measured after {below.lengths[-1]:,})"
+    return f"{above.name} from about {tokens(figure.value)} ({tokens(figure.low)}-{tokens(figure.high)})"

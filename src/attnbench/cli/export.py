@@ -1,0 +1,89 @@
+"""`attnbench export`: runs in the formats of other tools."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from attnbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from attnbench.store.exports.table import Source
+
+Format = Literal[
+    "parquet", "csv", "sqlite", "pytest-benchmark", "google-benchmark", "bencher", "github-action-benchmark"
+]
+NOTHING = 3
+STDOUT = "-"
+
+
+def export(
+    *runs: Annotated[str, Parameter(help="Run files, parts of their names, or `latest`.")],
+    form: Annotated[Format, Parameter(name=["--format", "-f"], help="What to write.")],
+    output: Annotated[
+        str | None,
+        Parameter(
+            name=["--output", "-o"],
+            allow_leading_hyphen=True,
+            help="The file; - is stdout, the default of everything that is text.",
+        ),
+    ] = None,
+    words: Annotated[
+        str, Parameter(name=["--filter", "-k"], help="Only cells whose id contains all these words.")
+    ] = "",
+) -> int:
+    """Runs as a table (parquet, csv, sqlite: every record) or for another benchmark tool (timed cells only).
+
+    Examples: `attnbench export latest --format parquet -o run.parquet` · `attnbench export latest --format csv`
+    """
+    from attnbench.store.exports.formats import BINARY, JSON, export_file, export_text
+    from attnbench.store.exports.timed import timed
+
+    sources, paths = _read(runs or ("latest",), words)
+    if form in JSON:
+        kept = len(timed(sources))
+        if not kept:
+            _say("nothing was timed in these runs, so there is nothing that this format could hold.")
+            return NOTHING
+        if again := sum(len(timed([source])) for source in sources) - kept:
+            _say(f"note: {again} of the timed cells are in several runs; {form} knows cells by name: the last is kept.")
+    target = output or (f"{paths[0].stem}.{form}" if form in BINARY else STDOUT)
+    if target == STDOUT:
+        if form in BINARY:
+            raise UsageError(f"{form} is no text: name a file with -o.")
+        sys.stdout.write(export_text(sources, form))
+        return 0
+    if any(Path(target).resolve() == path.resolve() for path in paths):
+        raise UsageError(f"{target} is the run itself: name another file with -o.")
+    export_file(sources, form, Path(target))
+    _say(f"wrote {target}")
+    return 0
+
+
+def _read(names: Sequence[str], words: str) -> tuple[list[Source], list[Path]]:
+    from attnbench.cli.show import find_run
+    from attnbench.store.exports.table import Source
+    from attnbench.store.runfile import read_run
+
+    paths = list(dict.fromkeys(find_run(name) for name in names))
+    sources = []
+    for path in paths:
+        run = read_run(path)
+        for warning in run.warnings:
+            _say(f"warning: {warning}")
+        records = [r for r in run.records if all(word in r.cell.id for word in words.split())]
+        sources.append(Source(path.stem, run.header, records))
+    if not any(source.records for source in sources):
+        named = f' with "{words}" in its id' if words else ""
+        raise UsageError(f"{', '.join(map(str, paths))}: no record{named}; `attnbench show` lists what there is.")
+    return sources, paths
+
+
+def _say(text: str) -> None:
+    from attnbench.cli.output import stderr_console
+
+    stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,85 @@
+"""`attnbench report`: one page that answers the question at a glance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from attnbench.cli.options import Json, Many
+from attnbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from attnbench.report.html.sections import Source
+
+NEEDED = ("altair", "jinja2", "vl_convert")
+
+
+def report(
+    *runs: Annotated[str, Parameter(help="Run files, parts of their names, or `latest` (when none is given).")],
+    out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="The page; beside the first run file.")] = None,
+    png: Annotated[Path | None, Parameter(help="Folder for every chart as PNG and SVG.")] = None,
+    markdown: Annotated[
+        bool, Parameter(negative="", help="Also print a summary for a pull request or a job's page.")
+    ] = False,
+    against: Annotated[tuple[str, ...], Many, Parameter(help="What the others are compared with at first.")] = (),
+    json: Json = False,
+) -> int:
+    """Write runs as one HTML file that needs no network: winners, charts, tables, what did not run and why.
+
+    Examples: `attnbench report` · `attnbench report results/h200/grid-gpu.jsonl -o report.html --png charts`
+    """
+    _check_installed()
+    from attnbench.cli.output import print_json, stderr_console, stdout_console
+    from attnbench.report.html.images import write_images
+    from attnbench.report.html.markdown import summarise
+    from attnbench.report.html.page import compose, render
+
+    paths, sources = _read(runs or ("latest",))
+    page = compose(sources, against)
+    if not page.parts:
+        raise UsageError(f"{paths[0]} holds no records: `attnbench run --quick` makes some.")
+    path = paths[0].with_suffix(".html") if out is None else out
+    _write(path, render(page))
+    images = [] if png is None else write_images(page, png)
+    if json:
+        found = {"report": path, "images": images, "closing": [part.sentence for part in page.parts]}
+        print_json(found | ({"markdown": summarise(page)} if markdown else {}))
+        return 0
+    if markdown:
+        print(summarise(page), end="")
+    console = stderr_console() if markdown else stdout_console()
+    for written in (path, *images):
+        console.print(str(written), highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _check_installed() -> None:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f'the report needs {", ".join(missing)}: pip install "attnbench[report]".')
+
+
+def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
+    """Every run named, the oldest first, so that the newest of a repeated cell is the one that stays."""
+    from attnbench.cli.output import stderr_console
+    from attnbench.cli.show import find_run
+    from attnbench.report.html.sections import Source
+    from attnbench.store.runfile import read_run
+
+    paths = list(dict.fromkeys(find_run(name) for name in names))
+    sources = [Source(path.name, read_run(path)) for path in paths]
+    for warning in (warning for source in sources for warning in source.run.warnings):
+        stderr_console().print(f"warning: {warning}", highlight=False, markup=False)
+    return paths, sorted(sources, key=lambda source: source.run.header.created)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another place with -o.") from error

@@ -1,0 +1,182 @@
+"""Records of a section -> flat rows: what charts and tables of the page are made of. No samples leave this file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, structs
+
+from attnbench.analyse.ranking import Row, by_workload, is_timed, label, rank
+from attnbench.analyse.ratios import paired_ratio, round_medians
+from attnbench.analyse.speedup import category
+from attnbench.report.html.baselines import choose_baselines
+from attnbench.report.html.families import Families, find_families, length_text
+from attnbench.report.html.map import lay_out
+from attnbench.report.html.sections import Section
+from attnbench.spec import Ok, Record
+
+Cell = dict[str, Any]
+
+
+class Cells(Struct, frozen=True):
+    """The rows of a section, and what they are compared with."""
+
+    rows: list[Cell]
+    groups: list[list[Row]]
+    """The same as ranked rows, one list per shape and run."""
+    records: list[Record]
+    """The newest of each cell, whole."""
+    families: Families
+    baselines: list[str]
+    repeated: int = 0
+    """Cells that several runs hold; only the newest of each is shown."""
+
+
+def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
+    """Rank every shape of every run, then keep the newest of each cell.
+
+    Rounds are paired within a run only, so ratios are taken before runs are put together.
+    """
+    records = list({record.cell.id: record for record in section.records}.values())
+    families = find_families(record.workload for record in records)
+    baselines = choose_baselines(records, against)
+    groups = [
+        rank(map(condensed, group), baselines[0] if baselines else None)
+        for run in section.runs.values()
+        for group in by_workload(run).values()
+    ]
+    kept: dict[str, Cell] = {}
+    for group in groups:
+        others = {name: _timed_record(group, name) for name in baselines[1:]}
+        for row in group:
+            kept[row.record.cell.id] = _cell(row, families, baselines, others)
+    for record in records:
+        if record.time is not None:
+            kept[record.cell.id]["samples"] = len(record.time.samples_ns)
+    rows = list(kept.values())
+    lay_out(rows)
+    return Cells(rows, groups, records, families, baselines, len(section.records) - len(records))
+
+
+def condensed(record: Record) -> Record:
+    """The same record with the median of each round for its samples: every ratio comes out the same, in a third of
+    the time."""
+    if not isinstance(record, Ok) or record.time is None:
+        return record
+    medians = round_medians(record.time)
+    if len(medians) < 2:
+        return record
+    time = structs.replace(record.time, samples_ns=tuple(medians.tolist()), rounds=(1,) * len(medians))
+    return structs.replace(record, time=time)
+
+
+def _timed_record(group: Iterable[Row], name: str) -> Ok | None:
+    found = (row.record for row in group if row.record.implementation == name)
+    return next((record for record in found if is_timed(record)), None)
+
+
+def _cell(row: Row, families: Families, baselines: Sequence[str], others: Mapping[str, Ok | None]) -> Cell:
+    record = row.record
+    cell = _identity(record, families) | {"status": record.status, "reason": row.reason or None, "rank": row.rank}
+    if isinstance(record, Ok):
+        cell |= _timing(record) | _resources(record) | _correctness(record)
+        cell |= _speedups(row, record, baselines, others)
+    return cell
+
+
+def _identity(record: Record, families: Families) -> Cell:
+    workload = record.workload
+    return {
+        "label": label(record),
+        "framework": framework_of(record),
+        "workload": workload.id,
+        "shape": families.shape(workload),
+        "family": families.family(workload),
+        "track": families.track(workload),
+        "pass": workload.pass_,
+        "batch": workload.batch,
+        "len": workload.kv_len,
+        "length": length_text(workload),
+    }
+
+
+def framework_of(record: Record) -> str:
+    """The framework it ran in; a bare function does not say so in its name."""
+    if record.environment is not None and record.environment.framework:
+        return record.environment.framework
+    return record.implementation.partition(".")[0]
+
+
+def _timing(record: Ok) -> Cell:
+    time, cost = record.time, record.cost
+    if time is None:
+        return {}
+    low, high = time.ci95_ns or (None, None)
+    return {
+        "exact": not record.approximate,
+        "ns": time.median_ns,
+        "low": low,
+        "high": high,
+        "p95": time.p95_ns,
+        "p99": time.p99_ns,
+        "max": time.max_ns,
+        "clock": time.clock,
+        "outliers": time.outliers,
+        "tokens": None if record.throughput is None else record.throughput.tokens_per_s,
+        "tflops": cost.tflops,
+        "gbs": cost.gb_per_s,
+        "intensity": cost.flops / cost.bytes if cost.bytes else None,
+        "roofline": cost.roofline,
+        "bound": cost.bound or None,
+        "compile": record.compile_ns or None,
+        "first": record.first_call_ns,
+        "notes": "; ".join(record.notes) or None,
+    }
+
+
+def _resources(record: Ok) -> Cell:
+    memory = record.memory
+    return {
+        "peak": memory.peak_bytes,
+        "theory": memory.theory_bytes or None,
+        "reserved": memory.reserved_bytes,
+        "fragmentation": memory.fragmentation,
+        "method": memory.method or memory.reason,
+    }
+
+
+def _correctness(record: Ok) -> Cell:
+    errors = record.errors
+    return {
+        "error": errors.forward,
+        "allowed": errors.forward_allowed,
+        "gradient": errors.backward,
+        "gradient_allowed": errors.backward_allowed,
+        "lse": errors.lse,
+        "largest": errors.max_abs,
+        "deterministic": "yes" if record.deterministic else "no",
+        "stable": errors.stability or None,
+        "hidden_nan": errors.hidden_nan or None,
+        "checked": record.verified_at.share,
+        "approximate": "declared" if record.approximate else None,
+    }
+
+
+def _speedups(row: Row, record: Ok, baselines: Sequence[str], others: Mapping[str, Ok | None]) -> Cell:
+    cell: Cell = {}
+    if not is_timed(record):
+        return cell
+    for place, name in enumerate(baselines):
+        other = others.get(name)
+        ratio = row.speedup if place == 0 else None if other is None else paired_ratio(record, other)
+        if ratio is None:
+            continue
+        word = "baseline" if record.implementation == name and not record.config else category(ratio)
+        cell |= {
+            f"gain{place}": ratio.value,
+            f"gain{place}_low": ratio.low,
+            f"gain{place}_high": ratio.high,
+            f"gain{place}_is": word,
+        }
+    return cell

@@ -1,0 +1,233 @@
+"""The charts as Vega-Lite, without their data: the page puts the same rows behind all of them.
+
+A label has one colour and one symbol on the whole page: its place in `labels`, looked up in the palette.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+from msgspec import Struct
+
+ROWS = alt.NamedData(name="rows")
+PICKED = alt.param(name="picked", value="")
+"""The implementation that the reader points at; the others fade."""
+LENGTHS = alt.param(name="lengths", value=[])
+"""Where the axis of lengths has its ticks: at those that were measured."""
+FADED = alt.condition("picked == '' || datum.label == picked", alt.value(1), alt.value(0.12))
+FAINT = alt.condition("picked == '' || datum.label == picked", alt.value(0.6), alt.value(0.08))
+HEIGHT = 340
+TICKS = [step * 10.0**power for power in range(-9, 10) for step in (1, 2, 5)]
+TIMED = "isValid(datum.ns) && datum.exact"
+
+
+class Chart(Struct, frozen=True):
+    """One chart of a view."""
+
+    name: str
+    spec: dict[str, Any]
+    by_family: bool = False
+    """Shows one family of shapes at a time."""
+    needs: str = "ns"
+    """Rows without this field are not given to it."""
+    lines: str = ""
+    """As high as there are values of this field, `step` pixels each; 340 without one."""
+    step: int = 0
+
+
+def winner_map(labels: Sequence[str], winners: Sequence[str], dense: bool) -> Chart:
+    """Which one is fastest at each batch and length, and what the next best would cost."""
+    base = (
+        alt.Chart(ROWS)
+        .transform_filter(TIMED)
+        .transform_window(
+            place="row_number()",
+            next_label="lead(label)",
+            next_ns="lead(ns)",
+            next_rank="lead(rank)",
+            sort=[alt.SortField("ns")],
+            groupby=["workload"],
+            frame=[None, None],
+        )
+        .transform_joinaggregate(field="count()", groupby=["workload"])
+        .transform_filter("datum.place == 1")
+        .transform_calculate(
+            ms="datum.ns / 1e6",
+            regret="isValid(datum.next_ns) ? datum.next_ns / datum.ns - 1 : null",
+            certain="!isValid(datum.next_ns) ? 'only one measured'"
+            " : datum.rank == datum.next_rank ? 'no, too close to call' : 'yes'",
+            told="(datum.rank == datum.next_rank ? '≈ ' : '') + datum.label",
+        )
+        .encode(
+            x=alt.X(
+                "column:O",
+                title="Batch x length (tokens)" if dense else "Length (tokens)",
+                sort=alt.EncodingSortField("column_place", op="min"),
+                axis=alt.Axis(labelAngle=0, orient="top", ticks=False, domain=False),
+            ),
+            y=alt.Y(
+                "row:O",
+                title=None,
+                sort=alt.EncodingSortField("row_place", op="min"),
+                axis=alt.Axis(labelLimit=300, ticks=False, domain=False),
+            ),
+            opacity=FADED,
+            tooltip=[
+                alt.Tooltip("label:N", title="fastest"),
+                alt.Tooltip("ms:Q", title="time (ms)", format=".4~g"),
+                alt.Tooltip("next_label:N", title="next best"),
+                alt.Tooltip("regret:Q", title="regret of the next best", format=".1%"),
+                alt.Tooltip("certain:N", title="certain"),
+                alt.Tooltip("field:Q", title="measured here"),
+                alt.Tooltip("workload:N", title="workload"),
+            ],
+        )
+    )
+    cells = base.mark_rect(fillOpacity=0.3, strokeWidth=1.5, cornerRadius=2).encode(
+        fill=_colour(labels, alt.Fill, told=winners), stroke=_colour(labels, alt.Stroke, legend=False)
+    )
+    names = base.mark_text(
+        fontSize=alt.ExprRef("bandwidth('x') < 50 ? 0 : 11"), limit=alt.ExprRef("max(0, bandwidth('x') - 8)")
+    ).encode(text="told:N")
+    return Chart("winners", _finish(alt.layer(cells, names)), lines="row", step=30)
+
+
+def against_length(
+    name: str,
+    labels: Sequence[str],
+    field: str,
+    title: str,
+    low: str = "",
+    high: str = "",
+    theory: str = "",
+) -> Chart:
+    """A figure over length on logarithmic axes, a line per implementation and batch."""
+    base = alt.Chart(ROWS).transform_filter(f"datum.{field} > 0")
+    base = base.transform_calculate(
+        value=_scaled(field), low_value=low or "null", high_value=high or "null", theory_value=theory or "null"
+    ).encode(
+        x=alt.X(
+            "len:Q",
+            title="Length (tokens)",
+            scale=alt.Scale(type="log", base=2, nice=False, padding=16),
+            axis=alt.Axis(format="d", grid=False, labelOverlap="greedy", values=alt.ExprRef("lengths")),
+        ),
+        color=_colour(labels, alt.Color),
+        detail="batch:N",
+    )
+    y = alt.Y("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12), axis=_log_axis())
+    lines = base.mark_line(strokeWidth=1.5).encode(y=y, opacity=FAINT)
+    points = base.mark_point(filled=True, size=55).encode(
+        y=y, opacity=FADED, shape=_symbol(labels), tooltip=_length_tooltip(title)
+    )
+    layers = [lines, points]
+    if low:
+        spread = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
+        layers.insert(0, spread.encode(y=alt.Y("low_value:Q", title=title), y2="high_value:Q", opacity=FADED))
+    if theory:
+        drawn = base.transform_filter("datum.theory > 0").mark_tick(orient="horizontal", thickness=2, size=18)
+        layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FAINT))
+    return Chart(name, _finish(alt.layer(*layers)), by_family=True, needs=field)
+
+
+def _scaled(field: str) -> str:
+    return {"ns": "datum.ns / 1e6", "peak": "datum.peak / 1e6"}.get(field, f"datum.{field}")
+
+
+def _length_tooltip(title: str) -> list[alt.Tooltip]:
+    return [
+        alt.Tooltip("label:N", title="implementation"),
+        alt.Tooltip("value:Q", title=title, format=".4~g"),
+        alt.Tooltip("low_value:Q", title="95 % from", format=".4~g"),
+        alt.Tooltip("high_value:Q", title="95 % to", format=".4~g"),
+        alt.Tooltip("shape:N", title="shape"),
+    ]
+
+
+def roofline(labels: Sequence[str], roofs: Sequence[dict[str, Any]]) -> Chart:
+    """Rate reached against arithmetic intensity, under the ceilings that were measured."""
+    x = alt.X(
+        "intensity:Q",
+        title="Arithmetic intensity (FLOP per byte)",
+        scale=alt.Scale(type="log", nice=False, padding=16),
+        axis=_log_axis(grid=False),
+    )
+    y = alt.Y("tflops:Q", title="Rate (TFLOP/s)", scale=alt.Scale(type="log", nice=False, padding=12), axis=_log_axis())
+    points = (
+        alt.Chart(ROWS)
+        .transform_filter("datum.tflops > 0 && datum.intensity > 0")
+        .mark_point(filled=True, size=45)
+        .encode(
+            x=x,
+            y=y,
+            color=_colour(labels, alt.Color),
+            shape=_symbol(labels),
+            opacity=FAINT,
+            tooltip=[
+                alt.Tooltip("label:N", title="implementation"),
+                alt.Tooltip("tflops:Q", title="TFLOP/s", format=".4~g"),
+                alt.Tooltip("gbs:Q", title="GB/s", format=".4~g"),
+                alt.Tooltip("roofline:Q", title="share of the ceiling", format=".0%"),
+                alt.Tooltip("bound:N", title="bound by"),
+                alt.Tooltip("shape:N", title="shape"),
+            ],
+        )
+    )
+    layers: list[alt.Chart] = [points]
+    if roofs:
+        ceiling = alt.Chart(alt.InlineData(values=list(roofs))).mark_line(strokeWidth=1.5, color="#888888")
+        layers.insert(0, ceiling.encode(x=x, y=y, strokeDash=alt.StrokeDash("roof:N", title="ceiling", legend=None)))
+    return Chart("roofline", _finish(alt.layer(*layers)), needs="tflops")
+
+
+def strip(name: str, labels: Sequence[str], value: str, title: str, needs: str, limit: float | None = None) -> Chart:
+    """A tick per cell, a line per implementation, on a logarithmic scale."""
+    x = alt.X("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=16), axis=_log_axis())
+    ticks = (
+        alt.Chart(ROWS)
+        .transform_calculate(value=value)
+        .transform_filter("datum.value > 0")
+        .mark_tick(thickness=2, size=14)
+        .encode(
+            x=x,
+            y=alt.Y("label:N", title=None, sort=list(labels), axis=alt.Axis(labelLimit=200, ticks=False, domain=False)),
+            color=_colour(labels, alt.Color, legend=False),
+            opacity=FAINT,
+            tooltip=[
+                alt.Tooltip("label:N", title="implementation"),
+                alt.Tooltip("value:Q", title=title, format=".3~g"),
+                alt.Tooltip("shape:N", title="shape"),
+            ],
+        )
+    )
+    layers: list[alt.Chart] = [ticks]
+    if limit is not None:
+        bar = alt.Chart(alt.InlineData(values=[{"value": limit}])).mark_rule(strokeDash=[4, 3], color="#888888")
+        layers.append(bar.encode(x=x))
+    return Chart(name, _finish(alt.layer(*layers)), needs=needs, lines="label", step=22)
+
+
+def _colour(labels: Sequence[str], channel: type[Any], legend: bool = True, told: Sequence[str] = ()) -> Any:
+    shown = alt.Legend(title=None, symbolLimit=60, labelLimit=220, values=list(told or labels)) if legend else None
+    return channel("label:N", scale=alt.Scale(domain=list(labels)), legend=shown)
+
+
+def _symbol(labels: Sequence[str]) -> alt.Shape:
+    return alt.Shape("label:N", scale=alt.Scale(domain=list(labels)), legend=alt.Legend(title=None, symbolLimit=60))
+
+
+def _log_axis(grid: bool = True) -> alt.Axis:
+    return alt.Axis(format="~g", grid=grid, labelOverlap=True, values=TICKS)
+
+
+def _finish(chart: Any) -> dict[str, Any]:
+    fitting = alt.AutoSizeParams(type="fit-x", contains="padding")
+    with alt.data_transformers.enable(consolidate_datasets=False):
+        spec = (
+            chart.add_params(PICKED, LENGTHS)
+            .properties(height=HEIGHT, width="container", autosize=fitting)
+            .to_dict(validate=False)
+        )
+    return {key: value for key, value in spec.items() if key != "config"}

@@ -1,0 +1,144 @@
+"""Rows that are not cells: frameworks side by side, KV cache, kernels, what did not run, ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from attnbench.analyse.ranking import Row, is_timed, label
+from attnbench.analyse.ratios import paired_ratio
+from attnbench.report.html.cells import Cells, framework_of
+from attnbench.report.html.families import Families
+from attnbench.spec import Cost, Ok, Record
+
+Rows = list[dict[str, Any]]
+MOST_KERNELS = 12
+MOST_NAMES = 8
+LONGEST_REASON = 400
+
+
+def side_by_side(cells: Cells) -> Rows:
+    """The best of torch and the best of JAX on every shape that both ran in one run."""
+    rows: dict[str, dict[str, Any]] = {}
+    for group in cells.groups:
+        best = {name: _fastest(group, name) for name in ("torch", "jax")}
+        torch, jax = best["torch"], best["jax"]
+        if torch is None or jax is None or torch.time is None or jax.time is None:
+            continue
+        ratio = paired_ratio(torch, jax)
+        rows[torch.workload.id] = _shape(torch, cells.families) | {
+            "torch": label(torch),
+            "torch_ns": torch.time.median_ns,
+            "jax": label(jax),
+            "jax_ns": jax.time.median_ns,
+            "gain": ratio.value,
+            "gain_low": ratio.low,
+            "gain_high": ratio.high,
+        }
+    return list(rows.values())
+
+
+def _fastest(group: Iterable[Row], framework: str) -> Ok | None:
+    exact = (row.record for row in group if row.rank is not None)
+    return next((r for r in exact if is_timed(r) and framework_of(r) == framework), None)
+
+
+def _shape(record: Record, families: Families) -> dict[str, Any]:
+    workload = record.workload
+    return {"shape": families.shape(workload), "workload": workload.id, "pass": workload.pass_}
+
+
+def kv_cache(cells: Cells) -> Rows:
+    """What a cache of keys and values takes at each shape: of the shape alone, not of an implementation."""
+    rows: dict[str, dict[str, Any]] = {}
+    for record in cells.records:
+        if isinstance(record, Ok) and record.memory.kv_cache_bytes:
+            workload = record.workload
+            rows[workload.id] = _shape(record, cells.families) | {
+                "cache": record.memory.kv_cache_bytes,
+                "per_token": round(record.memory.kv_cache_bytes / (workload.batch * workload.kv_len)),
+                "scores": record.memory.scores_bytes or None,
+            }
+    return list(rows.values())
+
+
+def kernels(records: Iterable[Record]) -> Rows:
+    """Who launched what: shapes that launched the same kernels share a row."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        if not isinstance(record, Ok) or not record.kernels:
+            continue
+        key = (label(record), record.workload.pass_, record.kernels)
+        row = groups.setdefault(
+            key,
+            {
+                "label": label(record),
+                "framework": framework_of(record),
+                "pass": record.workload.pass_,
+                "shapes": 0,
+                "kernels": "\n".join(_capped(record.kernels, MOST_KERNELS)),
+            },
+        )
+        row["shapes"] += 1
+    return list(groups.values())
+
+
+def not_run(records: Iterable[Record], families: Families) -> Rows:
+    """Everything without a result, once per reason."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if not isinstance(record, Ok):
+            groups.setdefault((record.status, record.reason), []).append(record)
+    return [
+        {
+            "status": status.replace("_", " "),
+            "cells": len(group),
+            "labels": ", ".join(_capped(list(dict.fromkeys(map(label, group))), MOST_NAMES)),
+            "reason": reason if len(reason) <= LONGEST_REASON else f"{reason[: LONGEST_REASON - 1]}…",
+            "where": families.shape(group[0].workload),
+        }
+        for (status, reason), group in groups.items()
+    ]
+
+
+def _capped(names: Sequence[str], most: int) -> list[str]:
+    left = len(names) - most
+    return list(names) if left <= 0 else [*names[:most], f"and {left} more"]
+
+
+def roofs(cells: Cells) -> Rows:
+    """The measured ceilings as lines, read back from the shares that were reached under them."""
+    points: dict[str, list[Cost]] = {}
+    for record in (row.record for group in cells.groups for row in group):
+        if is_timed(record) and record.cost.roofline and record.cost.bytes:
+            points.setdefault(f"{framework_of(record)}, {record.workload.dtype}", []).append(record.cost)
+    reached = [cost.flops / cost.bytes for costs in points.values() for cost in costs]
+    return [
+        point
+        for name, costs in points.items()
+        for point in _roof(name, _ceiling(costs, "compute"), _ceiling(costs, "memory"), min(reached), max(reached))
+    ]
+
+
+def _ceiling(costs: Iterable[Cost], bound: str) -> float | None:
+    """TFLOP/s or GB/s of the ceiling; None where nothing was bound by it."""
+    rates = [
+        rate / cost.roofline
+        for cost in costs
+        if cost.bound == bound and cost.roofline and (rate := cost.tflops if bound == "compute" else cost.gb_per_s)
+    ]
+    return median(rates) if rates else None
+
+
+def _roof(name: str, tflops: float | None, gb_per_s: float | None, least: float, most: float) -> Rows:
+    """Rising with the memory ceiling, level from where the compute ceiling binds."""
+    ends = [least, most]
+    if tflops and gb_per_s and least < 1e3 * tflops / gb_per_s < most:
+        ends.insert(1, 1e3 * tflops / gb_per_s)
+    rows: Rows = []
+    for x in ends:
+        limits = [limit for limit in (tflops, gb_per_s and gb_per_s * x / 1e3) if limit]
+        if limits:
+            rows.append({"roof": name, "intensity": round(x, 3), "tflops": round(min(limits), 4)})
+    return rows

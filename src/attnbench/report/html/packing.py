@@ -1,0 +1,39 @@
+"""Rows -> compact JSON that is safe inside a script element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+DIGITS = 4
+
+
+def pack(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Columns instead of rows; text as places in a list of words; columns that are empty are left out."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    kept = {name: _column(values) for name, values in columns.items() if any(value is not None for value in values)}
+    return {"count": len(rows), "columns": kept}
+
+
+def _column(values: list[Any]) -> Any:
+    if any(isinstance(value, str) for value in values):
+        words = {word: place for place, word in enumerate(dict.fromkeys(v for v in values if v is not None))}
+        return {"words": list(words), "codes": [None if value is None else words[value] for value in values]}
+    return [_rounded(value) for value in values]
+
+
+def _rounded(value: Any) -> Any:
+    """Four digits are more than any measurement here is worth; whole floats lose their point."""
+    if not isinstance(value, float):
+        return value
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if abs(short) < 1e15 and short.is_integer() else short
+
+
+def script_json(document: Any) -> str:
+    """JSON without any character that could end a script element or begin markup."""
+    text = msgspec.json.encode(document).decode()
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,124 @@
+"""Sections -> the page. Names and reasons come from run files: jinja2 escapes them in markup, `script_json` in data,
+and a content security policy by hash lets no script run but ours."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from msgspec import Struct
+
+from attnbench.analyse.advice import Recommendation
+from attnbench.analyse.ranking import is_timed
+from attnbench.analyse.recommend import recommend
+from attnbench.analyse.summary import closing, count_notes
+from attnbench.report.html.bundle import vega_script
+from attnbench.report.html.cells import Cells, make_cells
+from attnbench.report.html.environment import environment_facts
+from attnbench.report.html.packing import pack, script_json
+from attnbench.report.html.palette import DARK, LIGHT, order_labels, ranges
+from attnbench.report.html.sections import Section, Source, gather
+from attnbench.report.html.views import View, make_views
+
+TEMPLATES = files("attnbench.report.html") / "templates"
+SCRIPTS = ("data.js", "format.js", "derive.js", "tables.js", "charts.js", "filters.js", "main.js")
+
+
+class Part(Struct, frozen=True):
+    """A section with everything that is shown of it."""
+
+    section: Section
+    cells: Cells
+    views: list[View]
+    sentence: str
+    advice: list[Recommendation]
+    notes: list[str]
+
+
+class Page(Struct, frozen=True):
+    """What the page, the images and the Markdown are made of."""
+
+    sources: Sequence[Source]
+    parts: list[Part]
+    labels: list[str]
+    """Every implementation that was timed, in the order of its colours."""
+
+
+def compose(sources: Sequence[Source], against: Sequence[str] = ()) -> Page:
+    """Rank, compare and lay out; nothing is drawn yet."""
+    sections = gather(sources)
+    made = [make_cells(section, against) for section in sections]
+    labels = order_labels(cell for cells in made for cell in cells.rows)
+    parts = [_part(section, cells, labels, against) for section, cells in zip(sections, made)]
+    return Page(sources, parts, labels)
+
+
+def _part(section: Section, cells: Cells, labels: Sequence[str], against: Sequence[str]) -> Part:
+    records = [row.record for group in cells.groups for row in group]
+    newest = list({record.cell.id: record for record in records}.values())
+    notes = [*count_notes(newest), *_mixed_clocks(cells)]
+    if cells.repeated:
+        notes.append(f"{cells.repeated} cells were measured in more than one of these runs: the newest is shown")
+    views = make_views(cells, labels)
+    return Part(section, cells, views, closing(newest, against), recommend(newest), notes)
+
+
+def _mixed_clocks(cells: Cells) -> list[str]:
+    found = [{row.record.time.clock for row in group if row.record.time is not None} for group in cells.groups]
+    mixed = [clocks for clocks in found if len(clocks) > 1]
+    if not mixed:
+        return []
+    shapes = "1 shape was" if len(mixed) == 1 else f"{len(mixed)} shapes were"
+    names = ", ".join(sorted(set().union(*mixed)))
+    return [f"{shapes} timed by different clocks ({names}): compare across them with care"]
+
+
+def render(page: Page) -> str:
+    """The whole file."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["capital"] = lambda text: text[:1].upper() + text[1:]
+    scripts = [vega_script(), "\n".join(_template(name) for name in SCRIPTS)]
+    return environment.get_template("page.html").render(
+        page=page,
+        style=Markup(_template("style.css")),
+        scripts=[Markup(script) for script in scripts],
+        policy=_policy(scripts),
+        data=Markup(script_json(_data(page))),
+        facts=[environment_facts(part.section) for part in page.parts],
+        timed=sum(is_timed(record) for part in page.parts for record in part.cells.records),
+        asked=sum(len(part.cells.records) for part in page.parts),
+    )
+
+
+def _template(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def _data(page: Page) -> dict[str, Any]:
+    """Everything that the scripts need, once."""
+    count = len(page.labels)
+    return {
+        "labels": page.labels,
+        "ranges": {"light": ranges(count, LIGHT), "dark": ranges(count, DARK)},
+        "sections": [
+            {
+                "cells": pack(part.cells.rows),
+                "baselines": part.cells.baselines,
+                "views": [{"name": view.name, "charts": view.charts, "table": view.table} for view in part.views],
+            }
+            for part in page.parts
+        ],
+    }

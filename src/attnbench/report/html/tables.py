@@ -1,0 +1,187 @@
+"""The tables of the page: which columns they have and how each is written. The page fills, sorts and filters them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from attnbench.report.html.packing import pack
+
+Kind = Literal["text", "label", "ns", "bytes", "number", "percent", "error", "gain", "list"]
+
+
+class Column(Struct, frozen=True):
+    """A field, its heading with the unit where the figures do not carry it, and how it is written."""
+
+    field: str
+    title: str
+    kind: Kind = "text"
+
+
+class Table(Struct, frozen=True, omit_defaults=True):
+    """`rows` of its own, or those of the section that have the field `needs`."""
+
+    columns: list[Column]
+    sort: str
+    needs: str = ""
+    rows: dict[str, Any] | None = None
+    made_by: str = ""
+    """The function of the page that makes its rows of those that pass the filters."""
+    descending: bool = False
+
+
+def own(columns: list[Column], rows: Sequence[Mapping[str, Any]], sort: str, descending: bool = False) -> Table:
+    """A table whose rows are not cells."""
+    return Table(columns, sort, rows=pack(rows), descending=descending)
+
+
+SHAPE = Column("shape", "shape")
+LABEL = Column("label", "implementation", "label")
+
+REGRET = Table(
+    [
+        LABEL,
+        Column("shapes", "shapes", "number"),
+        Column("wins", "in front", "number"),
+        Column("mean_regret", "regret, mean", "percent"),
+        Column("worst_regret", "regret, worst", "percent"),
+        Column("worst_shape", "worst at"),
+    ],
+    sort="mean_regret",
+    made_by="regret",
+)
+SPEEDUPS = Table(
+    [
+        SHAPE,
+        LABEL,
+        Column("ns", "time", "ns"),
+        Column("half", "95 %", "percent"),
+        Column("gain", "times as fast", "gain"),
+        Column("gain_is", "category"),
+        Column("tflops", "TFLOP/s", "number"),
+        Column("tokens", "tokens/s", "number"),
+        Column("notes", "remarks"),
+    ],
+    sort="gain",
+    needs="ns",
+    made_by="speedups",
+    descending=True,
+)
+MEMORY = Table(
+    [
+        SHAPE,
+        LABEL,
+        Column("peak", "peak", "bytes"),
+        Column("theory", "theory", "bytes"),
+        Column("over", "peak / theory", "number"),
+        Column("method", "measured by"),
+    ],
+    sort="peak",
+    needs="peak",
+    made_by="memory",
+)
+FRAGMENTATION = Table(
+    [
+        SHAPE,
+        LABEL,
+        Column("reserved", "reserved", "bytes"),
+        Column("peak", "peak", "bytes"),
+        Column("fragmentation", "fragmentation", "percent"),
+    ],
+    sort="fragmentation",
+    needs="fragmentation",
+    descending=True,
+)
+PERCENTILES = Table(
+    [
+        SHAPE,
+        LABEL,
+        Column("ns", "P50", "ns"),
+        Column("p95", "P95", "ns"),
+        Column("p99", "P99", "ns"),
+        Column("max", "max", "ns"),
+        Column("tail", "P99 / P50", "number"),
+        Column("samples", "samples", "number"),
+        Column("outliers", "outliers, kept", "number"),
+        Column("clock", "clock"),
+    ],
+    sort="tail",
+    needs="ns",
+    made_by="tails",
+    descending=True,
+)
+ROOFLINE = Table(
+    [
+        SHAPE,
+        LABEL,
+        Column("roofline", "share reached", "percent"),
+        Column("bound", "bound by"),
+        Column("tflops", "TFLOP/s", "number"),
+        Column("gbs", "GB/s", "number"),
+        Column("intensity", "FLOP per byte", "number"),
+    ],
+    sort="roofline",
+    needs="roofline",
+    descending=True,
+)
+COMPILE = Table(
+    [SHAPE, LABEL, Column("compile", "compile", "ns"), Column("first", "first call", "ns")],
+    sort="compile",
+    needs="compile",
+    descending=True,
+)
+CORRECTNESS = Table(
+    [
+        SHAPE,
+        LABEL,
+        Column("error", "forward error", "error"),
+        Column("allowed", "allowed", "error"),
+        Column("share", "share of allowed", "percent"),
+        Column("gradient", "gradient error", "error"),
+        Column("gradient_allowed", "allowed", "error"),
+        Column("lse", "LSE error", "error"),
+        Column("deterministic", "deterministic"),
+        Column("stable", "stable at"),
+        Column("hidden_nan", "NaN behind the mask"),
+        Column("checked", "rows checked", "percent"),
+        Column("approximate", "approximate"),
+    ],
+    sort="share",
+    needs="checked",
+    made_by="errors",
+    descending=True,
+)
+FRAMEWORKS = [
+    SHAPE,
+    Column("torch", "best of torch", "label"),
+    Column("torch_ns", "time", "ns"),
+    Column("jax", "best of JAX", "label"),
+    Column("jax_ns", "time", "ns"),
+    Column("gain", "torch is so many times as fast", "gain"),
+]
+CACHE = [
+    SHAPE,
+    Column("cache", "KV cache", "bytes"),
+    Column("per_token", "per token of context", "bytes"),
+    Column("scores", "scores, if they were stored", "bytes"),
+]
+GROWTH = [
+    Column("track", "shapes"),
+    LABEL,
+    Column("lengths", "lengths"),
+    Column("time", "time ~ length to the power", "number"),
+    Column("time_interval", "95 %"),
+    Column("memory", "memory ~ length to the power", "number"),
+    Column("memory_theory", "in theory", "number"),
+    Column("memory_is", "memory at the long end"),
+]
+KERNELS = [LABEL, Column("pass", "pass"), Column("shapes", "shapes", "number"), Column("kernels", "kernels", "list")]
+NOT_RUN = [
+    Column("status", "what happened"),
+    Column("cells", "cells", "number"),
+    Column("labels", "implementations"),
+    Column("reason", "reason"),
+    Column("where", "for example at"),
+]

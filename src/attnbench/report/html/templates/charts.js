@@ -1,0 +1,137 @@
+// Charts are drawn when they come near the screen, the rest when the browser has nothing else to do.
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+const MANY = 1500;
+const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+const near = new IntersectionObserver(
+  (entries) => entries.forEach((entry) => { if (entry.isIntersecting) entry.target.chart.draw(); }),
+  { rootMargin: "300px" },
+);
+
+function theme() {
+  return DARK.matches ? "dark" : "light";
+}
+
+function chartConfig() {
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+  const axis = { labelColor: colour("quiet"), titleColor: colour("quiet"), gridColor: colour("line"),
+    domainColor: colour("line"), tickColor: colour("line"), titleFontWeight: "normal", gridOpacity: 0.6 };
+  return { background: "transparent", font: FONT, range: DATA.ranges[theme()], axis, text: { color: colour("ink") },
+    view: { stroke: null } };
+}
+
+class LazyChart {
+  constructor(box, chart, section) {
+    Object.assign(this, { box, chart, section, view: null, family: null, drawing: null });
+    this.passes = () => true;
+    box.chart = this;
+    near.observe(box);
+  }
+
+  rows() {
+    const { needs, by_family: byFamily } = this.chart;
+    return this.section.rows.filter((row) =>
+      row[needs] !== undefined && this.passes(row) && (!byFamily || row.family === this.family));
+  }
+
+  // Vega writes on what it is given: each chart gets its own objects, which read through to the shared rows.
+  values() {
+    return this.rows().map((row) => Object.create(row));
+  }
+
+  labels() {
+    const rows = this.chart.name === "winners" ? DERIVED.regret(this.rows()).filter((one) => one.wins) : this.rows();
+    return rows.map((row) => row.label);
+  }
+
+  lengths() {
+    return [...new Set(this.rows().map((row) => row.len))].sort((a, b) => a - b);
+  }
+
+  height() {
+    const { lines, step, spec } = this.chart;
+    return lines ? step * Math.max(1, new Set(this.rows().map((row) => row[lines])).size) : spec.height;
+  }
+
+  draw() {
+    near.unobserve(this.box);
+    this.drawing ||= this.embed();
+    return this.drawing;
+  }
+
+  async embed() {
+    const spec = { ...fitted(this.chart.spec, this.box.clientWidth), datasets: { rows: this.values() } };
+    spec.height = this.height();
+    const renderer = this.section.rows.length > MANY ? "canvas" : "svg";
+    const options = { actions: false, ast: true, logLevel: 1, renderer, config: chartConfig(), tooltip: { theme: theme() } };
+    this.box.dataset.theme = theme();
+    spec.params = spec.params.map((one) => (one.name === "lengths" ? { ...one, value: this.lengths() } : one));
+    this.view = (await window.vegaEmbed(this.box, spec, options)).view;
+    this.box.dataset.drawn = "yes";
+  }
+
+  async update() {
+    if (!this.drawing) return;
+    await this.drawing;
+    await this.view.signal("lengths", this.lengths()).height(this.height()).data("rows", this.values()).runAsync();
+  }
+
+  async pick(label) {
+    if (!this.drawing) return;
+    await this.drawing;
+    await this.view.signal("picked", label).runAsync();
+  }
+
+  async redraw() {
+    if (!this.drawing) return;
+    await this.drawing;
+    this.view.finalize();
+    this.drawing = this.embed();
+  }
+}
+
+const NARROW = { labelLimit: 150, labelAngle: -90 };
+
+// The page has its own legends; on a phone, labels of axes must leave room for the chart.
+function fitted(node, width) {
+  if (node === null || typeof node !== "object") return node;
+  if (Array.isArray(node)) return node.map((one) => fitted(one, width));
+  const copy = {};
+  for (const [key, value] of Object.entries(node)) {
+    if (width < 480 && key in NARROW) copy[key] = NARROW[key];
+    else copy[key] = key === "legend" ? null : key === "values" ? value : fitted(value, width);
+  }
+  return copy;
+}
+
+const SYMBOL_PATHS = { circle: "M6 1.5a4.5 4.5 0 1 0 .01 0z", square: "M2 2h8v8H2z", "triangle-up": "M6 1.5 11 10.5H1z", diamond: "M6 .5 11.5 6 6 11.5.5 6z" };
+
+function symbol(label) {
+  const place = DATA.labels.indexOf(label);
+  const { category, symbol: shapes } = DATA.ranges[theme()];
+  const space = "http://www.w3.org/2000/svg";
+  const picture = document.createElementNS(space, "svg");
+  picture.setAttribute("width", "12");
+  picture.setAttribute("height", "12");
+  picture.setAttribute("aria-hidden", "true");
+  const path = document.createElementNS(space, "path");
+  path.setAttribute("d", SYMBOL_PATHS[shapes[place]]);
+  path.setAttribute("fill", category[place]);
+  picture.append(path);
+  return picture;
+}
+
+function drawLegend(list, charts) {
+  const shown = new Set(charts.flatMap((chart) => chart.labels()));
+  const pick = (label) => charts.forEach((chart) => chart.pick(label));
+  list.replaceChildren(...DATA.labels.filter((label) => shown.has(label)).map((label) => {
+    const button = make("button");
+    button.type = "button";
+    button.append(symbol(label), label);
+    for (const event of ["mouseenter", "focus"]) button.addEventListener(event, () => pick(label));
+    for (const event of ["mouseleave", "blur"]) button.addEventListener(event, () => pick(""));
+    const item = make("li");
+    item.append(button);
+    return item;
+  }));
+}

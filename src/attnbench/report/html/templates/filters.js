@@ -1,0 +1,41 @@
+// What the reader wants to see. A row passes what it does not know: a table of shapes has no implementation.
+const form = document.getElementById("filters");
+
+function unique(field) {
+  return [...new Set(SECTIONS.flatMap((section) => section.rows.map((row) => row[field])))].filter((value) => value !== undefined).sort();
+}
+
+function fillFilters() {
+  for (const field of ["framework", "pass"]) {
+    for (const value of unique(field)) form.elements[field].append(new Option(value, value));
+  }
+  const box = document.getElementById("labels");
+  for (const label of unique("label")) {
+    const line = make("label");
+    const tick = make("input");
+    Object.assign(tick, { type: "checkbox", name: "label", value: label, defaultChecked: true });
+    line.append(tick, " ", label);
+    box.append(line);
+  }
+}
+
+function currentFilter() {
+  const { framework, pass, words } = form.elements;
+  const ticks = [...form.querySelectorAll("input[name=label]")];
+  const hidden = new Set(ticks.filter((tick) => !tick.checked).map((tick) => tick.value));
+  const wanted = words.value.toLowerCase().split(/\s+/).filter(Boolean);
+  return (row) => {
+    if (framework.value && row.framework !== undefined && row.framework !== framework.value) return false;
+    if (pass.value && row.pass !== undefined && row.pass !== pass.value) return false;
+    if (row.label !== undefined && hidden.has(row.label)) return false;
+    if (!wanted.length || row.workload === undefined) return true;
+    const text = `${row.workload} ${row.shape}`.toLowerCase();
+    return wanted.every((word) => text.includes(word));
+  };
+}
+
+function tellCount(passes) {
+  const rows = SECTIONS.flatMap((section) => section.rows);
+  const shown = rows.filter(passes).length;
+  document.getElementById("count").value = shown === rows.length ? `${shown} cells` : `${shown} of ${rows.length} cells`;
+}

@@ -1,0 +1,41 @@
+// Numbers as the terminal prints them; what was not measured is a dash.
+const DASH = "–";
+
+function significant(value) {
+  const size = Math.abs(value);
+  if (size >= 99.95) return Math.round(value).toLocaleString("en");
+  return value.toFixed(size >= 9.995 ? 1 : size >= 0.1 ? 2 : 3);
+}
+
+function withUnit(value, units) {
+  const [unit, size] = units.find(([, least]) => value >= least) || units[units.length - 1];
+  return `${significant(value / size)} ${unit}`;
+}
+
+const TIMES = [["s", 1e9], ["ms", 1e6], ["us", 1e3], ["ns", 1]];
+const SIZES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
+const NUMERIC = new Set(["ns", "bytes", "number", "percent", "error", "gain"]);
+
+function ratioText(value, low, high) {
+  if (high > 10 * low) return "cannot tell";
+  const digits = value < 10 ? 2 : value < 100 ? 1 : 0;
+  const [middle, least, most] = [value, low, high].map((one) => one.toFixed(digits));
+  return `${middle}x (${least}-${most})`;
+}
+
+const FORMATS = {
+  text: (value) => value,
+  label: (value) => value,
+  list: (value) => value,
+  ns: (value) => withUnit(value, TIMES),
+  bytes: (value) => withUnit(value, SIZES),
+  number: (value) => (Number.isInteger(value) ? value.toLocaleString("en") : significant(value)),
+  percent: (value) => `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)} %`,
+  error: (value) => (value > 1e300 ? "inf" : value.toExponential(1)),
+  gain: (value, row) => ratioText(value, row.gain_low, row.gain_high),
+};
+
+function formatted(column, row) {
+  const value = row[column.field];
+  return value === undefined ? DASH : FORMATS[column.kind](value, row);
+}

@@ -1,0 +1,154 @@
+"""What the page shows of a section, in order: a view is a heading, a sentence, charts and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from attnbench.report.html import charts, derived, tables
+from attnbench.report.html.cells import Cells
+from attnbench.report.html.charts import Chart
+from attnbench.report.html.growth import growth_rows
+from attnbench.report.html.tables import Table, own
+
+
+class View(Struct, frozen=True):
+    """One part of a section; `empty` says in a line why there is nothing to see."""
+
+    name: str
+    title: str
+    note: str = ""
+    charts: list[Chart] = []
+    table: Table | None = None
+    empty: str = ""
+
+
+def make_views(cells: Cells, labels: Sequence[str]) -> list[View]:
+    """Every view that this section has data for, and a line for those that a reader would miss."""
+    views = [
+        *_speed(cells, labels),
+        _memory(cells, labels),
+        own_view("growth", "Growth with length",
+                 "Exponents fitted over the lengths measured at one batch size; 1 is O(n), 2 is O(n^2).",
+                 own(tables.GROWTH, growth_rows(cells.records, cells.families), "track")),
+        own_view("cache", "KV cache", "What keys and values of the whole context take in memory, whoever reads them.",
+                 own(tables.CACHE, derived.kv_cache(cells), "cache", True)),
+        _if_any(cells, "fragmentation", View("fragmentation", "Fragmentation",
+                "Memory that the allocator holds and cannot hand out.", table=tables.FRAGMENTATION)),
+        _roofline(cells, labels),
+        _if_any(cells, "ns", View("percentiles", "Latency percentiles",
+                "Every sample counts, none was dropped. A long tail is the machine's or the kernel's.",
+                table=tables.PERCENTILES)),
+        _compile(cells, labels),
+        _correctness(cells, labels),
+        own_view("frameworks", "torch next to JAX",
+                 "The best exact implementation of each on the same shape, measured in interleaved rounds.",
+                 own(tables.FRAMEWORKS, derived.side_by_side(cells), "gain", True),
+                 "No shape was timed in both frameworks."),
+        own_view("kernels", "Kernels that ran", "Read from a profile of the timed call, not from a name.",
+                 own(tables.KERNELS, derived.kernels(cells.records), "label"), "No run was profiled."),
+        own_view("not-run", "Skipped or failed", "Once per reason. What has no result has no time.",
+                 own(tables.NOT_RUN, derived.not_run(cells.records, cells.families), "cells", True),
+                 "Everything that was asked for ran and was right."),
+    ]  # fmt: skip
+    return [view for view in views if view is not None]
+
+
+def own_view(name: str, title: str, note: str, table: Table, empty: str = "") -> View | None:
+    """A view of one table; without rows its reason, without a reason nothing."""
+    if table.rows is not None and table.rows["count"]:
+        return View(name, title, note, table=table)
+    return View(name, title, empty=empty) if empty else None
+
+
+def _if_any(cells: Cells, field: str, view: View, empty: str = "") -> View | None:
+    if any(cell.get(field) is not None for cell in cells.rows):
+        return view
+    return View(view.name, view.title, empty=empty) if empty else None
+
+
+def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
+    time = charts.against_length(
+        "time", labels, "ns", "Time per call (ms)", low="datum.low / 1e6", high="datum.high / 1e6"
+    )
+    rate = charts.against_length(
+        "rate",
+        labels,
+        "tflops",
+        "Rate (TFLOP/s)",
+        low="datum.tflops * datum.ns / datum.high",
+        high="datum.tflops * datum.ns / datum.low",
+    )
+    winners = View(
+        "winners",
+        "Winner map",
+        "The fastest exact implementation at each batch and length; ≈ where it is too close to call. "
+        "Regret is the extra time that another choice costs.",
+        [charts.winner_map(labels, _winners(cells), dense=any(c["column"] != c["length"] for c in cells.rows))],
+        tables.REGRET,
+    )
+    length = View(
+        "length",
+        "Time and rate against length",
+        "Medians with 95 % intervals; a line joins one implementation at one batch size.",
+        [time, rate],
+    )
+    speedups = View(
+        "speedups",
+        "Speed-up",
+        "Excellent above 1.5 times, good from 1.2, measured from 1.0, investigate below; "
+        "no significant difference where the interval covers 1.",
+        table=tables.SPEEDUPS,
+    )
+    nothing = "Nothing was timed."
+    return [
+        _if_any(cells, "ns", winners, nothing),
+        _if_any(cells, "ns", length),
+        _if_any(cells, "gain0", speedups, nothing),
+    ]
+
+
+def _winners(cells: Cells) -> list[str]:
+    best: dict[str, tuple[float, str]] = {}
+    for cell in cells.rows:
+        if cell.get("exact"):
+            found = (cell["ns"], cell["label"])
+            best[cell["workload"]] = min(found, best.get(cell["workload"], found))
+    return sorted({label for _, label in best.values()})
+
+
+def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
+    chart = charts.against_length(
+        "memory", labels, "peak", "Peak memory beyond the inputs (MB)", theory="datum.theory / 1e6"
+    )
+    note = "Points are measured; a tick is what theory asks for (output, gradients, scores where they are stored)."
+    view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
+    return _if_any(cells, "peak", view, f"No peak was measured{_why_no_peak(cells)}.")
+
+
+def _why_no_peak(cells: Cells) -> str:
+    reasons = [cell["method"] for cell in cells.rows if cell.get("method")]
+    return f": {reasons[0]}" if reasons else ""
+
+
+def _roofline(cells: Cells, labels: Sequence[str]) -> View | None:
+    note = "Grey lines are the ceilings measured on this device by a large matrix product and a large copy."
+    view = View("roofline", "Roofline", note, [charts.roofline(labels, derived.roofs(cells))], tables.ROOFLINE)
+    return _if_any(cells, "roofline", view, "No ceiling was measured for this device and precision.")
+
+
+def _compile(cells: Cells, labels: Sequence[str]) -> View | None:
+    chart = charts.strip("compile", labels, "datum.compile / 1e9", "Compile time (s)", "compile")
+    view = View("compile", "Compile time", "Once per shape, before anything is timed.", [chart], tables.COMPILE)
+    return _if_any(cells, "compile", view, "Nothing that was timed had to be compiled.")
+
+
+def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
+    share = "isValid(datum.error) ? datum.error / datum.allowed : datum.gradient / datum.gradient_allowed"
+    chart = charts.strip("correctness", labels, share, "Error / error allowed", "checked", limit=1)
+    note = (
+        "Relative error against float64. What is allowed follows from plain attention in the same precision; "
+        "beyond the dashed line a result is wrong and has no time."
+    )
+    return _if_any(cells, "checked", View("correctness", "Correctness", note, [chart], tables.CORRECTNESS))

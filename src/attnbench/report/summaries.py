@@ -1,0 +1,122 @@
+"""`summary.txt`, `performance.json`, `memory.json` and `correctness.json`: a run for people and for scripts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from attnbench.analyse.ranking import ANCHOR, label
+from attnbench.analyse.scaling import Slope
+from attnbench.analyse.summary import closing, count_notes
+from attnbench.errors import UsageError
+from attnbench.report.detail import environment_line
+from attnbench.report.summary_documents import Document, correctness, memory, performance
+from attnbench.spec import Ok, Record
+
+
+def write_summaries(records: Sequence[Record], folder: Path, against: Sequence[str] = ()) -> list[Path]:
+    """Write the four files into a folder, which is made if need be."""
+    speed, space = performance(records, against), memory(records)
+    documents = {"performance.json": speed, "memory.json": space, "correctness.json": correctness(records)}
+    texts = {name: _json(document) for name, document in documents.items()}
+    texts["summary.txt"] = summary_text(records, speed, space, against)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Choose another folder.") from error
+    return [folder / name for name in sorted(texts)]
+
+
+def summary_text(records: Sequence[Record], speed: Document, space: Document, against: Sequence[str] = ()) -> str:
+    """The answer first, then what it rests on, then what did not run; `speed` and `space` are the documents."""
+    shown = [record for record in records if not record.implementation.startswith(ANCHOR)]
+    sections = {
+        "": [*_machines(shown), _counts(shown), "", closing(records, against)],
+        "Recommendations": [f"{one.text}\n    rests on: {one.basis}" for one in speed["recommendations"]],
+        f"Speed-up against {speed['baseline']}": _categories(speed),
+        "Growth of time with length": [_time_line(one) for one in speed["scaling"]],
+        "Growth of memory with length": [_memory_line(one) for one in space["growth"]],
+        "Without a result": _lost(shown),
+        "Notes": count_notes(shown),
+    }
+    text = "\n".join(line for title, lines in sections.items() for line in _section(title, lines))
+    return "".join(one for one in text if one.isprintable() or one == "\n")
+
+
+def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if not lines:
+        return
+    if title:
+        yield title
+        yield "-" * len(title)
+    yield from lines
+    yield ""
+
+
+def _machines(records: Sequence[Record]) -> list[str]:
+    """Each machine and set of packages once."""
+    environments = {r.environment.fingerprint: r.environment for r in records if r.environment is not None}
+    return [environment_line(one) for one in environments.values()]
+
+
+def _counts(records: Sequence[Record]) -> str:
+    counts = Counter(record.status.replace("_", " ") for record in records)
+    return f"{len(records)} cells: {', '.join(f'{n} {status}' for status, n in counts.most_common())}"
+
+
+def _lost(records: Sequence[Record]) -> list[str]:
+    """One line per reason, with everybody whom it befell."""
+    groups: dict[tuple[str, str], dict[str, None]] = {}
+    for record in records:
+        if not isinstance(record, Ok):
+            groups.setdefault((record.status.replace("_", " "), record.reason), {})[label(record)] = None
+    return [f"{status}: {', '.join(names)}: {reason}" for (status, reason), names in groups.items()]
+
+
+def _categories(speed: Document) -> list[str]:
+    """Category by category, who is in it how often."""
+    groups: dict[str, Counter[str]] = {}
+    for one in speed["speedups"]:
+        groups.setdefault(one.category, Counter())[one.implementation] += 1
+    order = ("excellent", "good", "measured", "no significant difference", "investigate")
+    return [
+        f"{name}: {', '.join(f'{who} ({n})' for who, n in groups[name].most_common())}"
+        for name in order
+        if name in groups
+    ]
+
+
+def _time_line(one: Document) -> str:
+    fit, regime = one["time"], one["compute_bound"]
+    bound = ""
+    if regime is not None:
+        where = f"from {regime.length:,} tokens" if regime.begins == "from" else f"{regime.begins} (as measured)"
+        bound = f"; compute-bound {where}"
+    return f"{_who(one)}: n^{_slope(fit.overall)}, at the long end n^{_slope(fit.local)}{bound}"
+
+
+def _memory_line(one: Document) -> str:
+    fit, limit = one["memory"], one["fits_until"]
+    told = f"{_who(one)}: {one['growth']}, n^{_slope(fit.local)} at the long end"
+    theory = f" ({one['growth_in_theory']})" if one["growth_in_theory"] else ""
+    fits = "" if limit is None else f"; {limit.memory_bytes / 1e9:.3g} GB hold about {limit.length:,} tokens"
+    return f"{told}{theory}{fits}"
+
+
+def _who(one: Document) -> str:
+    return f"{one['implementation']} · {one['family']} · {one['track']}"
+
+
+def _slope(slope: Slope) -> str:
+    span = "" if slope.interval is None else f" ({slope.interval[0]:.2f}-{slope.interval[1]:.2f})"
+    theory = "" if slope.theory is None else f", theory {slope.theory:.2f}"
+    return f"{slope.exponent:.2f}{span}{theory}"
+
+
+def _json(document: Document) -> str:
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"

@@ -1,0 +1,36 @@
+"""The table as Parquet, written by DuckDB: types and lists of samples survive."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from attnbench.errors import UsageError
+from attnbench.store.exports.table import COLUMNS, Source, rows
+
+TYPES = {
+    "text": "VARCHAR",
+    "integer": "BIGINT",
+    "real": "DOUBLE",
+    "boolean": "BOOLEAN",
+    "reals": "DOUBLE[]",
+    "integers": "BIGINT[]",
+}
+
+
+def write_parquet(sources: Sequence[Source], path: Path) -> None:
+    """By way of JSON lines in a temporary folder, which DuckDB reads many times faster than single rows."""
+    try:
+        import duckdb
+    except ImportError as error:
+        raise UsageError('Parquet needs DuckDB: pip install "attnbench[report]", or choose --format csv.') from error
+    columns = {name: TYPES[kind] for name, kind in COLUMNS.items()}
+    with tempfile.TemporaryDirectory() as folder, duckdb.connect() as connection:
+        lines = Path(folder) / "rows.jsonl"
+        with lines.open("wb") as file:
+            file.writelines(msgspec.json.encode(row) + b"\n" for row in rows(sources))
+        table = connection.read_json(str(lines), columns=columns, format="newline_delimited")
+        table.write_parquet(str(path), compression="zstd")

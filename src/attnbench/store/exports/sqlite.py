@@ -1,0 +1,36 @@
+"""The table as an SQLite database: table `records`, lists of samples as JSON that `json_each` can unfold."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from attnbench.store.exports.table import COLUMNS, Source, rows
+
+TYPES = {
+    "text": "TEXT",
+    "integer": "INTEGER",
+    "real": "REAL",
+    "boolean": "INTEGER",
+    "reals": "TEXT",
+    "integers": "TEXT",
+}
+
+
+def write_sqlite(sources: Sequence[Source], path: Path) -> None:
+    """A new database; nothing may be there yet."""
+    columns = ", ".join(f'"{name}" {TYPES[kind]}' for name, kind in COLUMNS.items())
+    places = ", ".join("?" for _ in COLUMNS)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"CREATE TABLE records ({columns})")
+        values = ([_value(row[name]) for name in COLUMNS] for row in rows(sources))
+        connection.executemany(f"INSERT INTO records VALUES ({places})", values)
+
+
+def _value(value: Any) -> Any:
+    return msgspec.json.encode(value).decode() if isinstance(value, list) else value

@@ -1,0 +1,274 @@
+"""The page in a real Chromium without a network: drawn, filtered, sorted, dark, narrow, and never script from a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from record_factory import CPU, noisy, ok, unsupported, workload
+
+from attnbench.spec import Cost, Memory, Record
+from attnbench.store.runfile import Header, Run
+
+pytest.importorskip("playwright")
+pytest.importorskip("altair")
+pytest.importorskip("jinja2")
+pytest.importorskip("vl_convert")
+
+from playwright.sync_api import sync_playwright
+
+from attnbench.report.html.page import compose, render
+from attnbench.report.html.sections import Source
+
+BROWSER = os.environ.get("ATTNBENCH_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: `make chromium` installs Debian's package")
+HOSTILE = "<img src=x onerror=window.hacked=1>"
+BREAKER = "</script><script>window.hacked=2</script>"
+JAX = msgspec.structs.replace(CPU, framework="jax", packages={"jax": "0.10.2"})
+COST = Cost(flops=10**9, bytes=10**6, tflops=1.5, gb_per_s=1.5, roofline=0.5, bound="compute")
+SPEEDS = {"torch.eager": 4e6, "torch.sdpa": 1e6, "jax.xla": 2e6, HOSTILE: 3e6, BREAKER: 5e6}
+
+
+def records() -> list[Record]:
+    made: list[Record] = []
+    for place, (name, median) in enumerate(SPEEDS.items()):
+        for length in (128, 256, 512):
+            for pass_ in ("forward", "train"):
+                made.append(
+                    ok(
+                        name,
+                        noisy(median * length / 128, seed=place + length),
+                        on=workload(length, pass_=pass_),
+                        environment=JAX if name.startswith("jax") else CPU,
+                        memory=Memory(peak_bytes=1000 * length, theory_bytes=900 * length, fragmentation=0.1),
+                        cost=COST,
+                        compile_ns=10**8 * (place + 1),
+                        kernels=(f"kernel of {name}",),
+                    )
+                )
+    return [*made, unsupported(HOSTILE, f"because of {BREAKER}", workload(64))]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    header = Header(schema=1, attnbench="0", created="2026-01-01T00:00:00+00:00", suite=BREAKER)
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(render(compose([Source(HOSTILE, Run(header, {}, tuple(records())))])), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_playwright() as driver:
+        # Chromium's own sandbox needs rights that a container does not give; the page is ours.
+        chromium = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class Opened:
+    """A page with everything that it complained about or asked for."""
+
+    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
+        self.context = browser.new_context(offline=True, **context)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("body[data-ready=yes]", timeout=60_000)
+
+    def column(self, view: str, place: int) -> list[str]:
+        return self.page.locator(f"[data-view={view}] tbody tr td:nth-child({place})").all_inner_texts()
+
+    def headings(self, view: str) -> list[str]:
+        return self.page.locator(f"[data-view={view}] thead th").all_inner_texts()
+
+    def overflow(self) -> int:
+        return self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+
+
+@pytest.fixture(scope="module")
+def shared(browser: Any, report: Path) -> Iterator[Opened]:
+    opened = Opened(browser, report, viewport={"width": 1280, "height": 900})
+    yield opened
+    opened.context.close()
+
+
+@pytest.fixture
+def opened(shared: Opened) -> Opened:
+    shared.page.locator("button[type=reset]").click()
+    return shared
+
+
+def test_it_loads_offline_without_a_complaint(opened: Opened, report: Path):
+    assert opened.complaints == []
+    assert opened.asked == [report.as_uri()]
+
+
+@pytest.mark.parametrize("chart", ["winners", "time", "rate", "memory", "roofline", "compile", "correctness"])
+def test_every_chart_is_drawn(opened: Opened, chart: str):
+    box = opened.page.locator(f"[data-chart={chart}]")
+    box.scroll_into_view_if_needed()
+    drawn = box.screenshot()
+    box.evaluate("box => { box.firstElementChild.style.visibility = 'hidden'; }")
+    blank = box.screenshot()
+    box.evaluate("box => { box.firstElementChild.style.visibility = ''; }")
+    assert drawn != blank
+    marks = box.locator("svg .mark-symbol path, svg .mark-rect path")
+    assert marks.count() >= 3
+
+
+def test_the_winner_is_on_the_map(opened: Opened):
+    told = opened.page.locator("[data-chart=winners] svg .mark-text text").all_text_contents()
+    assert "torch.sdpa" in told
+    assert "torch.eager" not in told
+
+
+def test_a_framework_filters_tables_and_charts(opened: Opened):
+    before = opened.page.locator("[data-chart=time] svg .mark-symbol path").count()
+    opened.page.select_option("select[name=framework]", "jax")
+    assert set(opened.column("speedups", 2)) == {"jax.xla"}
+    assert opened.page.locator("#count").inner_text() == "6 of 31 cells"
+    opened.page.wait_for_function("document.querySelectorAll('[data-chart=time] svg .mark-symbol path').length == 3")
+    assert before == 15
+
+
+def test_pass_and_shape_filter_together(opened: Opened):
+    opened.page.select_option("select[name=pass]", "train")
+    opened.page.fill("input[name=words]", "t256 causal")
+    shapes = opened.column("speedups", 1)
+    assert len(shapes) == len(SPEEDS)
+    assert set(shapes) == {"1 x 256 · train"}
+    assert opened.page.locator("[data-view=length] select.family").input_value() == "train"
+
+
+def test_an_implementation_can_be_hidden(opened: Opened):
+    opened.page.locator(".labels summary").click()
+    opened.page.get_by_label("torch.sdpa", exact=True).uncheck()
+    assert "torch.sdpa" not in opened.column("speedups", 2)
+    opened.page.wait_for_function(
+        "![...document.querySelectorAll('[data-chart=winners] svg text')].some(t => t.textContent == 'torch.sdpa')"
+    )
+    opened.page.locator(".labels summary").click()
+
+
+def test_regret_follows_the_filters(opened: Opened):
+    def regret() -> dict[str, str]:
+        return dict(zip(opened.column("winners", 1), opened.column("winners", 4)))
+
+    before = regret()
+    assert before["torch.sdpa"] == "0.0 %"
+    opened.page.select_option("select[name=framework]", "jax")
+    assert regret() == {"jax.xla": "0.0 %"}
+    assert before["jax.xla"] != "0.0 %"
+
+
+def test_a_heading_sorts_by_click_and_by_key(opened: Opened):
+    heading = opened.page.locator("[data-view=percentiles]").get_by_role("button", name="P50", exact=True)
+    place = opened.headings("percentiles").index("P50") + 1
+    heading.click()
+    rising = opened.column("percentiles", place)
+    heading.focus()
+    opened.page.keyboard.press("Enter")
+    falling = opened.column("percentiles", place)
+    assert rising[0] != falling[0]
+    assert rising == falling[::-1]
+    assert opened.page.locator("[data-view=percentiles] th[aria-sort=descending]").inner_text().startswith("P50")
+
+
+def test_another_baseline(opened: Opened):
+    def gain(name: str) -> str:
+        rows = zip(opened.column("speedups", 1), opened.column("speedups", 2), opened.column("speedups", 5))
+        return next(text for shape, label, text in rows if label == name and shape == "1 x 128 · forward")
+
+    assert gain("torch.sdpa").startswith(("3.9", "4.0"))
+    opened.page.locator("select.baseline").select_option(label="torch.sdpa")
+    assert gain("torch.sdpa").startswith("1.00x")
+    assert gain("torch.eager").startswith("0.2")
+    opened.page.locator("select.baseline").select_option(index=0)
+
+
+def test_another_family_of_shapes(opened: Opened):
+    choice = opened.page.locator("[data-view=length] select.family")
+    assert choice.locator("option").all_inner_texts() == ["forward", "train"]
+    choice.select_option("train")
+    opened.page.wait_for_function(
+        "[...document.querySelectorAll('[data-chart=time] svg .mark-symbol path')]"
+        ".every(p => p.getAttribute('aria-label').includes('train'))"
+    )
+    choice.select_option("forward")
+
+
+def test_a_hostile_name_stays_text(opened: Opened):
+    assert opened.page.evaluate("window.hacked") is None
+    assert opened.page.locator("img").count() == 0
+    assert HOSTILE in opened.column("speedups", 2)
+    assert BREAKER in opened.column("speedups", 2)
+    legend = opened.page.locator("[data-view=length] .legend button").all_inner_texts()
+    assert {HOSTILE, BREAKER} <= set(legend)
+    assert opened.complaints == []
+
+
+def test_a_hostile_name_stays_text_in_a_tooltip(opened: Opened):
+    opened.page.locator("[data-chart=time]").scroll_into_view_if_needed()
+    mark = opened.page.locator("[data-chart=time] svg .mark-symbol path[aria-label*='onerror']").first
+    mark.hover()
+    tooltip = opened.page.locator("#vg-tooltip-element.visible")
+    tooltip.wait_for()
+    assert HOSTILE in tooltip.inner_text()
+    assert tooltip.locator("img").count() == 0
+    assert opened.page.evaluate("window.hacked") is None
+
+
+def test_pointing_at_the_legend_fades_the_others(opened: Opened):
+    opened.page.locator("[data-view=length] .legend button", has_text="torch.sdpa").focus()
+    opened.page.wait_for_function(
+        "[...document.querySelectorAll('[data-chart=time] svg .mark-symbol path')]"
+        ".filter(p => Number(p.getAttribute('opacity')) < 0.5).length == 12"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_fits_the_screen(browser: Any, report: Path, scheme: str, width: int):
+    opened = Opened(browser, report, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    assert opened.overflow() <= 0
+    assert opened.complaints == []
+    ground = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 29)")
+    assert opened.page.locator("[data-chart=time]").get_attribute("data-theme") == scheme
+    opened.context.close()
+
+
+def test_the_scheme_may_change_while_it_is_open(browser: Any, report: Path):
+    opened = Opened(browser, report, color_scheme="light")
+    opened.page.emulate_media(color_scheme="dark")
+    opened.page.wait_for_selector("[data-chart=time][data-theme=dark]")
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_paper_shows_tables_whole_and_no_filters(browser: Any, report: Path):
+    opened = Opened(browser, report)
+    opened.page.emulate_media(media="print")
+    assert not opened.page.locator("#filters").is_visible()
+    assert opened.page.evaluate("getComputedStyle(document.querySelector('.table')).overflow") == "visible"
+    assert opened.page.pdf().startswith(b"%PDF")
+    opened.context.close()
+
+
+def test_the_answer_is_the_first_thing_a_keyboard_reaches(browser: Any, report: Path):
+    opened = Opened(browser, report)
+    opened.page.keyboard.press("Tab")
+    assert opened.page.evaluate("document.activeElement.getAttribute('href')") == "#answer"
+    opened.page.keyboard.press("Tab")
+    assert opened.page.evaluate("document.activeElement.closest('form, .answer') !== null")
+    opened.context.close()

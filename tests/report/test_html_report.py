@@ -1,0 +1,392 @@
+"""The page without a browser: what goes into it, that nothing in it is markup, and what the command does."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
+
+from attnbench.analyse.ratios import paired_ratio
+from attnbench.cli import execute
+from attnbench.spec import Cost, Environment, Memory, Ok, Record
+from attnbench.store.runfile import Header, Run, RunWriter, new_header
+
+pytest.importorskip("altair")
+pytest.importorskip("jinja2")
+pytest.importorskip("vl_convert")
+
+from attnbench.report.html import derived
+from attnbench.report.html.baselines import choose_baselines
+from attnbench.report.html.cells import condensed, make_cells
+from attnbench.report.html.families import find_families
+from attnbench.report.html.growth import growth_rows
+from attnbench.report.html.images import main_family, write_images
+from attnbench.report.html.map import lay_out
+from attnbench.report.html.markdown import summarise
+from attnbench.report.html.packing import pack, script_json
+from attnbench.report.html.page import Page, compose, render
+from attnbench.report.html.palette import SYMBOLS, order_labels, ranges
+from attnbench.report.html.sections import Section, Source, gather
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+BREAKER = "</script><script>alert(2)</script><!--"
+JAX = msgspec.structs.replace(CPU, framework="jax", packages={"jax": "0.10.2"})
+
+
+def source(*records: Record, name: str = "run.jsonl", created: str = "2026-01-01T00:00:00+00:00") -> Source:
+    header = Header(schema=1, attnbench="0", created=created, suite="quick")
+    return Source(name, Run(header, {}, records))
+
+
+def timed(name: str, median: float, q_len: int = 128, environment: Environment = CPU, **fields) -> Ok:
+    on = fields.pop("on", None) or workload(q_len)
+    return ok(name, noisy(median, seed=len(name) + q_len), on=on, environment=environment, **fields)
+
+
+def section_of(*records: Record) -> Section:
+    (section,) = gather([source(*records)])
+    return section
+
+
+@pytest.fixture(autouse=True)
+def no_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making Vega's script takes seconds; what the page does with it is tested in a browser."""
+    monkeypatch.setattr("attnbench.report.html.page.vega_script", lambda: "window.vegaEmbed = null;")
+
+
+def page_of(*records: Record) -> Page:
+    return compose([source(*records)])
+
+
+def two_frameworks() -> list[Record]:
+    return [
+        timed("torch.eager", 4e6),
+        timed("torch.sdpa", 1e6, kernels=("flash_fwd",)),
+        timed("jax.xla", 2e6, environment=JAX),
+        timed("torch.eager", 16e6, 256),
+        timed("torch.sdpa", 4e6, 256, kernels=("flash_fwd",)),
+        unsupported("torch.fa3", "needs a GPU"),
+        unsupported("torch.fa4", "needs a GPU"),
+        incorrect("mine", "first wrong row 3"),
+    ]
+
+
+class TestSections:
+    def test_frameworks_of_one_machine_share_a_section(self):
+        (section,) = gather([source(*two_frameworks())])
+        assert set(section.environments) == {"torch", "jax"}
+        assert section.title == "Test CPU 9000 · torch 2.13.0 · jax 0.10.2 · 2 threads"
+
+    def test_another_version_of_a_framework_starts_a_section(self):
+        newer = msgspec.structs.replace(CPU, packages={"torch": "2.14.0"})
+        sections = gather([source(timed("torch.sdpa", 1e6)), source(timed("torch.sdpa", 1e6, environment=newer))])
+        assert [len(section.records) for section in sections] == [1, 1]
+
+    def test_another_machine_starts_a_section_for_another_framework_too(self):
+        other = msgspec.structs.replace(JAX, device_name="Other", cpu="Other")
+        assert len(gather([source(timed("torch.sdpa", 1e6), timed("jax.xla", 1e6, environment=other))])) == 2
+
+    def test_a_record_without_an_environment_stays_with_its_run(self):
+        homeless = msgspec.structs.replace(unsupported("torch.fa3", "no"), environment=None)
+        (section,) = gather([source(timed("torch.sdpa", 1e6), homeless)])
+        assert len(section.records) == 2
+
+    def test_a_run_that_never_started_has_a_section(self):
+        homeless = msgspec.structs.replace(unsupported("torch.fa3", "no"), environment=None)
+        (section,) = gather([source(homeless)])
+        assert section.title == "Unknown machine"
+
+    def test_anchors_are_no_records_of_the_page(self):
+        assert len(section_of(timed("anchor.matmul", 1e6), timed("torch.sdpa", 1e6)).records) == 1
+
+
+class TestCells:
+    def test_samples_stay_out(self):
+        for cell in make_cells(section_of(*two_frameworks())).rows:
+            assert not any(isinstance(value, list | tuple | dict) for value in cell.values())
+
+    def test_speed_up_against_each_baseline(self):
+        cells = make_cells(section_of(*two_frameworks()))
+        fast = next(cell for cell in cells.rows if cell["label"] == "torch.sdpa" and cell["len"] == 128)
+        assert cells.baselines[0] == "torch.eager"
+        assert fast["gain0"] == pytest.approx(4, rel=0.05)
+        assert fast["gain0_is"] == "excellent"
+        place = cells.baselines.index("jax.xla")
+        assert fast[f"gain{place}"] == pytest.approx(2, rel=0.05)
+        assert fast[f"gain{cells.baselines.index('torch.sdpa')}_is"] == "baseline"
+
+    def test_what_is_not_ok_has_no_figures(self):
+        cells = make_cells(section_of(*two_frameworks())).rows
+        refused = next(cell for cell in cells if cell["label"] == "torch.fa3")
+        assert "ns" not in refused
+        assert refused["reason"] == "needs a GPU"
+
+    def test_of_a_cell_in_two_runs_the_newest_is_shown(self):
+        sections = gather([source(timed("torch.sdpa", 1e6)), source(timed("torch.sdpa", 3e6))])
+        cells = make_cells(sections[0])
+        assert cells.repeated == 1
+        assert len(cells.records) == 1
+        assert cells.rows[0]["ns"] == pytest.approx(3e6, rel=0.2)
+
+    def test_different_clocks_are_told(self):
+        slow = timed("torch.eager", 4e6)
+        assert slow.time is not None
+        slow = msgspec.structs.replace(slow, time=msgspec.structs.replace(slow.time, clock="kernel"))
+        (note,) = page_of(slow, timed("torch.sdpa", 1e6)).parts[0].notes
+        assert note == "1 shape was timed by different clocks (kernel, wall): compare across them with care"
+
+    def test_ratios_are_taken_within_a_run(self):
+        old = [timed("torch.eager", 4e6), timed("torch.sdpa", 1e6)]
+        new = [timed("torch.sdpa", 2e6)]
+        (section,) = gather([source(*old), source(*new)])
+        cell = next(c for c in make_cells(section).rows if c["label"] == "torch.sdpa")
+        assert "gain0" not in cell
+
+    def test_baselines_are_few_when_records_are_many(self, monkeypatch: pytest.MonkeyPatch):
+        records = two_frameworks()
+        assert len(choose_baselines(records)) == 3
+        monkeypatch.setattr("attnbench.report.html.baselines.MOST_RATIOS", 10)
+        assert choose_baselines(records, ["torch.sdpa"]) == ["torch.sdpa", "torch.eager"]
+
+
+class TestShapes:
+    def test_only_what_varies_is_said(self):
+        shapes = [workload(128), workload(256, pass_="train")]
+        families = find_families(shapes)
+        assert families.constant == "4 heads · width 32 · causal · float32"
+        assert families.shape(shapes[1]) == "1 x 256 · train"
+        assert families.family(shapes[0]) == "forward"
+
+    def test_one_family_has_a_name(self):
+        assert find_families([workload(128)]).family(workload(128)) == "all shapes"
+
+    def test_few_combinations_become_columns(self):
+        cells = [{"family": "f", "track": f"batch {b} · f", "batch": b, "len": n, "length": f"{n}"}
+                 for b, n in ((16, 512), (4, 1024))]  # fmt: skip
+        lay_out(cells)
+        assert [(cell["row"], cell["column"]) for cell in cells] == [("f", "16 x 512"), ("f", "4 x 1024")]
+
+    def test_many_combinations_make_a_row_per_batch_in_numerical_order(self):
+        cells = [{"family": "f", "track": f"batch {b}", "batch": b, "len": n, "length": f"{n}"}
+                 for b in (16, 4, 1) for n in (64, 128, 256, 512, 1024)]  # fmt: skip
+        lay_out(cells)
+        ordered = sorted(cells, key=lambda cell: (cell["row_place"], cell["column_place"]))
+        assert list(dict.fromkeys(cell["row"] for cell in ordered)) == ["batch 1", "batch 4", "batch 16"]
+        assert ordered[0]["column"] == "64"
+
+    def test_main_family_has_most_lengths(self):
+        rows = [{"family": "a", "len": 1, "ns": 1.0}] * 5 + [{"family": "b", "len": n, "ns": 1.0} for n in (1, 2)]
+        assert main_family(rows) == "b"
+
+    def test_growth_finds_the_exponent(self):
+        records = [
+            timed("torch.eager", 1e3 * n**2, n, memory=Memory(peak_bytes=5 * n**2, theory_bytes=n**2))
+            for n in (128, 256, 512)
+        ]
+        (row,) = growth_rows(records, find_families(record.workload for record in records))
+        assert row["time"] == pytest.approx(2, abs=0.1)
+        assert row["memory"] == pytest.approx(2, abs=0.01)
+        assert row["memory_is"] == "O(n^2)"
+
+
+class TestPacking:
+    def test_columns_come_back_as_rows(self):
+        packed = pack([{"a": 1.23456, "b": "x"}, {"b": "y", "c": None}])
+        assert packed == {"count": 2, "columns": {"a": [1.235, None], "b": {"words": ["x", "y"], "codes": [0, 1]}}}
+
+    def test_large_numbers_stay_numbers(self):
+        assert pack([{"a": 123456.0, "b": 1e300}])["columns"] == {"a": [123500], "b": [1e300]}
+
+    @pytest.mark.parametrize("text", [HOSTILE, BREAKER, "a & b"])
+    def test_nothing_in_a_script_is_markup(self, text: str):
+        packed = script_json({"name": text})
+        assert not set("<>&") & set(packed)
+        assert msgspec.json.decode(packed)["name"] == text
+
+
+class TestColours:
+    def test_winners_come_first(self):
+        rows = make_cells(section_of(*two_frameworks())).rows
+        assert order_labels(rows)[0] == "torch.sdpa"
+
+    def test_twenty_implementations_can_be_told_apart(self):
+        found = ranges(20, tuple("abcdefghij"))
+        assert len(set(zip(found["category"], found["symbol"]))) == 20
+        assert set(found["symbol"]) == set(SYMBOLS)
+
+
+class TestDerived:
+    def test_frameworks_side_by_side(self):
+        cells = make_cells(section_of(*two_frameworks()))
+        (row,) = derived.side_by_side(cells)
+        assert (row["torch"], row["jax"]) == ("torch.sdpa", "jax.xla")
+        assert row["gain"] == pytest.approx(2, rel=0.05)
+
+    def test_kernels_of_several_shapes_share_a_row(self):
+        (row,) = derived.kernels(two_frameworks())
+        assert (row["label"], row["shapes"], row["kernels"]) == ("torch.sdpa", 2, "flash_fwd")
+
+    def test_one_line_per_reason(self):
+        records = two_frameworks()
+        rows = derived.not_run(records, find_families(record.workload for record in records))
+        assert [(row["status"], row["cells"], row["labels"]) for row in rows] == [
+            ("unsupported", 2, "torch.fa3, torch.fa4"),
+            ("incorrect", 1, "mine"),
+        ]
+
+    def test_ceilings_are_read_back(self):
+        compute = Cost(flops=1000, bytes=1, tflops=5.0, gb_per_s=1.0, roofline=0.5, bound="compute")
+        memory = Cost(flops=1, bytes=1, tflops=0.1, gb_per_s=100.0, roofline=0.5, bound="memory")
+        cells = make_cells(section_of(timed("torch.a", 1e6, cost=compute), timed("torch.b", 1e6, cost=memory)))
+        points = [(row["intensity"], row["tflops"]) for row in derived.roofs(cells)]
+        assert points == [(1.0, 0.2), (50.0, 10.0), (1000.0, 10.0)]
+
+    def test_the_cache_belongs_to_the_shape(self):
+        memory = Memory(peak_bytes=1, kv_cache_bytes=128 * 100)
+        section = section_of(timed("torch.a", 1e6, memory=memory), timed("torch.b", 1e6, memory=memory))
+        (row,) = derived.kv_cache(make_cells(section))
+        assert (row["cache"], row["per_token"]) == (12800, 100)
+
+
+class TestPage:
+    def test_it_has_every_view_there_is_data_for(self):
+        text = render(page_of(*two_frameworks()))
+        for view in ("winners", "length", "speedups", "percentiles", "correctness", "frameworks", "kernels", "not-run"):
+            assert f'data-view="{view}"' in text
+
+    def test_a_view_without_data_says_why_or_is_left_out(self):
+        text = render(page_of(unsupported("torch.fa3", "needs a GPU")))
+        assert "Nothing was timed." in text
+        assert 'data-view="percentiles"' not in text
+
+    def test_memory_that_was_not_measured_gives_its_reason(self):
+        assert "No peak was measured: not asked for." in render(page_of(*two_frameworks()))
+
+    def test_nothing_is_fetched(self):
+        text = render(page_of(*two_frameworks()))
+        assert not re.search(r'(src|href)="(?!#)', text)
+        assert "@import" not in text
+        assert "url(" not in text
+
+    def test_only_its_own_scripts_may_run(self):
+        text = render(page_of(*two_frameworks()))
+        scripts = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
+        (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+        hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+        assert len(hashes) == 2
+        assert all(f"sha256-{one}" in policy for one in hashes)
+        assert "default-src &#39;none&#39;" in policy
+        assert "unsafe-eval" not in policy
+
+    @pytest.mark.parametrize("text", [HOSTILE, BREAKER])
+    def test_text_of_a_run_file_is_never_markup(self, text: str):
+        environment = msgspec.structs.replace(CPU, device_name=text, packages={text: text}, variables={text: text})
+        records = [
+            timed(text, 1e6, environment=environment, kernels=(text,), notes=(text,)),
+            timed("torch.eager", 2e6, environment=environment),
+            msgspec.structs.replace(unsupported(text, text, workload(64)), environment=environment),
+            msgspec.structs.replace(incorrect(text, text, workload(32)), environment=environment),
+        ]
+        html = render(compose([source(*records, name=text)]))
+        assert text not in html
+        assert "<img" not in html
+        assert html.count("<script") == 3
+        assert "alert(" in html
+
+    def test_different_machines_are_told_apart(self):
+        newer = msgspec.structs.replace(CPU, packages={"torch": "2.14.0"})
+        text = render(page_of(timed("torch.sdpa", 1e6), timed("torch.sdpa", 1e6, environment=newer)))
+        assert text.count('<article class="part"') == 2
+        assert "Their times do not compare" in text
+
+    def test_a_record_costs_few_bytes(self):
+        few, many = ([timed("torch.sdpa", 1e6, n) for n in range(64, 64 + count)] for count in (10, 60))
+        grown = len(render(page_of(*many))) - len(render(page_of(*few)))
+        assert grown / 50 < 800
+
+
+def test_images_are_drawn(tmp_path: Path):
+    paths = write_images(page_of(*two_frameworks(), timed(HOSTILE, 3e6)), tmp_path / "charts")
+    assert {path.name for path in paths} >= {"winners.png", "winners.svg", "time.png", "rate.svg"}
+    assert (tmp_path / "charts/time.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "charts/time.svg").read_text()
+    assert "torch.sdpa" in svg
+    assert "<img" not in svg
+
+
+class TestMarkdown:
+    def test_the_answer_and_the_winners(self):
+        text = summarise(page_of(*two_frameworks()))
+        assert "torch.sdpa" in text
+        assert "| 1 x 256 | torch.sdpa | 4" in text
+        assert "needs a GPU" in text
+
+    def test_nothing_in_it_is_markup(self):
+        text = summarise(page_of(timed(HOSTILE, 1e6), unsupported("a|b", "see @everyone")))
+        assert "<img" not in text
+        assert "a|b" not in text
+        assert "@everyone" not in text
+
+    def test_it_is_capped(self):
+        records = [unsupported(f"torch.x{n}", f"reason {n} " + "long " * 50) for n in range(400)]
+        assert len(summarise(page_of(*records))) < 65_000
+
+
+class TestCommand:
+    @pytest.fixture
+    def run_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        writer = RunWriter(tmp_path / "runs/machine/first.jsonl", new_header("0", "quick"))
+        writer.write(two_frameworks())
+        writer.close()
+        return writer.path
+
+    def test_the_page_lies_beside_the_run(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
+        assert execute(["report"]) == 0
+        path = run_file.with_suffix(".html")
+        assert capsys.readouterr().out.strip().endswith("first.html")
+        assert "torch.sdpa" in path.read_text()
+
+    def test_another_place_and_markdown(self, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        assert execute(["report", str(run_file), "-o", "out/page.html", "--markdown"]) == 0
+        printed = capsys.readouterr()
+        assert (tmp_path / "out/page.html").is_file()
+        assert printed.out.startswith("### Test CPU 9000")
+        assert "page.html" in printed.err
+
+    def test_json_names_what_was_written(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
+        assert execute(["report", "latest", "--json"]) == 0
+        document = msgspec.json.decode(capsys.readouterr().out)
+        assert document["report"].endswith("first.html")
+        assert "torch.sdpa" in document["closing"][0]
+
+    def test_a_run_of_nothing_is_one_sentence(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
+        RunWriter(Path("empty.jsonl"), new_header("0", "quick")).close()
+        assert execute(["report", "empty.jsonl"]) == 2
+        assert "empty.jsonl holds no records" in capsys.readouterr().err
+
+    def test_an_unwritable_place_is_one_sentence(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
+        Path("file").touch()
+        assert execute(["report", "-o", "file/page.html"]) == 2
+        assert "Choose another place with -o" in capsys.readouterr().err
+
+    def test_a_missing_package_says_what_to_install(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        monkeypatch.setattr(sys.modules["attnbench.cli.report"], "find_spec", lambda name: None)
+        assert execute(["report"]) == 2
+        assert "attnbench[report]" in capsys.readouterr().err
+
+
+def test_condensed_records_compare_as_before():
+    samples = noisy(1e6, 1, rounds=40), noisy(1.3e6, 2, rounds=40)
+    a, b = (ok(f"torch.{n}", None, time=timing(values, rounds=(5,) * 8)) for n, values in enumerate(samples))
+    assert len(condensed(a).time.samples_ns) == 8
+    assert paired_ratio(condensed(a), condensed(b)) == paired_ratio(a, b)
+    assert make_cells(section_of(a, b)).rows[0]["samples"] == 40

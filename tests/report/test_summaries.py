@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from length_factory import along, out_of_memory
+from record_factory import incorrect, ok, unsupported, workload
+
+from attnbench.errors import UsageError
+from attnbench.report.summaries import write_summaries
+from attnbench.store.runfile import read_run
+
+RESULTS = Path(__file__).parents[2] / "results"
+RECORDS = [
+    *along("torch.eager", lambda n: 1e3 * n * n, seed=1, peak=lambda n: 16 * n * n),
+    *along("torch.sdpa", lambda n: 2e8 + 1e2 * n * n, seed=2, peak=lambda n: 600 * n),
+    out_of_memory("torch.eager", 8192),
+    unsupported("torch.fa3", "needs cuda"),
+    incorrect("mine", "gradient of K is wrong", workload(64)),
+    ok("anchor.matmul", [1e5, 1e5]),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("out") / "summaries"
+    written = write_summaries(RECORDS, folder)
+    assert {path.name for path in written} == {"summary.txt", "performance.json", "memory.json", "correctness.json"}
+    assert {path.name for path in folder.iterdir()} == {path.name for path in written}
+    return folder
+
+
+def read(folder: Path, name: str) -> dict:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_performance(folder: Path):
+    found = read(folder, "performance")
+    assert found["baseline"] == "torch.eager"
+    assert len(found["cells"]) == 10
+    assert "samples_ns" not in found["cells"][0]["time"]
+    assert {one["category"] for one in found["speedups"]} >= {"excellent", "investigate"}
+    (fit,) = [one["time"] for one in found["scaling"] if one["implementation"] == "torch.eager"]
+    assert fit["overall"]["exponent"] == pytest.approx(2, abs=0.05)
+    (crossing,) = found["crossovers"]
+    assert crossing["implementation"] == "torch.sdpa"
+    assert crossing["against"] == "torch.eager"
+    assert crossing["crossover"]["kind"] == "from"
+    assert {one["kind"] for one in found["recommendations"]} >= {"threshold", "memory"}
+
+
+def test_memory(folder: Path):
+    found = read(folder, "memory")
+    growth = {one["implementation"]: one for one in found["growth"]}
+    assert growth["torch.eager"]["growth"] == "O(n^2)"
+    assert growth["torch.sdpa"]["growth"] == "O(n)"
+    assert growth["torch.eager"]["growth_in_theory"] == "O(n^2)"
+    assert growth["torch.eager"]["fits_until"]["out_of_memory_at"] == 8192
+    lost = [one for one in found["cells"] if one["status"] == "out_of_memory"]
+    assert lost[0]["memory"] is None
+    assert lost[0]["reason"] == "did not fit"
+
+
+def test_correctness(folder: Path):
+    found = read(folder, "correctness")
+    assert found["statuses"] == {"ok": 10, "out_of_memory": 1, "unsupported": 1, "incorrect": 1}
+    assert found["cells"][0]["errors"]["forward_allowed"] == 1e-6
+    (wrong,) = [one for one in found["cells"] if one["status"] == "incorrect"]
+    assert wrong["reason"] == "gradient of K is wrong"
+
+
+def test_summary_answers_first_and_names_what_is_missing(folder: Path):
+    text = (folder / "summary.txt").read_text()
+    parts = [
+        "Test GPU · torch",
+        "13 cells: 10 ok, 1 out of memory, 1 unsupported, 1 incorrect",
+        "mine is not ranked: gradient of K is wrong.",
+        "Recommendations\n---------------\n",
+        "rests on: time of torch.",
+        "Speed-up against torch.eager",
+        "Growth of time with length",
+        "torch.eager · PyTorch · 4 heads of 32 · causal · float32 · forward · batch 1: n^2.0",
+        "Growth of memory with length",
+        "O(n^2), n^2.00",
+        "Without a result",
+        "unsupported: torch.fa3: needs cuda",
+    ]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert "anchor" not in text
+
+
+def test_nothing_to_say_is_no_error(tmp_path: Path):
+    write_summaries([unsupported("torch.fa3", "needs \x1b[31mcuda")], tmp_path)
+    text = (tmp_path / "summary.txt").read_text()
+    assert "Nothing could be measured (1 unsupported)." in text
+    assert "Recommendations" not in text
+    assert "Speed-up" not in text
+    assert "\x1b" not in text
+
+
+def test_a_folder_that_cannot_be_is_one_sentence(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to"):
+        write_summaries(RECORDS[:1], tmp_path / "file")
+
+
+@pytest.mark.parametrize("run", ["cpu/quick", "h200/grid-gpu", "h200/gemma"])
+def test_published_runs(run: str, tmp_path: Path):
+    for path in write_summaries(read_run(RESULTS / f"{run}.jsonl").records, tmp_path):
+        assert path.stat().st_size > 1000
