@@ -216,7 +216,7 @@ def test_mistakes_are_told(run, lab):
         """
     )
     result.assert_outcomes(failed=3)
-    result.stdout.fnmatch_lines(["*the marker attnbench takes framework, device, budget_s, not frame."])
+    result.stdout.fnmatch_lines(["*the marker attnbench takes framework, device, budget_s, threads, not frame."])
     result.stdout.fnmatch_lines(['*no config word called "q_length". Near: q_len*'])
     result.stdout.fnmatch_lines(["*a Workload says everything: leave out q_len."])
 

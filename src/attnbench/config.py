@@ -44,7 +44,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """Of the order of cells and of the inputs; drawn anew when not given."""
     implementations: tuple[str, ...] = ()
-    """What a gate measures: names or module:function references of the package under test; none for every one that is installed."""
+    """What a gate measures: names or module:function references of the package under test; none for all installed."""
     build: str | None = None
     """Shell command run inside the worktree of each git ref before it is measured."""
     pythonpath: tuple[str, ...] = ()

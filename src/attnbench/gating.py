@@ -1,4 +1,4 @@
-"""`attnbench gate` between two git refs: controls first, every case in two stages, then one judgement over all."""
+"""`attnbench gate` between two git refs: every case in two stages, the controls, then one judgement over all."""
 
 from __future__ import annotations
 
@@ -79,15 +79,16 @@ def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
     started = time.monotonic()
     with machine_lock(), refs(order.baseline, order.current, order.folder) as (old, new):
         gate = _Gate(order, old, new, watch)
-        controls = gate.controls()
         cases = confirm([case for name in order.implementations for case in gate.cases_of(name)])
         cases = _with_culprit(cases, old, new, order.folder)
+        timed = any(case.first is not None and case.first.verdict is not None for case in cases)
+        controls = gate.controls() if timed else []
     judgement = judge(cases, controls, order.on_inconclusive)
-    notes = [note for ref in (old, new) for note in ref.notes]
+    notes = [note for ref in (old, new) for note in ref.notes] + _search_hint(cases, old, new)
     outcome = judgement.outcome
-    if {control.name for control in controls} != {"a/a", "+5 %"}:
+    if timed and {control.name for control in controls} != {"a/a", "+5 %"}:
         notes.append(NO_CONTROL if not controls else NO_POWER_CONTROL)
-        outcome = outcome if controls or outcome in ("fail", "nothing") else "untrusted"
+        outcome = outcome if controls or outcome == "fail" else "untrusted"
     return GateReport(
         baseline=_named(old),
         current=_named(new),
@@ -221,6 +222,14 @@ def _control_workloads(side: Side) -> tuple[Workload, Workload]:
 
 def _named(ref: Ref) -> str:
     return f"{ref.name} ({ref.commit[:9]}{', uncommitted changes' if ref.dirty else ''})" if ref.commit else ref.name
+
+
+def _search_hint(cases: Sequence[Case], old: Ref, new: Ref) -> list[str]:
+    slow = [case for case in cases if case.status == "regression" and not case.culprit]
+    if not slow or not old.commit or not new.commit or new.dirty:
+        return []
+    command = f"attnbench bisect {slow[0].implementation} --good {old.commit[:9]} --bad {new.commit[:9]}"
+    return [f"several commits lie between the refs: `{command}` with the shape of the case finds the one"]
 
 
 def _with_culprit(cases: Sequence[Case], old: Ref, new: Ref, folder: Path) -> list[Case]:

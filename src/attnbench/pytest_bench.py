@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     AnyWorkload = Workload | Mapping[str, Any] | None
 
 MARKER = "attnbench"
-OPTIONS = ("framework", "device", "budget_s")
+OPTIONS = ("framework", "device", "budget_s", "threads")
 """What the marker takes: defaults of every call in the test."""
 DISABLED = "not timed: --attnbench-disable"
 
@@ -70,6 +70,7 @@ class Bench:
 
         settings = self._settings(framework=framework, device=device)
         settings.pop("budget_s", None)
+        settings.pop("threads", None)
         return self._keep(attnbench.verify(implementation, _workload(workload, shape), **settings))
 
     def measure(
@@ -89,6 +90,7 @@ class Bench:
         if not self._timed:
             return self.check(implementation, workload, framework, device=device, **shape)
         settings = self._settings(framework=framework, device=device, budget_s=budget_s)
+        settings.pop("threads", None)
         return self._keep(attnbench.measure(implementation, _workload(workload, shape), **settings))
 
     def compare(
@@ -101,6 +103,7 @@ class Bench:
         framework: str | None = None,
         device: str | None = None,
         budget_s: float | None = None,
+        threads: int | None = None,
         **shape: Any,
     ) -> Comparison:
         """Fail when b is slower than a, or certainly takes over `at_most` times as long; warn when that cannot be told.
@@ -113,7 +116,7 @@ class Bench:
         if not self._timed:
             checks = [self.check(arm, workload, framework, device=device, **shape) for arm in (a, b)]
             return _untimed(*checks)
-        settings = self._settings(framework=framework, device=device, budget_s=budget_s)
+        settings = self._settings(framework=framework, device=device, budget_s=budget_s, threads=threads)
         comparison = attnbench.compare(a, b, _workload(workload, shape), **settings)
         self._collected.comparisons.append(comparison)
         self._note(f"{comparison.a} {comparison.b} {comparison.workload.id}")

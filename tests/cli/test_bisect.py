@@ -133,4 +133,5 @@ def test_the_comparison_is_the_one_of_compare_refs(monkeypatch: pytest.MonkeyPat
     asked: dict = {}
     monkeypatch.setattr(comparing, "compare_refs", lambda **given: asked.update(given))
     import_module("attnbench.cli.bisect").compare_refs("a", "b", "torch.sdpa", workload())
-    assert asked == {"baseline": "a", "current": "b", "implementation": "torch.sdpa", "workload": workload()}
+    wanted = {"baseline": "a", "current": "b", "implementation": "torch.sdpa", "workload": workload()}
+    assert asked == wanted | {"device": None, "threads": None}

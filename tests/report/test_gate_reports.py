@@ -122,7 +122,7 @@ def test_the_gate_prints_the_worst_first_and_the_answer_last():
     assert "97.0 MB -> 112 MB (+15 %)" in lines[4]
     assert "after 8 launches, 14.0 s, could have seen 2.6 %" in lines[5]
     assert lines[-1].startswith(
-        "1 regression, 1 wrong result, 1 case needs more memory, 1 inconclusive, 1 not measured"
+        "1 regression, 1 wrong or broken, 1 case needs more memory, 1 inconclusive, 1 not measured"
     )
     assert lines[-1].endswith("in 7 cases (Holm, 1 %). Over all timed cases 1.004 (0.998-1.010). exit 1")
 
@@ -179,7 +179,7 @@ def test_a_reason_cannot_start_a_line_of_the_log():
 def test_markdown_starts_with_the_marker_and_the_verdict():
     lines = markdown(EVERYTHING).splitlines()
     assert lines[0] == MARKER
-    assert lines[1].startswith("### ❌ attnbench: 1 regression, 1 wrong result")
+    assert lines[1].startswith("### ❌ attnbench: 1 regression, 1 wrong or broken")
 
 
 def test_markdown_folds_the_passes_and_shows_the_rest():

@@ -23,6 +23,8 @@ from attnbench.measuring.paired import SES_TO_DETECT
 from attnbench.spec import Ok, Record
 
 STORED_FLOOR = 0.05
+SHAKY = 0.1
+"""Half-width of a stored time's interval above which it proves nothing."""
 STORED_SAME = 0.10
 """`same` needs both intervals within this of 1."""
 Z = NormalDist().inv_cdf(1 - ALPHA)
@@ -53,16 +55,29 @@ def compare_records(
     if problem:
         return replace(_untimed(a, b, problem), floor=floor)
     ratios = {name: _by_anchor(a, b, _named(anchors_a, name), _named(anchors_b, name)) for name in NAMES}
+    shaky = _shaky([a, b, *anchors_a, *anchors_b])
     estimates = {name: _estimate(name, ratio, a, b, floor) for name, ratio in ratios.items()}
     return replace(
-        _untimed(a, b, ""),
-        verdict=_verdict(list(ratios.values()), floor),
+        _untimed(a, b, shaky),
+        verdict="inconclusive" if shaky else _verdict(list(ratios.values()), floor),
         ratio=geometric_mean(list(ratios.values())).value,
         interval=(min(one.low for one in ratios.values()), max(one.high for one in ratios.values())),
         smallest_slowdown=max(one.detectable for one in estimates.values()),
         estimates=estimates,
         floor=floor,
     )
+
+
+def _shaky(records: Sequence[Ok]) -> str:
+    """Why these times are no ground to judge on; empty when they are."""
+    for record in records:
+        assert record.time is not None
+        interval = record.time.ci95_ns
+        half = None if interval is None else (interval[1] - interval[0]) / 2 / record.time.median_ns
+        if half is None or half > SHAKY:
+            known = "from one round" if half is None else f"known to ±{half:.0%}"
+            return f"{record.implementation} is only {known}: measure both again with more --budget, or compare refs"
+    return ""
 
 
 def _case(a: Record, b: Record, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok], floor: float) -> Case:

@@ -111,7 +111,7 @@ def _comparison(champion: str, other: str, rankings: Rankings) -> str:
         return f"{champion} was never measured where {other} was"
     ratio = mean_log_ratio(pairs).ratio()
     shapes = _shapes(len(rankings)) if len(pairs) == len(rankings) else f"{len(pairs)} of {_shapes(len(rankings))}"
-    if ratio.low <= 1 <= ratio.high:
+    if ratio.low <= 1 <= ratio.high or ratio.high > HOPELESS * ratio.low:
         return f"{champion} and {other} cannot be told apart ({format_ratio(ratio)}) over {shapes}"
     if ratio.value < 1:
         return f"{champion} is {format_ratio(ratio.inverse)} slower than {other} over {shapes}"

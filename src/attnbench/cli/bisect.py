@@ -29,6 +29,8 @@ def bisect(
 ) -> int:
     """Which commit made it slower? Each is compared with the good one in turn, halving what is left.
 
+    Device, framework and threads come from the settings (attnbench.toml, ATTNBENCH_THREADS=1).
+
     Example: `attnbench bisect torch.sdpa --good v1.0 --bad main --seq-len 1024 --causal`
     """
     from attnbench.analyse.bisect import find_first_slower

@@ -82,7 +82,7 @@ def _required(baseline: str | None, settings: Settings) -> str:
 
 
 def _is_stored(what: str) -> bool:
-    return Path(what).suffix == ".jsonl" or (what != "." and Path(what).is_dir())
+    return what == "latest" or Path(what).suffix == ".jsonl" or (what != "." and Path(what).is_dir())
 
 
 def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusive: str) -> GateReport:
@@ -91,8 +91,10 @@ def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusiv
     from attnbench.store.thresholds import load_thresholds
 
     if not _is_stored(baseline) or not _is_stored(current):
-        known, other = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
-        raise UsageError(f"{known} was measured before: {other} must be a run file too, as `attnbench run ci` makes.")
+        stored, option = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
+        raise UsageError(
+            f"{stored} was measured before, a git ref is not: give {option} a run file too, as `attnbench run ci` makes."
+        )
     old = Path(baseline) if Path(baseline).is_dir() else find_run(baseline)
     floors = load_thresholds(settings.thresholds)
     return gate_stored(old, find_run(current), floors, OUTCOMES[on_inconclusive])  # pyright: ignore[reportArgumentType]

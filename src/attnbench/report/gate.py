@@ -18,10 +18,11 @@ ORDER: tuple[CaseStatus, ...] = (
 )  # fmt: skip
 """Worst first."""
 BAD: tuple[CaseStatus, ...] = ("regression", "wrong", "memory")
+NO_ANSWER = ("failed", "timeout", "out of memory", "unsupported")
 STYLES = {"regression": "red", "wrong": "red", "memory": "red", "improved": "green", "pass": "green"}
 COUNTED = {
     "regression": ("regression", "regressions"),
-    "wrong": ("wrong result", "wrong results"),
+    "wrong": ("wrong or broken", "wrong or broken"),
     "memory": ("case needs more memory", "cases need more memory"),
     "inconclusive": ("inconclusive", "inconclusive"),
     "no_baseline": ("without a baseline", "without a baseline"),
@@ -89,6 +90,8 @@ def word(case: Case) -> str:
         verdict = case.comparison.verdict if case.comparison is not None else None
         return "same" if verdict == "same" else "pass"
     words = {"regression": "slower", "improved": "faster", "memory": "more memory"}
+    if case.status == "wrong" and (case.reason.startswith(NO_ANSWER) or "could not be loaded" in case.reason):
+        return "broken"
     return words.get(case.status, case.status.replace("_", " "))
 
 
@@ -128,8 +131,9 @@ def control_text(control: Control) -> str:
     """Name, verdict, figures, and whether that is the right answer."""
     comparison = control.comparison
     told = comparison.verdict or one_line(comparison.reason) or "not measured"
-    ratio = "" if comparison.ratio is None else f" {ratio_and_interval(comparison.ratio, comparison.interval)}"
-    mark = "✓" if control.passed else "✗"
+    grounds = grounds_of(comparison)
+    ratio = "" if grounds is None else f" {grounds}"
+    mark = "✗" if not control.passed else "?" if comparison.verdict == "inconclusive" else "✓"
     return f"{control.name} {told}{ratio} in {units.duration(comparison.elapsed_s * 1e9)} {mark}"
 
 

@@ -32,7 +32,7 @@ def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             errors="replace",
         )
     except OSError as error:
-        raise UsageError("git is not installed (or not on PATH): install it, or name run files instead.") from error
+        raise UsageError("git is not installed (or not on PATH): install it.") from error
 
 
 def answer(folder: Path, *arguments: str) -> str:
@@ -70,7 +70,7 @@ def root(folder: Path = HERE) -> Path:
         )
     if "work tree" in why:
         raise UsageError(f"{where} has no working tree (a bare repository, or its inside): go to a clone of it.")
-    raise UsageError(f"{where} is in no git repository: go to one, or name run files instead of refs.")
+    raise UsageError(f"{where} is in no git repository: go to one; refs are looked up where the command runs.")
 
 
 def resolve(ref: str, folder: Path = HERE) -> str:
