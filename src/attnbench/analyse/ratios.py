@@ -7,6 +7,7 @@ in a round slowed both. Records without rounds are compared unpaired.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from msgspec import Struct
@@ -58,7 +59,7 @@ def log_ratio(a: Ok, b: Ok, seed: int = SEED) -> LogRatio:
     # A cell that was tight early left the loop early: the rounds they share are the first ones.
     shared = min(len(rounds_a), len(rounds_b))
     if shared >= 2:
-        return _paired(np.log(rounds_b[:shared]) - np.log(rounds_a[:shared]), rng)
+        return _paired(np.log(rounds_b[:shared]) - np.log(rounds_a[:shared]), seed)
     spread_a, spread_b = (_median_draws(np.log(t.samples_ns), rng) for t in (first, second))
     return LogRatio(float(np.log(second.median_ns / first.median_ns)), spread_b - spread_a)
 
@@ -83,12 +84,13 @@ def round_medians(time: Time) -> np.ndarray:
     return np.array([np.median(part) for part in parts if len(part)])
 
 
-def _paired(logs: np.ndarray, rng: np.random.Generator) -> LogRatio:
+def _paired(logs: np.ndarray, seed: int) -> LogRatio:
     point = float(np.median(logs))
     if len(logs) >= FEW_ROUNDS:
-        return LogRatio(point, _median_draws(logs, rng))
+        ordered, (low, high) = np.sort(logs), _seeded_places(len(logs), seed)
+        return LogRatio(point, (ordered[low] + ordered[high]) / 2)
     error = float(logs.std(ddof=1)) / len(logs) ** 0.5
-    return LogRatio(point, point + error * rng.standard_t(len(logs) - 1, DRAWS))
+    return LogRatio(point, point + error * np.random.default_rng(seed).standard_t(len(logs) - 1, DRAWS))
 
 
 def _median_draws(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -97,12 +99,24 @@ def _median_draws(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return values[0] + 50 * rng.standard_normal(DRAWS)
     # The median of n resampled values is the sorted value at the median of n uniforms, whose law is a Beta: this gives
     # exactly the percentile bootstrap without drawing n values two thousand times.
-    count, ordered = len(values), np.sort(values)
+    low, high = _median_places(len(values), rng)
+    ordered = np.sort(values)
+    return (ordered[low] + ordered[high]) / 2
+
+
+def _median_places(count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Where in ascending order the two middle values of each resample stand."""
     half = (count + 1) // 2
     low = rng.beta(half, count - half + 1, DRAWS)
     high = low if count % 2 else low + (1 - low) * rng.beta(1, count - half, DRAWS)
-    low_index, high_index = (np.minimum((edge * count).astype(int), count - 1) for edge in (low, high))
-    return (ordered[low_index] + ordered[high_index]) / 2
+    low_place, high_place = (np.minimum((edge * count).astype(int), count - 1) for edge in (low, high))
+    return low_place, high_place
+
+
+@lru_cache(256)
+def _seeded_places(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same for every pair of records with so many rounds: drawing them is what takes the time."""
+    return _median_places(count, np.random.default_rng(seed))
 
 
 def _timed(record: Ok) -> Time:

@@ -93,7 +93,7 @@ def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusiv
     if not _is_stored(baseline) or not _is_stored(current):
         stored, option = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
         raise UsageError(
-            f"{stored} was measured before, a git ref is not: give {option} a run file too, as `attnbench run ci` makes."
+            f"{stored} was measured before, a git ref is not: give {option} a run file too (`attnbench run ci`)."
         )
     old = Path(baseline) if Path(baseline).is_dir() else find_run(baseline)
     floors = load_thresholds(settings.thresholds)
