@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from attnbench.spec import Cost, Environment, Errors, Memory, Ok, Record, Throughput, Time, Unsupported, VerifiedAt
+from attnbench.measuring.sampling import summarise
+from attnbench.spec import Cost, Environment, Errors, Memory, Ok, Record, Throughput, Unsupported, VerifiedAt
 from attnbench.spec import Workload as Attention
 from attnbench.store.runfile import RunWriter, new_header
 from attnbench.workloads import masks
@@ -59,10 +60,8 @@ def records(count: int) -> Iterator[Record]:
 
 
 def timed(name: str, workload: Attention, median: float, rng: np.random.Generator) -> Ok:
-    samples = median * np.exp(0.02 * rng.standard_normal(ROUNDS * PER_ROUND))
-    middle = float(np.median(samples))
-    low, high = middle * 0.99, middle * 1.01
-    p95, p99 = (float(edge) for edge in np.percentile(samples, [95, 99]))
+    samples = median * np.exp(0.02 * rng.standard_normal((ROUNDS, PER_ROUND)))
+    took = summarise(samples.tolist(), "wall", 1)
     return Ok(
         implementation=name,
         workload=workload,
@@ -71,21 +70,10 @@ def timed(name: str, workload: Attention, median: float, rng: np.random.Generato
         verified_at=VerifiedAt(shape={"q_len": workload.q_len}, share=1.0),
         deterministic=True,
         memory=Memory(peak_bytes=workload.q_len * 4096, theory_bytes=workload.q_len * 4000, kv_cache_bytes=4096),
-        cost=Cost(flops=10**9, bytes=10**6, tflops=1e-3 / middle * 1e9, gb_per_s=3.0, roofline=0.4, bound="compute"),
-        time=Time(
-            samples_ns=tuple(float(sample) for sample in samples),
-            median_ns=middle,
-            ci95_ns=(low, high),
-            min_ns=float(samples.min()),
-            max_ns=float(samples.max()),
-            p50_ns=middle,
-            p95_ns=p95,
-            p99_ns=p99,
-            mean_ns=float(samples.mean()),
-            std_ns=float(samples.std()),
-            outliers=0,
-            rounds=(PER_ROUND,) * ROUNDS,
+        cost=Cost(
+            flops=10**9, bytes=10**6, tflops=1e-3 / took.median_ns * 1e9, gb_per_s=3.0, roofline=0.4, bound="compute"
         ),
+        time=took,
         compile_ns=10**9,
         first_call_ns=10**6,
         throughput=Throughput(tokens_per_s=1e6, calls_per_s=1e3, samples_per_s=1e3),

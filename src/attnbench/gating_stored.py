@@ -12,7 +12,7 @@ from attnbench.analyse.gate import OnInconclusive, geomean, judge, with_holm
 from attnbench.analyse.gate_runs import cases_of_runs
 from attnbench.analyse.ranking import ANCHOR
 from attnbench.comparison import Case, GateReport
-from attnbench.spec import Environment, Record, Workload
+from attnbench.spec import Environment, Record
 from attnbench.store import baselines
 from attnbench.store.runfile import Run, read_run
 
@@ -25,8 +25,10 @@ NO_CONTROLS = (
 def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: OnInconclusive) -> GateReport:
     """A run file against another one, or against a folder of baselines; UsageError where machines differ."""
     run = read_run(current)
-    against = _against_folder(baseline, run, floors) if baseline.is_dir() else None
-    cases = _against_run(read_run(baseline), run, floors) if against is None else against
+    if baseline.is_dir():
+        cases = _against_folder(baseline, run, floors)
+    else:
+        cases = _against_run(read_run(baseline), run, floors)
     judgement = judge(cases, (), on_inconclusive)
     return GateReport(
         baseline=baseline.name,
@@ -62,14 +64,12 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
         beside = [one for one in run.records if one.workload == record.workload]
         anchors = [one for one in beside if one.implementation.startswith(ANCHOR)]
         [case] = cases_of_runs(() if found is None else found.records, [record, *anchors], floors)
-        cases.append(case if found is not None else replace(case, status="no_baseline", reason=_missing(where)))
+        cases.append(
+            case if found is not None else replace(case, status="no_baseline", reason=baselines.why_missing(*where))
+        )
     timed = {place: one.first for place, one in enumerate(cases) if one.first is not None and one.first.verdict}
     p_values = {place: max(e.p_slower for e in one.estimates.values()) for place, one in timed.items()}
     return [*with_holm(cases, p_values), *_not_run(folder, records)]
-
-
-def _missing(where: tuple[Path, Environment, str, Workload]) -> str:
-    return baselines.why_missing(*where)
 
 
 def _not_run(folder: Path, records: Sequence[Record]) -> list[Case]:

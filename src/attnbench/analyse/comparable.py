@@ -13,15 +13,16 @@ def check_comparable(environments_a: Iterable[Environment], environments_b: Iter
     baseline = list(environments_a)
     for current in environments_b:
         alike = [one for one in baseline if one.framework == current.framework]
-        differences = min((_differences(one, current) for one in alike), key=len, default=[])
-        if differences:
+        found = min((differences(one, current) for one in alike), key=len, default=[])
+        if found:
             raise UsageError(
-                f"the two runs are not comparable: {'; '.join(differences)}. Measure both on one machine with the same "
+                f"the two runs are not comparable: {'; '.join(found)}. Measure both on one machine with the same "
                 "packages, or make a new baseline here with `attnbench baseline save RUN`."
             )
 
 
-def _differences(a: Environment, b: Environment) -> list[str]:
+def differences(a: Environment, b: Environment) -> list[str]:
+    """Fields of the hard key in which b, the current one, is not what a was, each with both values."""
     old, new = a.hard_key, b.hard_key
     told = [
         f"{name} is {_shown(old[name])} in the baseline and {_shown(new[name])} in the current run"

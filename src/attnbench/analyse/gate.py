@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from attnbench.analyse.combined import geometric_mean
 from attnbench.analyse.gate_case import is_heavier
 from attnbench.analyse.ratios import Ratio
-from attnbench.comparison import ALPHA, Case, CaseStatus, Comparison, Control, Outcome
+from attnbench.comparison import ALPHA, FAILING, Case, Comparison, Control, Outcome
 
-FAILING: tuple[CaseStatus, ...] = ("regression", "wrong", "memory")
 OnInconclusive = Literal["inconclusive", "pass", "fail"]
 """What inconclusive cases make of a job in which nothing fails."""
 

@@ -16,10 +16,11 @@ from attnbench.analyse.combined import combine, geometric_mean
 from attnbench.analyse.gate import with_holm
 from attnbench.analyse.gate_case import case_of
 from attnbench.analyse.ranking import ANCHOR, is_timed, label
-from attnbench.analyse.ratios import Ratio, paired_ratio, round_medians
+from attnbench.analyse.ratios import Ratio, paired_ratio
 from attnbench.comparison import ALPHA, Case, Comparison, Estimate, Verdict
 from attnbench.measuring.anchors import NAMES
 from attnbench.measuring.paired import SES_TO_DETECT
+from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Ok, Record
 
 STORED_FLOOR = 0.05

@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 from msgspec import Struct
 
+from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Ok, Time
 
 DRAWS = 2000
@@ -71,17 +72,6 @@ def mean_log_ratio(pairs: Sequence[tuple[Ok, Ok]]) -> LogRatio:
     draws = np.stack([one.draws for one in each])
     chosen = np.random.default_rng(SEED).integers(len(each), size=(len(each), DRAWS))
     return LogRatio(float(points.mean()), draws[chosen, np.arange(DRAWS)].mean(axis=0))
-
-
-def round_medians(time: Time) -> np.ndarray:
-    """Median of each interleaving round, in order; empty when the samples do not come in rounds."""
-    if not time.rounds or sum(time.rounds) != len(time.samples_ns):
-        return np.empty(0)
-    samples = np.asarray(time.samples_ns)
-    if len(time.rounds) == len(samples):
-        return samples
-    parts = np.split(samples, np.cumsum(time.rounds)[:-1])
-    return np.array([np.median(part) for part in parts if len(part)])
 
 
 def _paired(logs: np.ndarray, seed: int) -> LogRatio:

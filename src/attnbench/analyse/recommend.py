@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.families import Family, Tracks, by_family, tracks
 from attnbench.analyse.fitting import fitting_of
+from attnbench.analyse.from_length import threshold_of
 from attnbench.analyse.fronts import front_of
 from attnbench.analyse.launch_bound import launch_bound_of
-from attnbench.analyse.thresholds import threshold_of
 from attnbench.analyse.winners import winner_of
 from attnbench.spec import Record
 

@@ -1,7 +1,7 @@
 """A series of values -> its levels: asv's piecewise-constant fit, seconded by Otava where that is installed.
 
-asv also chooses the penalty of a step by itself, but allows for noise that wanders: with 30 points of 1 % noise that
-explains every third step of 5 % away. So the penalty is ours, from the noise between neighbours; the fit is asv's.
+asv also chooses the penalty of a step by itself, but allows for noise that wanders, which explains many a step in a
+short series away. So the penalty is ours, from the noise between neighbours; the fit is asv's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST_POINTS = 6
 SHORTEST_LEVEL = 2
 """One point on its own is an outlier."""
 PENALTY = 3.0
-"""Times noise times ln(points): no step in 300 series of 20 or more points with 1 % noise, nearly all of 5 %."""
+"""Times noise times ln(points): high enough for no step in noise, low enough for one of five times the noise."""
 LEAST_NOISE = 0.002
 MEDIAN_STEP = 0.6745 * 2**0.5
 """Median distance of two neighbours in normal noise, in standard deviations."""

@@ -14,6 +14,7 @@ from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
     from attnbench.report.html.sections import Source
+    from attnbench.spec import Record
 
 NEEDED = ("altair", "jinja2", "vl_convert")
 
@@ -25,6 +26,9 @@ def report(
     markdown: Annotated[
         bool, Parameter(negative="", help="Also print a summary for a pull request or a job's page.")
     ] = False,
+    summaries: Annotated[
+        Path | None, Parameter(help="Folder for summary.txt, performance.json, memory.json and correctness.json.")
+    ] = None,
     against: Annotated[tuple[str, ...], Many, Parameter(help="What the others are compared with at first.")] = (),
     json: Json = False,
 ) -> int:
@@ -37,6 +41,7 @@ def report(
     from attnbench.report.html.images import write_images
     from attnbench.report.html.markdown import summarise
     from attnbench.report.html.page import compose, render
+    from attnbench.report.summaries import write_summaries
 
     paths, sources = _read(runs or ("latest",))
     page = compose(sources, against)
@@ -45,14 +50,20 @@ def report(
     path = paths[0].with_suffix(".html") if out is None else out
     _write(path, render(page))
     images = [] if png is None else write_images(page, png)
+    texts = [] if summaries is None else write_summaries(_records(sources), summaries, against)
     if json:
-        found = {"report": path, "images": images, "closing": [part.sentence for part in page.parts]}
+        found = {
+            "report": path,
+            "images": images,
+            "summaries": texts,
+            "closing": [part.sentence for part in page.parts],
+        }
         print_json(found | ({"markdown": summarise(page)} if markdown else {}))
         return 0
     if markdown:
         print(summarise(page), end="")
     console = stderr_console() if markdown else stdout_console()
-    for written in (path, *images):
+    for written in (path, *images, *texts):
         console.print(str(written), highlight=False, markup=False, soft_wrap=True)
     return 0
 
@@ -75,6 +86,12 @@ def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
     for warning in (warning for source in sources for warning in source.run.warnings):
         stderr_console().print(f"warning: {warning}", highlight=False, markup=False)
     return paths, sorted(sources, key=lambda source: source.run.header.created)
+
+
+def _records(sources: Sequence[Source]) -> list[Record]:
+    """Of a repeated cell the newest."""
+    found = {record.cell.id: record for source in sources for record in source.run.records}
+    return list(found.values())
 
 
 def _write(path: Path, text: str) -> None:

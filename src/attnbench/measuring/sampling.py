@@ -69,6 +69,17 @@ def summarise(rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: i
     )
 
 
+def round_medians(time: Time) -> np.ndarray:
+    """Median of each interleaving round, in order; empty when the samples do not come in rounds."""
+    if not time.rounds or sum(time.rounds) != len(time.samples_ns):
+        return np.empty(0)
+    samples = np.asarray(time.samples_ns)
+    if len(time.rounds) == len(samples):
+        return samples
+    parts = np.split(samples, np.cumsum(time.rounds)[:-1])
+    return np.array([np.median(part) for part in parts if len(part)])
+
+
 class Dropped(Exception):
     """A source found out that it cannot be sampled any more; the others go on."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from attnbench.comparison import Case, GateReport
-from attnbench.report.gate import BAD, figures, ordered, remark, verdict, word
+from attnbench.comparison import FAILING, Case, GateReport
+from attnbench.report.gate import figures, ordered, remark, verdict, word
 
 MOST = 10
 """GitHub shows so many of each kind per step and hides the rest without a word."""
-KINDS = {**dict.fromkeys(BAD, "error"), "inconclusive": "warning", "improved": "notice"}
+KINDS = {**dict.fromkeys(FAILING, "error"), "inconclusive": "warning", "improved": "notice"}
 """What has no baseline or was not measured is counted in the report's warnings, not listed."""
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.comparison import ALPHA, EXIT_CODES, Case, CaseStatus, Control, GateReport
+from attnbench.comparison import ALPHA, EXIT_CODES, FAILING, Case, CaseStatus, Control, GateReport
 from attnbench.report import units
 from attnbench.report.comparison import effort, grounds_of, ratio_and_interval
 
@@ -17,7 +17,6 @@ ORDER: tuple[CaseStatus, ...] = (
     "regression", "wrong", "memory", "inconclusive", "no_baseline", "not_measured", "improved", "pass",
 )  # fmt: skip
 """Worst first."""
-BAD: tuple[CaseStatus, ...] = ("regression", "wrong", "memory")
 NO_ANSWER = ("failed", "timeout", "out of memory", "unsupported")
 STYLES = {"regression": "red", "wrong": "red", "memory": "red", "improved": "green", "pass": "green"}
 COUNTED = {
@@ -159,7 +158,7 @@ def counts_text(report: GateReport) -> str:
     counts = Counter(case.status for case in report.cases)
     shown = [(status, counts[status]) for status in ORDER if counts[status] and status in COUNTED]
     found = [f"{n} {COUNTED[status][n != 1]}" for status, n in shown]
-    if not any(counts[status] for status in BAD):
+    if not any(counts[status] for status in FAILING):
         found.insert(0, "no regression")
     cases = f"{len(report.cases)} case{'' if len(report.cases) == 1 else 's'}"
     return f"{', '.join(found)} in {cases} (Holm, {100 * ALPHA:g} %)"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from xml.etree import ElementTree as ET
 
-from attnbench.comparison import Case, Control, GateReport
+from attnbench.comparison import FAILING, Case, Control, GateReport
 from attnbench.report.comparison import sentence
-from attnbench.report.gate import BAD, control_text, figures, remark, word
+from attnbench.report.gate import control_text, figures, remark, word
 
 ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 cannot hold in any form."""
@@ -43,7 +43,7 @@ def _case(case: Case) -> ET.Element:
     spent = sum(comparison.elapsed_s for comparison in (case.first, case.second) if comparison is not None)
     element = _testcase(case.implementation, case.workload.id, spent)
     told = ". ".join(part for part in (f"{word(case)} {figures(case)}".strip(), remark(case)) if part)
-    if case.status in BAD:
+    if case.status in FAILING:
         _add(element, "failure", told, case.status)
     elif case.status not in ("pass", "improved"):
         _add(element, "skipped", told, case.status)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -10,12 +10,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from attnbench.analyse.comparable import differences
 from attnbench.analyse.ranking import is_timed
 from attnbench.comparison import Comparison
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.report import units
 from attnbench.report.comparison import sentence
-from attnbench.spec import Environment, Ok, Record
+from attnbench.spec import Ok, Record
 from attnbench.store.runfile import read_run
 
 CAVEAT = (
@@ -111,22 +112,10 @@ def _obstacle(now: Ok, then: Record | None, measured: Sequence[str]) -> str | No
         return "has no time in the earlier file"
     if now.environment is None or then.environment is None:
         return "its environment is not known"
-    if found := differences(now.environment, then.environment):
+    if found := differences(then.environment, now.environment):
         return f"another environment: {'; '.join(found)}"
     clocks = [record.time.clock for record in (now, then) if record.time is not None]
     return None if clocks[0] == clocks[1] else f"clock is {clocks[0]}, was {clocks[1]}"
-
-
-def differences(now: Environment, then: Environment) -> list[str]:
-    """Fields of the fingerprint that differ, each with both values."""
-    here, there = _flat(now), _flat(then)
-    names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-    return [f"{name} is {here.get(name, 'absent')}, was {there.get(name, 'absent')}" for name in names]
-
-
-def _flat(environment: Environment) -> dict[str, str]:
-    flat = {name: str(value) for name, value in environment.hard_key.items() if not isinstance(value, Mapping)}
-    return flat | {f"packages.{name}": text for name, text in environment.packages.items()}
 
 
 def _what(record: Record) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
 from attnbench.store.runfile import slug
 
@@ -169,19 +168,15 @@ def _baseline(record: Record, records: Iterable[Record], commit: str, note: str,
 
 def _trimmed(record: Ok, home: Environment) -> Ok:
     """With one time per round, and without the environment where it is the one that the file holds."""
-    times: dict[str, Any] = {"also": {name: _round_medians(time) for name, time in record.also.items()}}
-    times["time"] = None if record.time is None else _round_medians(record.time)
+    times: dict[str, Any] = {"also": {name: _one_per_round(time) for name, time in record.also.items()}}
+    times["time"] = None if record.time is None else _one_per_round(record.time)
     environment = None if record.environment == home else record.environment
     return msgspec.structs.replace(record, environment=environment, **times)
 
 
-def _round_medians(time: Time) -> Time:
-    if not time.rounds or sum(time.rounds) != len(time.samples_ns):
-        return time
-    ends = list(accumulate(time.rounds))
-    parts = [time.samples_ns[end - count : end] for end, count in zip(ends, time.rounds) if count]
-    medians = tuple(round(statistics.median(part), 1) for part in parts)
-    return msgspec.structs.replace(time, samples_ns=medians, rounds=(1,) * len(medians))
+def _one_per_round(time: Time) -> Time:
+    medians = tuple(round(float(median), 1) for median in round_medians(time))
+    return msgspec.structs.replace(time, samples_ns=medians, rounds=(1,) * len(medians)) if medians else time
 
 
 def _path(folder: Path, environment: Environment, cell: Cell) -> Path:

@@ -8,8 +8,9 @@ from typing import Any
 from msgspec import Struct, structs
 
 from attnbench.analyse.ranking import Row, by_workload, is_timed, label, rank
-from attnbench.analyse.ratios import paired_ratio, round_medians
+from attnbench.analyse.ratios import paired_ratio
 from attnbench.analyse.speedup import category
+from attnbench.measuring.sampling import round_medians
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.families import Families, find_families, length_text
 from attnbench.report.html.map import lay_out
