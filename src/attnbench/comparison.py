@@ -26,10 +26,15 @@ class Block(Struct, frozen=True, array_like=True):
     ns: dict[str, float]
     switches: int = 0
     """Involuntary context switches meanwhile."""
+    sm_mhz: float | None = None
+    """Clock of the GPU at its end, where the driver tells."""
+    throttled: bool = False
+    """Whether heat or the power supply held that clock down."""
 
 
 class Launch(Struct, frozen=True, kw_only=True):
-    """A fresh process of each arm, sampled in turn: a[i] and b[i] are neighbours in time."""
+    """A fresh process of each arm (on an accelerator a fresh warm-up), sampled in turn: a[i] and b[i] are neighbours in
+    time."""
 
     a: tuple[Block, ...]
     b: tuple[Block, ...]

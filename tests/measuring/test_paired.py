@@ -267,6 +267,21 @@ def test_device_time_is_published_where_there_is_one():
     assert published(("wall", "cpu")) == "wall"
 
 
+def on_gpu(ratio: float, clock_ratio: float) -> list[Launch]:
+    a, b = Block({"device": 1e6}, 0, 1980.0), Block({"device": 1e6 * ratio}, 0, 1980.0 * clock_ratio)
+    return [Launch(a=(a,) * 4, b=(b,) * 4)] * 6
+
+
+def test_a_verdict_on_a_gpu_must_hold_in_clock_cycles_too():
+    assert decide(on_gpu(1.05, 1.0), ("device",)).verdict == "slower"
+    doubted = decide(on_gpu(1.018, 1 / 1.018), ("device",))
+    assert doubted.verdict is None, "as many cycles, at a lower clock: not b's fault"
+    assert "not in clock cycles" in doubted.notes[0]
+    assert decide(on_gpu(1 / 1.018, 1.018), ("device",), last=True).verdict == "inconclusive"
+    assert decide(on_gpu(1.05, 1 / 1.018), ("device",)).verdict == "slower"
+    assert decide(on_gpu(0.95, 1.0), ("device",)).verdict == "faster"
+
+
 def test_a_floor_is_only_ever_raised():
     made = by_metric(wall=1.06, cpu=1.06)
     assert decide(made, METRICS).verdict == "slower"

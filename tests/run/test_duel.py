@@ -207,6 +207,37 @@ def test_frameworks_can_be_compared_with_each_other():
     assert found.record_b.environment.framework == "jax"
 
 
+def test_workers_on_an_accelerator_live_as_long_as_the_comparison(monkeypatch):
+    hatched, hatch = [], NurserySide.hatch
+    monkeypatch.setattr(NurserySide, "hatch", lambda self, seed: hatched.append(seed) or hatch(self, seed))
+    monkeypatch.setattr(module.Fighter, "on_device", property(lambda self: True))
+    found = fight("plain", "thrice")
+    assert found.verdict == "slower"
+    assert len(found.launches) in LOOKS
+    assert len(hatched) == 2
+
+
+def test_pairs_at_unequal_gpu_clocks_are_taken_again():
+    duel = Duel.__new__(Duel)
+    duel._unequal, duel._launches = 0, []
+    clocks = {"a": iter([1980.0] * 9), "b": iter([1700.0, 1700.0, 1975.0] + [1500.0] * 6)}
+
+    class Fake:
+        def __init__(self, side):
+            self.side = side
+
+        def block(self, calls):
+            return Block({"device": 1e6}, 0, next(clocks[self.side]))
+
+    fighters = {side: Fake(side) for side in "ab"}
+    assert duel._pair("ab", fighters, 1)["b"].sm_mhz == 1975.0
+    assert duel._clock_notes() == ()
+    duel._launches = [Launch(a=(Block({"device": 1.0}),) * 2, b=(Block({"device": 1.0}),) * 2)]
+    duel._pair("ba", fighters, 1)
+    assert "in 1 of 2 pairs" in duel._clock_notes()[0]
+    assert not module._equal_clocks(Block({}, 0, 1980.0), Block({}, 0, 1980.0, True))
+
+
 def test_only_metrics_of_both_arms_are_judged():
     launch = Launch(a=(Block({"device": 1.0, "wall": 2.0}),), b=(Block({"wall": 2.0, "cpu": 3.0}),))
     assert module._metrics(launch) == ("wall",)

@@ -18,7 +18,7 @@ from attnbench.run import protocol as p
 from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.plan import Group, Planned
-from attnbench.spec import Cell, Failed, Implementation, Ok, OutOfMemory, Workload
+from attnbench.spec import Cell, Environment, Failed, Implementation, Ok, OutOfMemory, Workload
 
 
 class Apart(Implementation):
@@ -231,3 +231,46 @@ def test_a_cell_crowded_out_of_device_memory_is_measured_alone(monkeypatch):
     assert not any("apart" in note for note in by_name["torch.eager"].notes)
     assert len(finished) == 2
     assert len(dismissed) == 2, "once for the lone run, once at the end"
+
+
+def test_cells_that_would_fill_the_device_come_after_the_others(monkeypatch):
+    from attnbench.run import workload as module
+
+    together = []
+    monkeypatch.setattr(module.WorkloadRun, "_is_heavy", lambda self, cell: cell.implementation != "torch.sdpa")
+    real = module.WorkloadRun._run_together
+
+    def run_together(self, cells):
+        together.append([cell.implementation for cell in cells])
+        real(self, cells)
+
+    monkeypatch.setattr(module.WorkloadRun, "_run_together", run_together)
+    workload = Workload(batch=1, q_len=16, heads=1, head_dim=8)
+    names = ("numpy.float32", "torch.sdpa", "torch.eager")
+    records = []
+    launch(Request(workloads=(workload,), implementations=names, budget_s=0.01), records.extend, Listener())
+    by_name = {record.implementation: record for record in records}
+    assert together == [["torch.sdpa"], ["numpy.float32", "torch.eager"]]
+    assert all(by_name[name].status == "ok" for name in names)
+    apart = {name for name in names if any("apart" in note for note in by_name[name].notes)}
+    assert apart == {"numpy.float32", "torch.eager"}
+
+
+def test_only_what_stores_scores_on_an_accelerator_is_heavy(monkeypatch):
+    from attnbench.run.workload import WorkloadRun
+
+    gpu = Environment(device="cuda", device_name="GPU", framework="torch", memory_bytes=10**9)
+    monkeypatch.setattr(Crew, "environment", lambda self, framework: gpu)
+    small, large = (Workload(batch=1, q_len=n, heads=8, head_dim=8) for n in (64, 2048))
+
+    def heavy(name, workload):
+        run = WorkloadRun(None, workload, Crew((), "cuda", None), Listener(), None, 0)
+        return run._is_heavy(Cell(name, workload))
+
+    assert heavy("torch.eager", large)
+    assert not heavy("torch.eager", small)
+    assert not heavy("torch.sdpa", large)
+    monkeypatch.setattr(
+        Crew, "environment", lambda self, framework: Environment(device="cpu", device_name="CPU", framework="torch")
+    )
+    assert not heavy("torch.eager", large)

@@ -217,5 +217,8 @@ class Framework(ABC):
         """Wrap a float64 computation on this framework's arrays (JAX: x64 and jit)."""
         return function
 
+    def trim(self) -> None:  # noqa: B027 (an optional hook)
+        """Give memory that is kept for reuse back to the device, where that can be done."""
+
     def reset(self) -> None:  # noqa: B027 (an optional hook)
         """Forget compiled code and free cached memory between workloads."""

@@ -170,6 +170,11 @@ class TorchFramework(Framework):
 
         if "torch._dynamo" in sys.modules:  # importing it takes seconds, and who has not compiled has nothing to reset
             torch._dynamo.reset()
+        self.trim()
+
+    def trim(self) -> None:
+        import torch
+
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

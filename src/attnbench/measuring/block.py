@@ -11,9 +11,10 @@ import numpy as np
 from attnbench.comparison import Block
 from attnbench.frameworks import Clock, Framework, Inputs, Program
 from attnbench.frameworks.base import Samples, WallClock
+from attnbench.measuring.gpu_state import gpu_state
 
-WALL_SHARE = 4
-"""On an accelerator every so many calls are timed by the wall clock too."""
+WALL_SHARE = 8
+"""On an accelerator one in so many calls is timed by the wall clock too."""
 
 
 def take_block(
@@ -42,4 +43,6 @@ def _on_device(
 ) -> tuple[Block, Samples]:
     wall = WallClock(framework).sample(program, inputs, max(1, calls // WALL_SHARE))
     taken = clock.sample(program, inputs, calls)
-    return Block({"device": float(np.median(taken.ns)), "wall": float(np.median(wall.ns))}), taken
+    state = gpu_state()
+    mhz, throttled = (None, False) if state is None else state
+    return Block({"device": float(np.median(taken.ns)), "wall": float(np.median(wall.ns))}, 0, mhz, throttled), taken

@@ -89,6 +89,10 @@ def decide(
     judged, notes = _judged_metrics(launches, metrics)
     found = {name: _evidence(launches, name, share) for name in judged}
     verdict, doubts = _verdict(found, published(metrics), floor, last)
+    by_device = _sign(found["device"], floor) if "device" in found else 0
+    if by_device and verdict == _WORDS[by_device] and not _holds_in_cycles(launches, by_device, floor):
+        doubts.append(f"{verdict} by device time, but not in clock cycles: the GPU ran the two at different speeds")
+        verdict = None
     if len(launches) < FEW_LAUNCHES:
         count = f"{len(launches)} launch{'' if len(launches) == 1 else 'es'}"
         notes.append(f"only {count}: judged by Student's t alone")
@@ -140,6 +144,17 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
     asked = [one for name, one in found.items() if name == main or name != "wall"]
     same = all(_is_same(one, floor) for one in asked) and (last or not leaning)
     return ("same" if same else None), doubts
+
+
+def _holds_in_cycles(launches: Sequence[Launch], sign: int, floor: float) -> bool:
+    """Whether a verdict by device time is no work of the GPU's clock; true where that clock is not known."""
+    blocks = [block for launch in launches for block in (*launch.a, *launch.b)]
+    if any("device" not in block.ns or block.sm_mhz is None for block in blocks):
+        return True
+    clocks = [np.log(y.sm_mhz / x.sm_mhz) for one in launches for x, y in zip(one.a, one.b) if x.sm_mhz and y.sm_mhz]
+    times = np.concatenate([_log_ratios(launch, "device") for launch in launches])
+    ratio = float(np.median(times + np.array(clocks)))
+    return sign * ratio > log1p(floor)
 
 
 def _sign(one: _Evidence, floor: float) -> int:

@@ -59,6 +59,11 @@ class Crew:
                 return Group(traveller.framework, traveller.process, self._lanes.get(name, 0))
         return group_of(registry.get(name))._replace(lane=self._lanes.get(name, 0))
 
+    def registered(self, name: str) -> Implementation | None:
+        """An implementation that this process knows; None for one that only its worker has."""
+        known = any(traveller.name == name for traveller in self._travellers)
+        return None if known else registry.get(name)
+
     def spread(self, names: Sequence[str]) -> None:
         """On an accelerator each implementation gets a worker of its own: opening them is bound by the host."""
         taken: dict[Group, int] = {}

@@ -21,10 +21,14 @@ from attnbench.run.remote import Local, Remote, WorkerDied
 from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Timeout, Workload
 
 LAUNCH_S = 0.6
+LAUNCH_GPU_S = 0.3
 BLOCK_NS = 2e6
 BLOCK_GPU_NS = 50e6
 LONGEST_BLOCK_NS = 200e6
 MOST_CALLS = 400
+CLOCKS_APART = 0.02
+"""Neighbours whose GPU clocks differ by more are measured again."""
+MOST_REPEATS = 4
 Watch = Callable[[Sequence[Launch], Decision | None], None]
 
 
@@ -118,6 +122,10 @@ class Duel:
         self._launches: list[Launch] = []
         self._clock: str | None = None
         """Of both arms, once they had to agree on one."""
+        self._kept: dict[str, Fighter] = {}
+        """On an accelerator workers live as long as the comparison: a new context would take longer than a launch, and
+        what a process draws anew, the layout of its memory, is what CPU times depend on."""
+        self._unequal = 0
 
     def fight(self) -> Comparison:
         """Launches until a verdict, the last look, or the end of the budget."""
@@ -129,14 +137,20 @@ class Duel:
                 self._folders["b"] = self._folders["a"]
             for folder in self._folders.values():
                 folder.mkdir(exist_ok=True)
-            while decision is None or decision.verdict is None:
-                try:
+            try:
+                while decision is None or decision.verdict is None:
                     self._launches.append(self._launch())
-                except Lost as lost:
-                    return self._lost(lost, time.monotonic() - started)
-                decision = self._decide(time.monotonic() - started)
-                self._watch(self._launches, decision)
+                    decision = self._decide(time.monotonic() - started)
+                    self._watch(self._launches, decision)
+            except Lost as lost:
+                return self._lost(lost, time.monotonic() - started)
+            finally:
+                self._dismiss(self._kept)
         return self._answer(decision, "", time.monotonic() - started)
+
+    def _dismiss(self, fighters: dict[str, Fighter]) -> None:
+        for fighter in fighters.values():
+            fighter.end()
 
     def _decide(self, elapsed: float) -> Decision:
         each = elapsed / len(self._launches)
@@ -147,14 +161,17 @@ class Duel:
     def _launch(self) -> Launch:
         orders: tuple[tuple[Literal["a", "b"], ...], ...] = (("a", "b"), ("b", "a"))
         order = self._rng.choice(orders)
-        fighters: dict[str, Fighter] = {}
+        fighters = dict(self._kept)
         try:
-            self._open_all(order, fighters)
+            if not fighters:
+                self._open_all(order, fighters)
             self._warm_up_all([fighters[side] for side in order])
+            if all(fighter.on_device for fighter in fighters.values()):
+                self._kept = fighters
             a, b = self._rounds(fighters)
         finally:
-            for fighter in fighters.values():
-                fighter.end()
+            if not self._kept:
+                self._dismiss(fighters)
         return Launch(a=tuple(a), b=tuple(b), first=order[0])
 
     def _open_all(self, order: Sequence[str], fighters: dict[str, Fighter]) -> None:
@@ -199,10 +216,28 @@ class Duel:
         """ABBA or BAAB at random, so that neither a trend nor who goes first favours an arm."""
         taken: dict[str, list[Block]] = {"a": [], "b": []}
         calls, started = _calls(fighters["a"], fighters["b"]), time.monotonic()
-        while not taken["a"] or time.monotonic() - started < self._terms.launch_s:
-            for side in self._rng.choice(("abba", "baab")):
-                taken[side].append(fighters[side].block(calls))
+        limit_s = min(self._terms.launch_s, LAUNCH_GPU_S) if self._kept else self._terms.launch_s
+        while not taken["a"] or time.monotonic() - started < limit_s:
+            for pair in self._rng.choice((("ab", "ba"), ("ba", "ab"))):
+                for side, block in self._pair(pair, fighters, calls).items():
+                    taken[side].append(block)
         return taken["a"], taken["b"]
+
+    def _pair(self, order: str, fighters: dict[str, Fighter], calls: int) -> dict[str, Block]:
+        """Neighbours in time, taken again while the clock of the GPU differs between them or is held down."""
+        pair = {side: fighters[side].block(calls) for side in order}
+        for _ in range(MOST_REPEATS):
+            if _equal_clocks(pair["a"], pair["b"]):
+                return pair
+            pair = {side: fighters[side].block(calls) for side in order}
+        self._unequal += not _equal_clocks(pair["a"], pair["b"])
+        return pair
+
+    def _clock_notes(self) -> tuple[str, ...]:
+        if not self._unequal:
+            return ()
+        pairs = sum(len(launch.a) for launch in self._launches)
+        return (f"the GPU's clock was unsteady or held down in {self._unequal} of {pairs} pairs, even when repeated",)
 
     def _lost(self, lost: Lost, elapsed: float) -> Comparison:
         self._records[lost.side] = lost.record
@@ -231,8 +266,14 @@ class Duel:
             commit_a=arms["a"].commit,
             commit_b=arms["b"].commit,
             floor=self._terms.floor,
-            notes=() if decision is None else decision.notes,
+            notes=(*(() if decision is None else decision.notes), *self._clock_notes()),
         )
+
+
+def _equal_clocks(a: Block, b: Block) -> bool:
+    if a.throttled or b.throttled:
+        return False
+    return a.sm_mhz is None or b.sm_mhz is None or abs(a.sm_mhz / b.sm_mhz - 1) <= CLOCKS_APART
 
 
 def _metrics(launch: Launch) -> tuple[str, ...]:

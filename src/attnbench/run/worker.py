@@ -123,6 +123,7 @@ class Worker:
                 session.open() if isinstance(session, anchors.AnchorSession) else session.open(self._inputs(question))
             )
             self._sessions[cell.id] = session
+            self._framework.trim()  # of what verification needed: other workers share the device
             return p.Opened(record, session.timed)
 
         return self._guarded(cell, start)

@@ -19,6 +19,7 @@ from attnbench.measuring.rates import Ceilings, cost_of, implausible, throughput
 from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, summarise
 from attnbench.run import protocol as p
 from attnbench.run.crew import Crew
+from attnbench.run.memory_need import least_bytes
 from attnbench.run.plan import Group
 from attnbench.run.remote import WorkerDied
 from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Time, Timeout, Workload
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from attnbench.run.launch import Listener, Request
 
 OTHER_CLOCK_SAMPLES = 20
-ALONE = "measured apart from the others of its workload, which left it too little device memory"
+APART = "measured apart from others of its workload: device memory would not hold them all at once"
+HEAVY_SHARE = 1 / 12
+"""Of device memory: about fifteen workers share it in a full sweep."""
 UNSTABLE = 0.05
 """Half-width of the interval, as a share of the median, above which a record says so."""
 
@@ -141,22 +144,46 @@ class WorkloadRun:
         """A record for every cell, and for the anchors when something was timed."""
         groups = {self._crew.group(cell.implementation) for cell in cells}
         self._in_company = len(groups) > 1
+        heavy = [cell for cell in cells if self._in_company and self._is_heavy(cell)]
+        light = [cell for cell in cells if cell not in heavy]
         with tempfile.TemporaryDirectory(prefix="attnbench-") as self._shared:
-            self._run_together(cells)
+            self._run_together(light)
+            self._run_apart(heavy)
+            crowded = self._take_crowded()
+            if 1 < len(crowded) < len(cells):
+                self._crew.dismiss_all()
+                self._run_apart(crowded)
+                crowded = self._take_crowded()
             self._in_company = False
-            for cell in self._crowded_out:
-                self._run_alone(cell)
+            for cell in crowded:
+                self._crew.dismiss_all()
+                self._run_apart([cell])
         return list(self._records.values())
 
-    def _run_alone(self, cell: Cell) -> None:
-        """Once more, with the whole device memory to itself."""
-        self._crew.dismiss_all()
-        self._run_together([cell])
-        record = self._records[cell.id]
-        if isinstance(record, Ok):
-            self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, ALONE))
+    def _is_heavy(self, cell: Cell) -> bool:
+        """Whether it needs so much of a device that others hold too that it had better come after them."""
+        environment = self._crew.environment(self._crew.group(cell.implementation).framework)
+        if environment is None or environment.device == "cpu" or environment.memory_bytes is None:
+            return False
+        implementation = self._crew.registered(cell.implementation)
+        need = 0 if implementation is None else least_bytes(implementation, self._workload)
+        return need > HEAVY_SHARE * environment.memory_bytes
+
+    def _take_crowded(self) -> list[Cell]:
+        crowded, self._crowded_out = self._crowded_out, []
+        return crowded
+
+    def _run_apart(self, cells: Sequence[Cell]) -> None:
+        """These only; their workers end with it, since not every framework gives memory back while they live."""
+        self._run_together(cells)
+        for cell in cells:
+            self._crew.dismiss(self._crew.group(cell.implementation))
+            if isinstance(record := self._records.get(cell.id), Ok):
+                self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, APART))
 
     def _run_together(self, cells: Sequence[Cell]) -> None:
+        if not cells:
+            return
         groups: dict[Group, list[Cell]] = {}
         for cell in cells:
             groups.setdefault(self._crew.group(cell.implementation), []).append(cell)
