@@ -71,8 +71,9 @@ class AnchorSession:
             cost=Cost(flops=2 * self._size**3 if matmul else 0, bytes=0 if matmul else 2 * self._bytes),
         )
 
-    def warm_up(self, clock: str | None = None) -> None:
+    def warm_up(self, clock: str | None = None, brief: bool = False) -> None:
         """A few calls; their median is the estimate."""
+        del brief
         if clock is not None:
             self._clock = self._framework.clock(clock, self._environment.device)
             self.slow_clock = clock == "kernel"

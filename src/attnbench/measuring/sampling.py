@@ -14,6 +14,8 @@ import numpy as np
 from attnbench.spec import Time
 
 VISIT_NS = 10e6
+SLOW_VISIT_NS, MOST_BY_SLOW_CLOCK, FEWEST_BY_SLOW_CLOCK = 50e6, 20, 3
+"""A profiler costs about as much as these calls."""
 """How long one implementation is sampled before the next one has its turn."""
 SHORTEST_SAMPLE_NS = 50e3
 """Shorter calls are timed several at a time: the clock and the wait around a call cost about a microsecond."""
@@ -122,7 +124,9 @@ class Series:
         call = max(self.source.call_ns, 1.0)
         self.calls = 1 if self.source.slow_clock else max(1, round(SHORTEST_SAMPLE_NS / call))
         per_visit = int(VISIT_NS / (call * self.calls))
-        self.count = 20 if self.source.slow_clock else min(max(1, per_visit), MOST_SAMPLES_PER_VISIT)
+        if self.source.slow_clock:
+            per_visit = min(max(int(SLOW_VISIT_NS / call), FEWEST_BY_SLOW_CLOCK), MOST_BY_SLOW_CLOCK)
+        self.count = min(max(1, per_visit), MOST_SAMPLES_PER_VISIT)
 
     def visit(self, count: int) -> None:
         """One turn: sample every part."""

@@ -249,8 +249,9 @@ class Session:
         why = self._implementation.verify_only
         return (f"verified, not timed: {why}",) if why else ()
 
-    def warm_up(self, clock: str | None = None) -> None:
-        """Until two successive windows agree within 2 %, and for the least time the device needs.
+    def warm_up(self, clock: str | None = None, brief: bool = False) -> None:
+        """Until two successive windows agree within 2 %, and for the least time the device needs; `brief`: it is warm,
+        only the clock is another one.
 
         The clock is the one named, the one asked of the run, or the framework's first, kernel times for short calls.
         """
@@ -265,12 +266,13 @@ class Session:
             windows.append(float(np.median(self._clock.sample(program, self._inputs, count).ns)))
             spent = time.perf_counter() - start
             settled = len(windows) > 2 and abs(windows[-1] / windows[-2] - 1) < 0.02
-            if (settled and spent >= least) or spent > WARM_UP_LIMIT_S:
+            if brief or (settled and spent >= least) or spent > WARM_UP_LIMIT_S:
                 break
         self.call_ns = windows[-1]
         if chosen is None and self._clock.name == "events" and self.call_ns < SHORT_NS and "kernel" in names:
             self._clock = self._framework.clock("kernel", self._device)
-        self._recheck(program)
+        if not brief:
+            self._recheck(program)
         self.slow_clock = self._clock.name in ("kernel", "graph")
         self.parts = ("main", *self.programs.parts)
 

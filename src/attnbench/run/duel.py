@@ -7,6 +7,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import ceil
 from pathlib import Path
 from typing import Literal
@@ -62,10 +63,14 @@ class Fighter:
         self._cell = Cell(arm.name, workload)
         self.call_ns, self.clock, self.other_clocks = 0.0, "wall", ()
 
+    def describe(self) -> str:
+        """The kind of device it runs on."""
+        described = self._ask(p.Describe([]))
+        assert isinstance(described, p.Described)
+        return described.environment.device
+
     def open(self, seed: int, shared: str, again: bool) -> Ok:
         """Build and verify; raises Lost."""
-        if not again:
-            self._ask(p.Describe([]))
         opened = self._ask(p.Open(self._cell, False, True, None, seed, shared, again))
         assert isinstance(opened, p.Opened)
         if not opened.timed:
@@ -122,6 +127,7 @@ class Duel:
         self._launches: list[Launch] = []
         self._clock: str | None = None
         """Of both arms, once they had to agree on one."""
+        self._devices: dict[str, str] = {}
         self._kept: dict[str, Fighter] = {}
         """On an accelerator workers live as long as the comparison: a new context would take longer than a launch, and
         what a process draws anew, the layout of its memory, is what CPU times depend on."""
@@ -175,20 +181,29 @@ class Duel:
         return Launch(a=tuple(a), b=tuple(b), first=order[0])
 
     def _open_all(self, order: Sequence[str], fighters: dict[str, Fighter]) -> None:
-        """Open both, even when the first is lost: whether the other one is right must be known too."""
-        lost: list[Lost] = []
-        for side in order:
-            try:
-                self._open(side, fighters)
-            except Lost as one:
-                self._records[side] = one.record
-                lost.append(one)
-                if self._launches:
-                    break
+        """Open both, even when the first is lost: whether the other one is right must be known too.
+
+        On an accelerator at once, where the host's work is what takes the time.
+        """
+        lost = [one for side in order if (one := self._attempt(self._hatch, side, fighters)) is not None]
+        ready = [side for side in order if side not in {one.side for one in lost}]
+        with ThreadPoolExecutor(1 if "cpu" in self._devices.values() else 2) as pool:
+            opened = pool.map(lambda side: self._attempt(self._open, side, fighters), ready)
+            lost += [one for one in opened if one is not None]
         if lost:
             raise lost[0]
 
-    def _open(self, side: str, fighters: dict[str, Fighter]) -> None:
+    def _attempt(
+        self, step: Callable[[str, dict[str, Fighter]], None], side: str, fighters: dict[str, Fighter]
+    ) -> Lost | None:
+        try:
+            step(side, fighters)
+        except Lost as lost:
+            self._records[side] = lost.record
+            return lost
+        return None
+
+    def _hatch(self, side: str, fighters: dict[str, Fighter]) -> None:
         live, workload = self._sides[side], self._workloads[side]
         try:
             worker = live.hatch(self._rng.getrandbits(31))
@@ -197,6 +212,10 @@ class Duel:
             facts = {"implementation": live.arm.name, "workload": workload, "reason": reason, "detail": died.detail}
             raise Lost(side, Failed(**facts)) from died
         fighters[side] = Fighter(side, live.arm, worker, workload, self._terms.timeout_s)
+        if side not in self._devices:
+            self._devices[side] = fighters[side].describe()
+
+    def _open(self, side: str, fighters: dict[str, Fighter]) -> None:
         record = fighters[side].open(self._seed, str(self._folders[side]), again=bool(self._launches))
         self._records.setdefault(side, record)
 

@@ -57,10 +57,11 @@ class Open(Struct, tag="open"):
 
 
 class WarmUp(Struct, tag="warm_up"):
-    """Run an open cell until it is steady, and choose its clock (or take the one named)."""
+    """Run an open cell until it is steady, and choose its clock or take the one named; brief: it is steady already."""
 
     cell: str
     clock: str | None = None
+    brief: bool = False
 
 
 class Sample(Struct, tag="sample"):

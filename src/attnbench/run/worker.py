@@ -133,7 +133,7 @@ class Worker:
 
         def warm() -> p.Warm:
             start = time.perf_counter_ns()
-            session.warm_up(question.clock)
+            session.warm_up(question.clock, question.brief)
             spent_ns = time.perf_counter_ns() - start
             facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
             return p.Warm(*facts, spent_ns)

@@ -27,7 +27,8 @@ from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Time, Timeout,
 if TYPE_CHECKING:
     from attnbench.run.launch import Listener, Request
 
-OTHER_CLOCK_SAMPLES = 20
+OTHER_CLOCK_SAMPLES, FEWEST_BY_OTHER_CLOCK = 20, 5
+OTHER_CLOCK_NS = 3e8
 APART = "measured apart from others of its workload: device memory would not hold them all at once"
 HEAVY_SHARE = 1 / 12
 """Of device memory: about fifteen workers share it in a full sweep."""
@@ -92,8 +93,8 @@ class RemoteCell:
         return self.warm
 
     def warm_up(self, clock: str | None = None) -> None:
-        """Make it steady; raises like `sample`."""
-        answer = self._ask(p.WarmUp(self.cell.id, clock))
+        """Make it steady, or when it is, change its clock; raises like `sample`."""
+        answer = self._ask(p.WarmUp(self.cell.id, clock, brief=self.warm is not None))
         assert isinstance(answer, p.Warm)
         self.warm = answer
 
@@ -103,7 +104,8 @@ class RemoteCell:
 
     def sample_other(self, clock: str) -> list[float]:
         """The main part by another clock."""
-        return self._sampled(p.SampleOther(self.cell.id, clock, OTHER_CLOCK_SAMPLES))
+        count = min(OTHER_CLOCK_SAMPLES, max(FEWEST_BY_OTHER_CLOCK, int(OTHER_CLOCK_NS / max(self.call_ns, 1.0))))
+        return self._sampled(p.SampleOther(self.cell.id, clock, count))
 
     def _sampled(self, question: p.Question) -> list[float]:
         answer = self._ask(question)
