@@ -107,6 +107,7 @@ def line_of(condition: str, effect: str, found: Comparison) -> dict[str, Any]:
         "ratios": {name: [one.ratio, *one.interval] for name, one in found.estimates.items()},
         "launches": len(found.launches),
         "elapsed_s": round(found.elapsed_s, 2),
+        "timing_s": round(found.timing_s, 2),
         "rules": usual_rules(found.launches, "device" if "device" in found.estimates else "wall"),
         "device": environment and environment.device_name,
         "fingerprint": environment and environment.fingerprint,
@@ -157,6 +158,7 @@ def row(condition: str, effect: str, mine: list[dict[str, Any]]) -> dict[str, An
     wrong = {"slower", "faster"} if effect == "A/A" else {"slower"}
     hits = sum(line["verdict"] in wrong for line in mine)
     elapsed = [line["elapsed_s"] for line in mine]
+    timing = [line["timing_s"] for line in mine if "timing_s" in line]
     main = "device" if "device" in mine[0]["ratios"] else "wall"
     rules = {rule: f"{sum(line['rules'].get(rule, False) for line in mine)}/{len(mine)}" for rule in mine[0]["rules"]}
     return {
@@ -167,6 +169,7 @@ def row(condition: str, effect: str, mine: list[dict[str, Any]]) -> dict[str, An
         "inconclusive": f"{sum(line['verdict'] == 'inconclusive' for line in mine)}/{len(mine)}",
         "median ratio": round(median(line["ratios"][main][0] for line in mine), 4),
         "seconds": f"{median(elapsed):.1f}, 95th percentile {np.percentile(elapsed, 95):.1f}",
+        "seconds of timing": f"{median(timing):.1f}" if timing else "not recorded",
         "called slower by": rules,
     }
 

@@ -77,6 +77,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     estimates: dict[str, Estimate] = {}
     launches: tuple[Launch, ...] = ()
     elapsed_s: float = 0.0
+    timing_s: float = 0.0
+    """Of that, what came after both arms had been built and verified for the first time."""
     record_a: Record | None = None
     """How the arm was verified and weighed; its `time` is null: times are in `launches`."""
     record_b: Record | None = None

@@ -138,10 +138,10 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
         return "faster", doubts
     if doubtful or any(signs.values()):
         return None, doubts
-    # Close enough to be called the same, yet leaning: a small slowdown needs more launches before it can be sure.
-    leaning = any(abs(one.point) > log1p(floor) for one in found.values())
     # Wall time beside device time is the host's, and too noisy to ask it of.
     asked = [one for name, one in found.items() if name == main or name != "wall"]
+    # Close enough to be called the same, yet leaning: a small slowdown needs more launches before it can be sure.
+    leaning = any(abs(one.point) > log1p(floor) for one in asked)
     same = all(_is_same(one, floor) for one in asked) and (last or not leaning)
     return ("same" if same else None), doubts
 

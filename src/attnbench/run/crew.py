@@ -194,7 +194,7 @@ class Crew:
         """
         found: list[Ceilings] = []
         for group, environment in self.environments.items():
-            if group != Group(group.framework) or group not in self._workers or environment.device != device:
+            if group != Group(group.framework) or environment.device != device:
                 continue
             known = load_ceilings(environment, dtype)
             if known is None or again:

@@ -16,10 +16,10 @@ from msgspec import Struct
 
 from attnbench.comparison import FLOOR, LOOKS, Block, Comparison, Launch
 from attnbench.measuring.paired import Decision, decide, published
-from attnbench.run import protocol as p
-from attnbench.run.arms import Arm, Side
-from attnbench.run.remote import Local, Remote, WorkerDied
-from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Timeout, Workload
+from attnbench.run.arms import Side
+from attnbench.run.fighter import Fighter, Lost
+from attnbench.run.remote import WorkerDied
+from attnbench.spec import Failed, Record, Workload
 
 LAUNCH_S = 0.6
 LAUNCH_GPU_S = 0.3
@@ -47,74 +47,6 @@ class Terms(Struct, frozen=True, kw_only=True):
     seed: int | None = None
 
 
-class Lost(Exception):
-    """An arm gave up its worker or its answer; `record` is what is left."""
-
-    def __init__(self, side: str, record: Record) -> None:
-        super().__init__(record.reason)
-        self.side, self.record = side, record
-
-
-class Fighter:
-    """One arm's worker in one launch, its cell open."""
-
-    def __init__(self, side: str, arm: Arm, worker: Remote | Local, workload: Workload, timeout_s: float) -> None:
-        self._side, self._worker, self._timeout_s = side, worker, timeout_s
-        self._cell = Cell(arm.name, workload)
-        self.call_ns, self.clock, self.other_clocks = 0.0, "wall", ()
-
-    def describe(self) -> str:
-        """The kind of device it runs on."""
-        described = self._ask(p.Describe([]))
-        assert isinstance(described, p.Described)
-        return described.environment.device
-
-    def open(self, seed: int, shared: str, again: bool) -> Ok:
-        """Build and verify; raises Lost."""
-        opened = self._ask(p.Open(self._cell, False, True, None, seed, shared, again))
-        assert isinstance(opened, p.Opened)
-        if not opened.timed:
-            raise Lost(self._side, self._failed(opened.record.notes[0] if opened.record.notes else "cannot be timed"))
-        return opened.record
-
-    def warm_up(self, clock: str | None = None) -> None:
-        """Until it is steady, by the clock named or the one that suits it."""
-        warm = self._ask(p.WarmUp(self._cell.id, clock))
-        assert isinstance(warm, p.Warm)
-        self.call_ns, self.clock, self.other_clocks = warm.call_ns, warm.clock, warm.other_clocks
-
-    @property
-    def on_device(self) -> bool:
-        """Whether it is timed by a clock of the device."""
-        return self.clock != "wall"
-
-    def block(self, calls: int) -> Block:
-        """One turn."""
-        taken = self._ask(p.TakeBlock(self._cell.id, calls))
-        assert isinstance(taken, p.BlockTaken)
-        return taken.block
-
-    def _ask(self, question: p.Question) -> p.Answer:
-        try:
-            answer = self._worker.ask(question, self._timeout_s)
-        except WorkerDied as died:
-            kind = {"timeout": Timeout, "out_of_memory": OutOfMemory, "failed": Failed}[died.kind]
-            facts = {"implementation": self._cell.implementation, "workload": self._cell.workload}
-            raise Lost(self._side, kind(reason=died.reason, detail=died.detail, **facts)) from died
-        if isinstance(answer, p.Closed):
-            raise Lost(self._side, answer.record)
-        if isinstance(answer, p.Refused):
-            raise Lost(self._side, self._failed(answer.reason))
-        return answer
-
-    def _failed(self, reason: str) -> Failed:
-        return Failed(implementation=self._cell.implementation, workload=self._cell.workload, reason=reason)
-
-    def end(self) -> None:
-        """The launch is over."""
-        self._worker.kill()
-
-
 class Duel:
     """One comparison of two live arms."""
 
@@ -132,6 +64,7 @@ class Duel:
         """On an accelerator workers live as long as the comparison: a new context would take longer than a launch, and
         what a process draws anew, the layout of its memory, is what CPU times depend on."""
         self._unequal = 0
+        self._opened_at: float | None = None
 
     def fight(self) -> Comparison:
         """Launches until a verdict, the last look, or the end of the budget."""
@@ -171,6 +104,7 @@ class Duel:
         try:
             if not fighters:
                 self._open_all(order, fighters)
+                self._opened_at = self._opened_at or time.monotonic()
             self._warm_up_all([fighters[side] for side in order])
             if all(fighter.on_device for fighter in fighters.values()):
                 self._kept = fighters
@@ -185,23 +119,32 @@ class Duel:
 
         On an accelerator at once, where the host's work is what takes the time.
         """
-        lost = [one for side in order if (one := self._attempt(self._hatch, side, fighters)) is not None]
+        lost = self._attempt_each(self._hatch, order, fighters, 1)
+        if not self._devices:
+            lost += self._attempt_each(self._describe, [side for side in order if side in fighters], fighters, 2)
         ready = [side for side in order if side not in {one.side for one in lost}]
-        with ThreadPoolExecutor(1 if "cpu" in self._devices.values() else 2) as pool:
-            opened = pool.map(lambda side: self._attempt(self._open, side, fighters), ready)
-            lost += [one for one in opened if one is not None]
+        at_once = 1 if "cpu" in self._devices.values() else 2
+        lost += self._attempt_each(self._open, ready, fighters, at_once)
         if lost:
             raise lost[0]
 
-    def _attempt(
-        self, step: Callable[[str, dict[str, Fighter]], None], side: str, fighters: dict[str, Fighter]
-    ) -> Lost | None:
-        try:
-            step(side, fighters)
-        except Lost as lost:
-            self._records[side] = lost.record
-            return lost
-        return None
+    def _attempt_each(
+        self,
+        step: Callable[[str, dict[str, Fighter]], None],
+        order: Sequence[str],
+        fighters: dict[str, Fighter],
+        at_once: int,
+    ) -> list[Lost]:
+        def attempt(side: str) -> Lost | None:
+            try:
+                step(side, fighters)
+            except Lost as lost:
+                self._records[side] = lost.record
+                return lost
+            return None
+
+        with ThreadPoolExecutor(at_once) as pool:
+            return [lost for lost in pool.map(attempt, order) if lost is not None]
 
     def _hatch(self, side: str, fighters: dict[str, Fighter]) -> None:
         live, workload = self._sides[side], self._workloads[side]
@@ -212,8 +155,9 @@ class Duel:
             facts = {"implementation": live.arm.name, "workload": workload, "reason": reason, "detail": died.detail}
             raise Lost(side, Failed(**facts)) from died
         fighters[side] = Fighter(side, live.arm, worker, workload, self._terms.timeout_s)
-        if side not in self._devices:
-            self._devices[side] = fighters[side].describe()
+
+    def _describe(self, side: str, fighters: dict[str, Fighter]) -> None:
+        self._devices[side] = fighters[side].describe()
 
     def _open(self, side: str, fighters: dict[str, Fighter]) -> None:
         record = fighters[side].open(self._seed, str(self._folders[side]), again=bool(self._launches))
@@ -222,7 +166,7 @@ class Duel:
     def _warm_up_all(self, fighters: Sequence[Fighter]) -> None:
         """Both by one clock, the same in every launch: kernel times where one of them is too short for events."""
         for fighter in fighters:
-            fighter.warm_up(self._clock)
+            fighter.warm_up(self._clock, brief=bool(self._kept))
         if len({fighter.clock for fighter in fighters}) > 1 and self._clock is None:
             if all("kernel" in (fighter.clock, *fighter.other_clocks) for fighter in fighters):
                 self._clock = "kernel"
@@ -280,6 +224,7 @@ class Duel:
             estimates=estimates,
             launches=tuple(self._launches),
             elapsed_s=elapsed,
+            timing_s=0.0 if self._opened_at is None else time.monotonic() - self._opened_at,
             record_a=self._records.get("a"),
             record_b=self._records.get("b"),
             commit_a=arms["a"].commit,

@@ -140,6 +140,7 @@ class WorkloadRun:
         self._traced: set[str] = set()
         self._crowded_out: list[Cell] = []
         self._in_company = False
+        self._by_kernel = False
         self._abandoned = False
 
     def records(self, cells: Sequence[Cell]) -> list[Record]:
@@ -303,7 +304,8 @@ class WorkloadRun:
 
     def _on_one_clock(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
         """Cells of one workload are ranked by one clock: where some are published by kernel time, all are that can."""
-        if not any(one.steady.clock == "kernel" for one in timed):
+        self._by_kernel = self._by_kernel or any(one.steady.clock == "kernel" for one in timed)
+        if not self._by_kernel:
             return list(timed)
         return [one for one in timed if "kernel" not in one.steady.other_clocks or self._warmed(one, "kernel")]
 
