@@ -16,6 +16,7 @@ from attnbench.comparison import EXIT_CODES, Control
 from attnbench.errors import UsageError
 from attnbench.gating import GateOrder, gate_refs
 from attnbench.gating_stored import gate_stored
+from attnbench.report.gate import verdict
 from attnbench.run.duel import Terms
 from attnbench.run.lock import machine_lock
 from attnbench.run.refs import BuildFailed
@@ -102,6 +103,34 @@ def test_a_slower_commit_is_found_confirmed_and_named(repository, real_controls)
     assert repository.worktrees() == 1
     back = run(repository, "HEAD", "HEAD~1")
     assert (back.outcome, back.cases[0].status) == ("pass", "improved"), "an improvement never fails"
+
+
+def test_an_interrupted_gate_tells_what_it_had(repository, monkeypatch):
+    repository.commit("nothing new", "other.py", "")
+    real, asked = gating._Gate._case, []
+
+    def until_the_second(self, name, workload, first, second):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(workload)
+        return real(self, name, workload, first, second)
+
+    monkeypatch.setattr(gating._Gate, "_case", until_the_second)
+    other = msgspec.structs.replace(SMALL, batch=3)
+    order = GateOrder(
+        baseline="HEAD~1", current="HEAD", suite="own", workloads=(SMALL, other), implementations=("fast:attend",),
+        folder=repository.path, threads=1,
+    )  # fmt: skip
+    report = gate_refs(order, Quiet())
+    assert report.outcome == "interrupted"
+    assert EXIT_CODES[report.outcome] == 130
+    assert [case.workload for case in report.cases] == [SMALL]
+    assert report.controls == ()
+    assert any("after 1 of 2 cases" in warning for warning in report.warnings)
+    assert "Interrupted, so this is no verdict" in verdict(report)
+    assert repository.worktrees() == 1
+    with pytest.raises(KeyboardInterrupt):
+        gate_refs(order, Quiet())
 
 
 def test_a_faster_but_wrong_commit_fails(repository):

@@ -92,8 +92,10 @@ CaseStatus = Literal["pass", "regression", "wrong", "memory", "improved", "incon
 """pass: same, or slower once but not confirmed. wrong: b gives wrong numbers (or no result) where a was right. memory:
 b needs over 1 % more at its peak. no_baseline: a cannot do this case, or was not measured. not_measured: neither."""
 FAILING: tuple[CaseStatus, ...] = ("regression", "wrong", "memory")
-Outcome = Literal["pass", "fail", "inconclusive", "untrusted", "nothing"]
-EXIT_CODES: dict[str, int] = {"pass": 0, "fail": 1, "nothing": 3, "inconclusive": 4, "untrusted": 5}
+Outcome = Literal["pass", "fail", "inconclusive", "untrusted", "nothing", "interrupted"]
+EXIT_CODES: dict[str, int] = {
+    "pass": 0, "fail": 1, "nothing": 3, "inconclusive": 4, "untrusted": 5, "interrupted": 130,
+}  # fmt: skip
 
 
 class Case(Struct, frozen=True, kw_only=True):

@@ -79,14 +79,18 @@ def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
     started = time.monotonic()
     with machine_lock(), refs(order.baseline, order.current, order.folder) as (old, new):
         gate = _Gate(order, old, new, watch)
-        cases = confirm([case for name in order.implementations for case in gate.cases_of(name)])
-        cases = _with_culprit(cases, old, new, order.folder)
+        measured, interrupted = _until_interrupted(gate.cases())
+        cases = _with_culprit(confirm(measured), old, new, order.folder)
         timed = any(case.first is not None and case.first.verdict is not None for case in cases)
-        controls = gate.controls() if timed else []
+        controls = gate.controls() if timed and not interrupted else []
     judgement = judge(cases, controls, order.on_inconclusive)
     notes = [note for ref in (old, new) for note in ref.notes] + _search_hint(cases, old, new)
     outcome = judgement.outcome
-    if timed and {control.name for control in controls} != {"a/a", "+5 %"}:
+    if interrupted:
+        wanted = len(order.implementations) * len(order.workloads)
+        notes.append(f"interrupted after {len(cases)} of {wanted} cases, before the controls")
+        outcome = "interrupted"
+    elif timed and {control.name for control in controls} != {"a/a", "+5 %"}:
         notes.append(NO_CONTROL if not controls else NO_POWER_CONTROL)
         outcome = outcome if controls or outcome == "fail" else "untrusted"
     return GateReport(
@@ -101,6 +105,19 @@ def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
         warnings=(*notes, *judgement.warnings),
         attnbench=version("attnbench"),
     )
+
+
+def _until_interrupted(cases: Iterator[Case]) -> tuple[list[Case], bool]:
+    """Whatever was finished before Ctrl-C, and whether that came; with nothing finished it goes its way."""
+    finished: list[Case] = []
+    try:
+        for case in cases:
+            finished.append(case)
+    except KeyboardInterrupt:
+        if not finished:
+            raise
+        return finished, True
+    return finished, False
 
 
 class _Gate:
@@ -129,13 +146,20 @@ class _Gate:
         slower = self._duel(first, second, terms, "control +5 %")
         return [*controls, Control(name="+5 %", passed=slower.verdict == "slower", comparison=slower)]
 
-    def cases_of(self, name: str) -> list[Case]:
-        """All workloads of one implementation; its two processes are started once."""
+    def cases(self) -> Iterator[Case]:
+        """Implementation by implementation."""
+        for name in self._order.implementations:
+            yield from self._cases_of(name)
+
+    def _cases_of(self, name: str) -> Iterator[Case]:
+        """All workloads of one implementation, as they are finished; its two processes are started once."""
         try:
             with self._sides(name, self._old, self._new) as (first, second):
-                return [self._case(name, workload, first, second) for workload in self._order.workloads]
+                for workload in self._order.workloads:
+                    yield self._case(name, workload, first, second)
         except _CannotLoad as problem:
-            return [self._unloaded(name, workload, problem) for workload in self._order.workloads]
+            for workload in self._order.workloads:
+                yield self._unloaded(name, workload, problem)
 
     def _case(self, name: str, workload: Workload, first: Side, second: Side) -> Case:
         terms = Terms(workload=workload, floor=self._order.floors(name, workload.id), budget_s=self._order.budget_s)

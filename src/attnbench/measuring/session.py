@@ -28,8 +28,8 @@ from attnbench.workloads.cost import demand
 from attnbench.workloads.shrink import shrink
 
 SHORT_NS = 1e6
-"""Calls below this are published by kernel time: events also count the gaps around and between kernels, a few us for one
-kernel and up to a tenth of an eager chain (results/h200/agreement.json)."""
+"""Calls below this are published by kernel time: events also count the gaps around and between kernels, a few us for
+one kernel and up to a tenth of an eager chain (results/h200/agreement.json)."""
 WARM_UP_S = {"cpu": 0.05}
 WARM_UP_GPU_S = 0.1
 WARM_UP_LIMIT_S = 2.0

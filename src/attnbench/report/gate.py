@@ -148,6 +148,8 @@ def verdict(report: GateReport) -> str:
         failed = ", ".join(control.name for control in report.controls if not control.passed)
         why = f"the {failed} control failed" if failed else "no control could be timed"
         return f"Untrusted: {why}, so nothing here counts ({told})"
+    if report.outcome == "interrupted":
+        return f"Interrupted, so this is no verdict ({told})"
     if report.outcome == "nothing":
         return f"Nothing could be measured ({told})"
     return told

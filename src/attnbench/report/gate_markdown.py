@@ -22,7 +22,7 @@ LIMIT = 65_000
 LONGEST = 300
 """Characters of one cell; the whole text is in gate.json."""
 MOST_WARNINGS = 10
-SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "untrusted": "⚠️", "nothing": "⚠️"}
+SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "untrusted": "⚠️", "nothing": "⚠️", "interrupted": "⚠️"}
 HEADING = (
     "| | implementation | workload | time or memory, current / baseline | remark |\n| --- | --- | --- | --- | --- |"
 )
