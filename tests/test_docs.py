@@ -76,6 +76,8 @@ def test_a_stale_reference_would_be_noticed(tmp_path: Path):
 def test_every_command_of_the_pages_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """But those of adding.md, whose names exist only once its examples are in place: test_docs_adding.py."""
     lab = documented.Lab(monkeypatch, tmp_path)
+    (suite,) = documented.titled(DOCS / "tutorial.md")["mine.toml"]
+    Path(suite.title).write_text(suite.text)
     known = set(documented.commands(README))
     pages = [page for page in PAGES if page.name != "adding.md"]
     new = [command for page in pages for command in documented.commands(page) if command not in known]
@@ -128,11 +130,34 @@ def test_the_python_of_the_tutorial_runs(tmp_path: Path):
     assert "torch.sdpa-flash" in done.stdout
 
 
-@pytest.mark.slow
+PACKAGE = """
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def my_attention(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+old_attention = my_attention
+"""
+
+
+@pytest.mark.torch
+def test_the_tests_of_the_ci_page_pass(tmp_path: Path):
+    (block,) = documented.blocks(DOCS / "ci.md", "python")
+    (tmp_path / "my_package.py").write_text(PACKAGE)
+    (tmp_path / "test_mine.py").write_text(block.text)
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--attnbench-disable", "test_mine.py"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.torch
 def test_the_run_of_the_tutorial_runs(tmp_path: Path):
+    """On fewer tokens, for the sake of time."""
     (command,) = (one for one in documented.commands(DOCS / "tutorial.md") if one.startswith("attnbench run --seq-len"))
-    done = attnbench(tmp_path, *documented.words(command), "--budget", "0.05")
+    done = attnbench(tmp_path, *documented.words(command.replace("512", "64")), "--budget", "0.05")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("torch.sdpa-flash") >= 2
 
