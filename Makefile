@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test chromium check lint types layers clean
+.PHONY: bench test chromium check lint types layers docs clean
 
 bench: $(STAMP)
 	$(BIN)/attnbench run quick --budget 0.5
@@ -20,11 +20,11 @@ chromium:
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } || \
 	echo "no Chromium, and no right to install it: the browser tests will be skipped" >&2
 
-check: lint types layers
+check: lint types layers docs
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs examples
+	$(BIN)/ruff format --check src tests benchmarks docs examples
 
 types: $(STAMP)
 	$(BIN)/pyright
@@ -32,10 +32,24 @@ types: $(STAMP)
 layers: $(STAMP)
 	$(BIN)/lint-imports
 
+# The site, in site/; a broken link or anchor, a page outside the navigation or a stale reference is an error.
+docs: $(STAMP)
+	$(BIN)/python docs/generate_cli.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs/cli.md: $(STAMP) FORCE
+	$(BIN)/python docs/generate_cli.py
+
+docs/charts: $(STAMP) FORCE
+	$(BIN)/attnbench report results/h200/grid-gpu.jsonl --out site/report.html --png $@
+	rm -f $@/*.png $@/rate.svg
+
+FORCE:
+
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,jax,hf,history,report,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,jax,hf,history,report,docs,dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache site

@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import fake_lab
-import gate_factory
+import documented
 import pytest
 from cli_process import attnbench
-from git_repository import Repository
-
-from attnbench.cli import execute
-
-README = Path(__file__).parents[1] / "README.md"
-
-
-def commands() -> list[str]:
-    """In the order of the page; what is announced as planned is left out."""
-    lines = [line for line in README.read_text().splitlines() if "planned: `" not in line]
-    found = re.findall(r"`(attnbench [^`]+)`", "\n".join(lines))
-    return list(dict.fromkeys(found))
+from documented import README
 
 
 def test_readme_shows_commands():
-    assert len(commands()) > 15
+    assert len(documented.commands(README)) > 15
 
 
 def test_every_command_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    fake_lab.install(monkeypatch, tmp_path)
-    repository = Repository(tmp_path)
-    repository.commit("first")
-    repository.git("checkout", "--quiet", "-b", "feature")
-    repository.commit("second")
-    found = gate_factory.comparison("slower", 1.1)
-    for place in ("comparing.compare", "comparing.compare_refs"):
-        monkeypatch.setattr(f"attnbench.{place}", lambda *given, **named: found)
-    monkeypatch.setattr("attnbench.gating.gate_refs", lambda *given: gate_factory.report(gate_factory.case()))
-    assert execute(["run", "--seq-len", "64", "--quiet"]) == 0
-    (path,) = tmp_path.glob("runs/*/*.jsonl")
-    (suite,) = re.findall(r"```toml\n(description.*?)```", README.read_text(), re.DOTALL)
-    Path("mine.toml").write_text(suite)
-    Path("baselines").mkdir()
-    for command in commands():
-        arguments = [str(path) if word == "RUN" else word for word in shlex.split(command)[1:]]
-        # The fake lab has no anchors, so that the gate finds no baseline to hold a run against.
-        assert execute(arguments) in ((0, 1, 3) if arguments[0] == "gate" else (0, 1)), command
+    lab = documented.Lab(monkeypatch, tmp_path)
+    (suite,) = (one for one in documented.blocks(README, "toml") if one.text.startswith("description"))
+    Path("mine.toml").write_text(suite.text)
+    for command in documented.commands(README):
+        lab.must_run(command)
 
 
 def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    return [block.text for block in documented.blocks(README, "python")]
 
 
 @pytest.mark.torch

@@ -9,14 +9,14 @@ import numpy as np
 
 from attnbench.errors import InvalidWorkload
 from attnbench.workloads.masks.base import Align, Mask, MaskShape, Namespace, Predicate
-from attnbench.workloads.masks.combine import Both
+from attnbench.workloads.masks.combine import Both, Part
 from attnbench.workloads.masks.data import freeze, integers, to_numpy
 from attnbench.workloads.masks.dilated import Dilated
 from attnbench.workloads.masks.gridded import Blocks, Dense
 from attnbench.workloads.masks.keyed import BlockCausal, Documents, Lengths, Valid
 from attnbench.workloads.masks.positional import Causal, Full, Prefix, Window
 
-AnyMask = Full | Causal | Window | Prefix | BlockCausal | Documents | Lengths | Valid | Dilated | Blocks | Dense | Both
+AnyMask = Part | Both
 
 __all__ = [
     "AnyMask", "Align", "Mask", "MaskShape", "Namespace", "Predicate",

@@ -13,13 +13,14 @@ from attnbench.workloads.masks.gridded import Blocks, Dense
 from attnbench.workloads.masks.keyed import BlockCausal, Documents, Lengths, Valid
 from attnbench.workloads.masks.positional import Causal, Full, Prefix, Window
 
+Part = Full | Causal | Window | Prefix | BlockCausal | Documents | Lengths | Valid | Dilated | Blocks | Dense
+"""Every mask that is not made of others: what a run file may hold."""
+
 
 class Both(Mask, frozen=True, tag="both"):
     """Two or more masks at once."""
 
-    parts: tuple[
-        Full | Causal | Window | Prefix | BlockCausal | Documents | Lengths | Valid | Dilated | Blocks | Dense, ...
-    ]
+    parts: tuple[Part, ...]
 
     @property
     def id(self) -> str:

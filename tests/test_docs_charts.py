@@ -1,0 +1,117 @@
+"""docs/charts.md speaks of every view of the report, and its figures are those of the run it names."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from math import exp, log
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from documented import DOCS, ROOT
+
+from attnbench.analyse.ranking import ANCHOR, by_workload, is_timed
+from attnbench.analyse.speedup import Category
+from attnbench.report.units import size
+from attnbench.spec import Ok
+from attnbench.store.runfile import read_run
+
+PAGE = DOCS / "charts.md"
+RUN = ROOT / "results" / "h200" / "grid-gpu.jsonl"
+LARGEST = "b8-t2048-"
+
+
+@cache
+def said() -> str:
+    return " ".join(PAGE.read_text().split())
+
+
+@cache
+def timed() -> list[Ok]:
+    return [r for r in read_run(RUN).records if is_timed(r) and not r.implementation.startswith(ANCHOR)]
+
+
+def named(name: str, where: str = "") -> list[Ok]:
+    return [record for record in timed() if record.implementation == name and where in record.workload.id]
+
+
+def median(record: Ok) -> float:
+    assert record.time is not None
+    return record.time.median_ns
+
+
+def regret(name: str) -> tuple[int, int, float]:
+    """Shapes, how often in front, and the geometric mean of the extra time over the fastest exact one."""
+    groups = by_workload([record for record in timed() if not record.approximate])
+    best = {workload: min(map(median, group)) for workload, group in groups.items()}  # pyright: ignore
+    over = [median(record) / best[record.workload.id] for record in named(name)]
+    return len(over), sum(one == 1 for one in over), exp(sum(map(log, over)) / len(over)) - 1
+
+
+def test_the_regrets_are_those_of_the_run():
+    shapes, wins, mean = regret("torch.fa3")
+    assert f"`torch.fa3` is in front on {wins} of its {shapes} shapes with a mean regret of {mean:.1%}" in percent(
+        said()
+    )
+    shapes, wins, mean = regret("torch.sdpa")
+    assert wins == 0
+    assert f"`torch.sdpa` in front on none of {shapes} with {mean:.0%}" in percent(said())
+    tutorial = percent(" ".join((DOCS / "tutorial.md").read_text().split()))
+    assert f"`torch.sdpa` ran on all {shapes} and costs {mean:.0%} on average" in tutorial
+
+
+def percent(text: str) -> str:
+    return text.replace(" %", "%")
+
+
+def test_the_shares_of_the_ceiling_are_those_of_the_run():
+    fastest, eager = (named(name, f"{LARGEST}h32:8") for name in ("torch.fa3", "torch.eager"))
+    shares = [record.cost.roofline or 0.0 for record in (*fastest, *eager)]
+    assert f"`torch.fa3` reaches {shares[0]:.0%} at 8 x 2048, `torch.eager` {shares[1]:.1%}" in percent(said())
+
+
+def test_the_peaks_are_those_of_the_run():
+    peaks = {
+        record.implementation: record.memory.peak_bytes or 0
+        for record in timed()
+        if record.workload.id.startswith(f"{LARGEST}h32-") and not record.workload.needs_gradients
+    }
+    assert f"`torch.eager` {size(peaks['torch.eager'])}" in said()
+    fused = [peaks[name] for name in ("torch.fa3", "torch.fa4", "torch.sdpa", "torch.sdpa-flash", "jax.cudnn")]
+    least, most = (size(edge).removesuffix(" MB") for edge in (min(fused), max(fused)))
+    assert f"the fused kernels need {least} to {most} MB" in said()
+    (copying,) = named("torch.hf-sdpa", f"{LARGEST}h32-")
+    assert 1.95 < peaks["torch.hf-sdpa"] / copying.memory.theory_bytes < 2.05
+
+
+def test_the_longest_compilation_is_that_of_the_run():
+    longest = max(timed(), key=lambda record: record.compile_ns or 0)
+    seconds = (longest.compile_ns or 0) / 1e9
+    assert f"the longest compilation is {seconds:.1f} s (`{longest.implementation}`, 1 x 512 in training)" in said()
+    assert longest.workload.id.startswith("b1-t512-")
+    assert longest.workload.pass_ == "train"
+
+
+def test_so_many_implementations_were_asked_for():
+    names = {r.implementation for r in read_run(RUN).records if not r.implementation.startswith(ANCHOR)}
+    assert f"`results/h200/grid-gpu.jsonl`: {len(names)} implementations" in said()
+
+
+def test_every_view_and_chart_is_explained():
+    pytest.importorskip("altair")
+    pytest.importorskip("jinja2")
+    from attnbench.report.html.page import compose
+    from attnbench.report.html.sections import Source
+
+    sources = [Source(path.name, read_run(path)) for path in (RUN, ROOT / "results" / "cpu" / "quick.jsonl")]
+    views = [view for part in compose(sources).parts for view in part.views]
+    headings = set(re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE))
+    assert {view.title for view in views} <= headings
+    pictures = {Path(name).stem for name in re.findall(r"\(charts/(\S+)\)", PAGE.read_text())}
+    assert pictures | {"rate"} == {chart.name for view in views for chart in view.charts}
+
+
+def test_every_category_is_explained():
+    for category in get_args(Category):
+        assert f"| {category} |" in said()

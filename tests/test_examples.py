@@ -1,0 +1,72 @@
+"""Every script in examples/ runs in quick mode and ends with the sentence that answers its question."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PATIENCE_S = 280
+RATIO = r"[\d.]+x \([\d.]+-[\d.]+\)|cannot tell"
+ANSWERS = {
+    "first_measurement": r"torch\.sdpa is right and takes [\d.]+ ms \(95 %: [\d.]+-[\d.]+ ms\) here\.",
+    "own_kernel": rf"blockwise is right, number [1-4] of 4, ({RATIO}) as fast as torch\.sdpa\.",
+    "hugging_face_model": r'Load this model with attn_implementation="(eager|sdpa)": .*torch\.hf-.*\.',
+    "jax_model": r'Call ab\.attention\(\.\.\., impl="jax\.(xla|einsum)"\): .*jax\..*\.',
+    "regression_gate": r"May it be merged\? The gate says (no|it cannot tell, \w+) \(exit code [145]\)\.",
+}
+"""What the last line says. A gate that cannot tell on a noisy machine is right too; one that lets this pass is not."""
+NEEDS = {"jax_model": ("jax",), "hugging_face_model": ("torch", "transformers")}
+
+
+@cache
+def run(name: str) -> list[str]:
+    """Its lines; run once for all tests."""
+    for module in NEEDS.get(name, ("torch",)):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", "--quick"],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_there_is_an_answer_for_every_example():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(ANSWERS)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_example_is_short_and_says_what_it_shows(name: str):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 60
+    assert f"python examples/{name}.py --quick" in text.partition('"""')[2].partition('"""')[0]
+
+
+@pytest.mark.parametrize("name", ["first_measurement", "own_kernel", "jax_model"])
+def test_an_example_answers_its_question(name: str):
+    assert re.fullmatch(ANSWERS[name], run(name)[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hugging_face_model", "regression_gate"])
+def test_a_slow_example_answers_its_question(name: str):
+    assert re.fullmatch(ANSWERS[name], run(name)[-1])
+
+
+def test_the_wrong_kernel_of_the_example_has_no_time():
+    (line,) = (line for line in run("own_kernel") if "forgetful" in line)
+    assert "error allowed" in line
+    assert " ms" not in line
