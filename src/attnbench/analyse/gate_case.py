@@ -74,7 +74,10 @@ def _by_time(first: Comparison | None, second: Comparison | None) -> tuple[CaseS
 def _open_reason(comparison: Comparison) -> str:
     if comparison.verdict != "inconclusive" or comparison.smallest_slowdown is None:
         return comparison.reason
-    return f"after {len(comparison.launches)} launches: could have seen {comparison.smallest_slowdown:.1%}"
+    launches = f"{len(comparison.launches)} launch{'' if len(comparison.launches) == 1 else 'es'}"
+    if comparison.smallest_slowdown > 1:
+        return f"after {launches}: too few to tell anything, raise --budget"
+    return f"after {launches}: could have seen {comparison.smallest_slowdown:.1%}"
 
 
 def _how_much(comparison: Comparison) -> str:
