@@ -95,6 +95,7 @@ def _identity(record: Record, families: Families) -> Cell:
         "shape": families.shape(workload),
         "family": families.family(workload),
         "track": families.track(workload),
+        "model": families.model(workload) or None,
         "pass": workload.pass_,
         "batch": workload.batch,
         "len": workload.kv_len,
