@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from page_factory import BREAKER, HOSTILE, page_of, section_of, source, timed, two_frameworks
+from page_factory import BREAKER, HOSTILE, JAX, page_of, section_of, source, timed, two_frameworks
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
 from attnbench.analyse.ratios import paired_ratio
@@ -20,17 +20,18 @@ pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
 from attnbench.report.html import derived
+from attnbench.report.html.answers import group_advice
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.cells import condensed, make_cells
 from attnbench.report.html.families import find_families
 from attnbench.report.html.growth import growth_rows
-from attnbench.report.html.images import main_family, write_images
+from attnbench.report.html.images import write_images
 from attnbench.report.html.markdown import summarise
-from attnbench.report.html.packing import pack, script_json
+from attnbench.report.html.packing import pack, script_json, unpack
 from attnbench.report.html.page import compose, render
 from attnbench.report.html.palette import SYMBOLS, order_labels, ranges
+from attnbench.report.html.picks import family_choices, set_beside
 from attnbench.report.html.sections import gather
-
 
 pytestmark = pytest.mark.usefixtures("no_bundle")
 
@@ -85,9 +86,37 @@ class TestCells:
 
 
 class TestLengths:
-    def test_main_family_has_most_lengths(self):
-        rows = [{"family": "a", "len": 1, "ns": 1.0}] * 5 + [{"family": "b", "len": n, "ns": 1.0} for n in (1, 2)]
-        assert main_family(rows) == "b"
+    def test_the_family_with_most_lengths_is_shown_first(self):
+        rows = [{"family": "a", "batch": 1, "len": 1, "ns": 1.0}] * 5
+        rows += [{"family": "b", "batch": 1, "len": n, "ns": 1.0} for n in (1, 2)]
+        assert [choice.text for choice in family_choices(rows, "ns")] == ["b", "a"]
+
+    def test_one_batch_at_a_time_where_that_makes_a_curve(self):
+        rows = [
+            {"family": "f", "batch": b, "len": n, "ns": 1.0}
+            for b, most in ((1, 3), (8, 2), (9, 1))
+            for n in range(most)
+        ]
+        assert [choice.text for choice in family_choices(rows, "ns")] == [
+            "f · batch 1",
+            "f · batch 8",
+            "f · all batches",
+        ]
+        few = [row for row in rows if row["len"] < 2]
+        assert family_choices(few, "ns")[0].text == "f · all batches"
+        one, *_, every = family_choices(rows, "ns")
+        assert [one.accepts(row) for row in rows] == [True] * 3 + [False] * 3
+        assert all(every.accepts(row) for row in rows)
+        assert family_choices(rows, "peak") == []
+
+    def test_batches_of_one_length_stand_side_by_side_unless_there_are_curves(self):
+        few = [{"family": "f", "batch": b, "len": n, "ns": 1.0} for b, n in ((1, 512), (16, 512), (4, 1024))]
+        set_beside(few)
+        assert few[0]["beside"] < 512 < few[1]["beside"]
+        assert "beside" not in few[2]
+        curves = [{"family": "f", "batch": b, "len": n, "ns": 1.0} for b in (1, 16) for n in (1, 2, 3)]
+        set_beside(curves)
+        assert not any("beside" in cell for cell in curves)
 
     def test_growth_finds_the_exponent(self):
         records = [
@@ -98,9 +127,58 @@ class TestLengths:
         assert row["time"] == pytest.approx(2, abs=0.1)
         assert row["memory"] == pytest.approx(2, abs=0.01)
         assert row["memory_is"] == "O(n^2)"
+        assert row["memory_theory"] == pytest.approx(2, abs=0.01)
+        assert row["lengths"] == "128 to 512"
+
+    def test_growth_says_where_compute_binds_and_memory_ends(self):
+        here = msgspec.structs.replace(CPU, memory_bytes=10**9)
+        records = [
+            timed("torch.eager", 1e3 * n**2, n, environment=here, memory=Memory(peak_bytes=5 * n**2),
+                  cost=Cost(flops=n * n, bytes=n, bound="compute" if n > 128 else "memory"))
+            for n in (128, 256, 512)
+        ]  # fmt: skip
+        (row,) = growth_rows(records, find_families(record.workload for record in records))
+        assert row["bound"] == "from 256 tokens"
+        assert row["fits"] == pytest.approx((10**9 / 5) ** 0.5, rel=0.05)
+
+
+class TestAnswers:
+    def test_each_kind_of_shapes_once_under_its_question(self):
+        names = {"torch.eager": 4.0, "torch.sdpa": 1.0, "jax.einsum": 4.0, "jax.cudnn": 2.0}
+        records = [
+            timed(name, ns * length, length, environment=JAX if name.startswith("jax") else CPU)
+            for name, ns in names.items()
+            for length in (128, 256)
+        ]
+        which, *_ = group_advice(page_of(*records).parts[0].advice)
+        assert which.title == "Which one"
+        (answer,) = which.open
+        assert answer.shapes == "4 heads of 32 · causal · float32 · forward"
+        assert [one.framework for one in answer.told] == ["PyTorch", "JAX"]
+        assert answer.told[0].text.startswith("use torch.sdpa, 4.0")
+        assert "time of torch.eager / torch.sdpa 4.0" in answer.told[0].basis
+
+    def test_the_rest_is_folded(self):
+        records = [timed(name, ns, heads, on=workload(128, heads=heads)) for heads in range(1, 8)
+                   for name, ns in (("torch.eager", 4e6), ("torch.sdpa", 1e6))]  # fmt: skip
+        (which,) = group_advice(page_of(*records).parts[0].advice)
+        assert (len(which.open), len(which.folded)) == (4, 3)
+
+    def test_sections_that_read_alike_name_their_runs(self):
+        other = msgspec.structs.replace(CPU, threads=2, packages={"torch": "2.13.0", "triton": "3"})
+        runs = [source(timed("torch.sdpa", 1e6, environment=e), name=n) for n, e in (("a", CPU), ("b", other))]
+        titles = [part.title for part in compose(runs).parts]
+        assert titles == [
+            "Test CPU 9000 · torch 2.13.0 · 2 threads · a",
+            "Test CPU 9000 · torch 2.13.0 · 2 threads · b",
+        ]
 
 
 class TestPacking:
+    def test_rows_come_back_without_what_is_not_known(self):
+        rows = [{"a": 1, "b": "x"}, {"a": None, "b": "y"}]
+        assert unpack(pack(rows)) == [{"a": 1, "b": "x"}, {"b": "y"}]
+
     def test_columns_come_back_as_rows(self):
         packed = pack([{"a": 1.23456, "b": "x"}, {"b": "y", "c": None}])
         assert packed == {"count": 2, "columns": {"a": [1.235, None], "b": {"words": ["x", "y"], "codes": [0, 1]}}}

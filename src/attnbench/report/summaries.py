@@ -15,21 +15,29 @@ from attnbench.errors import UsageError
 from attnbench.report.detail import environment_line
 from attnbench.report.summary_documents import Document, correctness, memory, performance
 from attnbench.spec import Ok, Record
+from attnbench.store.drafts import write_texts
+
+FILES = ("correctness.json", "memory.json", "performance.json", "summary.txt")
+
+
+def folder_of(page: Path) -> Path:
+    """Where the summaries of a page lie: beside it."""
+    return page.with_name(f"{page.stem}-summary")
 
 
 def write_summaries(records: Sequence[Record], folder: Path, against: Sequence[str] = ()) -> list[Path]:
-    """Write the four files into a folder, which is made if need be."""
+    """Write the four files into a folder, which is made if need be: all of them, or none."""
     speed, space = performance(records, against), memory(records)
     documents = {"performance.json": speed, "memory.json": space, "correctness.json": correctness(records)}
     texts = {name: _json(document) for name, document in documents.items()}
     texts["summary.txt"] = summary_text(records, speed, space, against)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        write_texts({folder / name: texts[name] for name in FILES})
     except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Choose another folder.") from error
-    return [folder / name for name in sorted(texts)]
+        raise UsageError(
+            f"cannot write to {folder}: {error.strerror or error}. Choose another folder with --summaries."
+        ) from error
+    return [folder / name for name in FILES]
 
 
 def summary_text(records: Sequence[Record], speed: Document, space: Document, against: Sequence[str] = ()) -> str:

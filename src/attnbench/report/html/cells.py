@@ -14,6 +14,7 @@ from attnbench.measuring.sampling import round_medians
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.families import Families, find_families, length_text
 from attnbench.report.html.map import lay_out
+from attnbench.report.html.picks import set_beside
 from attnbench.report.html.sections import Section
 from attnbench.spec import Ok, Record
 
@@ -57,6 +58,7 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
             kept[record.cell.id]["samples"] = len(record.time.samples_ns)
     rows = list(kept.values())
     lay_out(rows)
+    set_beside(rows)
     return Cells(rows, groups, records, families, baselines, len(section.records) - len(records))
 
 

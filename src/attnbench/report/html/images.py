@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from attnbench.errors import UsageError
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.cells import Cell
 from attnbench.report.html.charts import Chart
+from attnbench.report.html.packing import unpack
 from attnbench.report.html.page import Page
 from attnbench.report.html.palette import LIGHT, ranges
 
@@ -22,7 +22,7 @@ FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
 
 def write_images(page: Page, folder: Path) -> list[Path]:
-    """Draw them all; charts by length show the family of shapes with most lengths, as the page does at first."""
+    """Draw them all; those that show one thing at a time show what the page does at first."""
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,12 +41,12 @@ def write_images(page: Page, folder: Path) -> list[Path]:
 
 def drawable(chart: Chart, rows: list[Cell], colours: int) -> dict[str, Any]:
     """The chart with its data and the colours of the light page."""
-    mine = [row for row in rows if row.get(chart.needs) is not None]
+    mine = [row for row in (unpack(chart.rows) if chart.rows else rows) if row.get(chart.needs) is not None]
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}
-    if chart.by_family:
-        family = main_family(rows)
-        mine = [row for row in mine if row["family"] == family]
-        spec["title"] = {"text": family, "fontWeight": "normal", "anchor": "start"}
+    if chart.choices:
+        first = chart.choices[0]
+        mine = [row for row in mine if first.accepts(row)]
+        spec["title"] = {"text": first.text, "fontWeight": "normal", "anchor": "start"}
     config = {
         "range": ranges(colours, LIGHT),
         "font": FONT,
@@ -56,14 +56,6 @@ def drawable(chart: Chart, rows: list[Cell], colours: int) -> dict[str, Any]:
     }
     if chart.lines:
         spec["height"] = chart.step * len({row[chart.lines] for row in mine})
-    lengths = {"name": "lengths", "value": sorted({row["len"] for row in mine})}
+    lengths = {"name": "lengths", "value": sorted({row["len"] for row in mine if "len" in row})}
     params = [lengths if param["name"] == "lengths" else param for param in spec["params"]]
     return spec | {"params": params, "datasets": {"rows": mine}, "config": config}
-
-
-def main_family(rows: list[Cell]) -> str:
-    """The one measured at most lengths, then in most cells."""
-    timed = [row for row in rows if row.get("ns") is not None]
-    lengths = Counter(family for family, _ in {(row["family"], row["len"]) for row in timed})
-    cells = Counter(row["family"] for row in timed)
-    return max(cells, key=lambda family: (lengths[family], cells[family]), default="")

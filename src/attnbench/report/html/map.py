@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_COLUMNS = 12
-OWN = "its own"
+OWN = "as in the model"
 """The column of shapes that go by the name of a model: they lie on no grid."""
 LAST = float("inf")
 

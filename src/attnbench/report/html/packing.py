@@ -33,6 +33,19 @@ def _rounded(value: Any) -> Any:
     return int(short) if abs(short) < 1e15 and short.is_integer() else short
 
 
+def unpack(packed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows again, without what is not known."""
+    rows: list[dict[str, Any]] = [{} for _ in range(packed["count"])]
+    for name, column in packed["columns"].items():
+        values = column
+        if isinstance(column, dict):
+            values = [None if code is None else column["words"][code] for code in column["codes"]]
+        for row, value in zip(rows, values):
+            if value is not None:
+                row[name] = value
+    return rows
+
+
 def script_json(document: Any) -> str:
     """JSON without any character that could end a script element or begin markup."""
     text = msgspec.json.encode(document).decode()

@@ -22,16 +22,16 @@ function chartConfig() {
 
 class LazyChart {
   constructor(box, chart, section) {
-    Object.assign(this, { box, chart, section, view: null, family: null, drawing: null });
+    Object.assign(this, { box, chart, section, view: null, picker: null, drawing: null });
+    this.all = chart.rows ? unpack(chart.rows) : section.rows;
     this.passes = () => true;
     box.chart = this;
     near.observe(box);
   }
 
   rows() {
-    const { needs, by_family: byFamily } = this.chart;
-    return this.section.rows.filter((row) =>
-      row[needs] !== undefined && this.passes(row) && (!byFamily || row.family === this.family));
+    const { needs } = this.chart;
+    return this.all.filter((row) => row[needs] !== undefined && this.passes(row) && (!this.picker || this.picker.accepts(row)));
   }
 
   // Vega writes on what it is given: each chart gets its own objects, which read through to the shared rows.
