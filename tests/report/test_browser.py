@@ -21,7 +21,7 @@ pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 from attnbench.report.html.history import find_history
 from attnbench.report.html.page import compose, render
@@ -274,7 +274,7 @@ def test_paper_shows_tables_whole_and_no_filters(browser: Any, report: Path):
     assert not opened.page.evaluate(cut)
     assert opened.page.pdf().startswith(b"%PDF")
     opened.page.emulate_media(media="screen")
-    opened.page.wait_for_function("document.querySelectorAll('[data-view=speedups] tbody tr').length == 30")
+    expect(opened.page.locator("[data-view=speedups] tbody tr")).to_have_count(30)
     opened.context.close()
 
 
