@@ -7,7 +7,7 @@ from page_factory import JAX, section_of, source, timed, two_frameworks
 from record_factory import CPU, unsupported, workload
 
 from attnbench.report.html.families import find_families
-from attnbench.report.html.map import OWN, lay_out
+from attnbench.report.html.map import column_title, lay_out
 from attnbench.report.html.sections import gather
 from attnbench.workloads import masks
 
@@ -109,17 +109,14 @@ class TestShapes:
         assert list(dict.fromkeys(cell["row"] for cell in ordered)) == ["batch 1", "batch 4", "batch 16"]
         assert ordered[0]["column"] == "64"
 
-    def test_shapes_of_models_have_rows_of_their_own_and_one_column(self):
+    def test_shapes_of_models_have_rows_of_their_own_and_no_column(self):
         grid = [{"family": "f", "track": "", "batch": 1, "len": n, "length": f"{n}"} for n in (64, 128)]
         models = [
             {"family": "g", "track": "", "batch": 1, "len": n, "length": f"{n}", "model": f"m{n}"} for n in (7, 9)
         ]
         lay_out(cells := [*models, *grid])
-        assert [(cell["row"], cell["column"]) for cell in cells] == [
-            ("m7 · 1 x 7", OWN),
-            ("m9 · 1 x 9", OWN),
-            ("f", "1 x 64"),
-            ("f", "1 x 128"),
-        ]
-        assert [cell["column_place"] for cell in cells] == [2, 2, 0, 1]
+        assert [cell["row"] for cell in cells] == ["m7 · 1 x 7", "m9 · 1 x 9", "f", "f"]
         assert [cell["row_place"] for cell in cells] == [1, 2, 0, 0]
+        assert [cell.get("column") for cell in cells] == [None, None, "1 x 64", "1 x 128"]
+        assert column_title(cells) == "Batch x length (tokens)"
+        assert column_title(models) == ""

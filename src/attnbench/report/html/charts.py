@@ -17,11 +17,10 @@ from attnbench.report.html.picks import Choice
 ROWS = alt.NamedData(name="rows")
 PICKED = alt.param(name="picked", value="")
 """The implementation that the reader points at; the others fade."""
-LENGTHS = alt.param(name="lengths", value=[])
-"""Where the axis of lengths has its ticks: at those that were measured."""
 FADED = alt.condition("picked == '' || datum.label == picked", alt.value(1), alt.value(0.12))
 FAINT = alt.condition("picked == '' || datum.label == picked", alt.value(0.6), alt.value(0.08))
 HEIGHT = 340
+CELL: dict[str, Any] = {"fillOpacity": 0.3, "strokeWidth": 1.5, "cornerRadius": 2}
 TICKS = {"name": "ticks", "value": [step * 10.0**power for power in range(-9, 10) for step in (1, 2, 5)]}
 """A parameter: altair copies what stands in a chart dozens of times."""
 TIMED = "isValid(datum.ns) && datum.exact"
@@ -46,17 +45,21 @@ class Chart(Struct, frozen=True):
     """As high as there are values of this field, `step` pixels each; 340 without one."""
     step: int = 0
     legend: bool = True
+    axes: dict[str, str] = {}
+    """Parameter -> the field whose values it lists, in the order of `<field>_place` or of their size: where an axis has
+    its ticks, or what it is made of."""
     rows: dict[str, Any] | None = None
     """Rows of its own, packed; else it shows the cells of the section."""
 
 
-def winner_map(labels: Sequence[str], winners: Sequence[str], dense: bool) -> Chart:
-    """Which one is fastest at each batch and length, and what the next best would cost."""
-    return Chart("winners", _winner_spec(tuple(labels), tuple(winners), dense), lines="row", step=30)
+def winner_map(labels: Sequence[str], winners: Sequence[str], title: str) -> Chart:
+    """Which one is fastest at each batch and length, and what the next best would cost; a model's shape has one."""
+    spec = _winner_spec(tuple(labels), tuple(winners), title)
+    return Chart("winners", spec, lines="row", step=30, axes={"rows": "row", "columns": "column"})
 
 
 @drawn_once
-def _winner_spec(labels: Labels, winners: Labels, dense: bool) -> Spec:
+def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
     base = (
         alt.Chart(ROWS)
         .transform_filter(TIMED)
@@ -79,16 +82,10 @@ def _winner_spec(labels: Labels, winners: Labels, dense: bool) -> Spec:
             told="(datum.rank == datum.next_rank ? '≈ ' : '') + datum.label",
         )
         .encode(
-            x=alt.X(
-                "column:O",
-                title="Batch x length (tokens)" if dense else "Length (tokens)",
-                sort=alt.EncodingSortField("column_place", op="min"),
-                axis=alt.Axis(labelAngle=0, orient="top", ticks=False, domain=False),
-            ),
             y=alt.Y(
                 "row:O",
                 title=None,
-                sort=alt.EncodingSortField("row_place", op="min"),
+                scale=alt.Scale(domain=alt.ExprRef("rows")),
                 axis=alt.Axis(labelLimit=300, labelPadding=8, ticks=False, domain=False),
             ),
             opacity=FADED,
@@ -103,13 +100,22 @@ def _winner_spec(labels: Labels, winners: Labels, dense: bool) -> Spec:
             ],
         )
     )
-    cells = base.mark_rect(fillOpacity=0.3, strokeWidth=1.5, cornerRadius=2).encode(
-        fill=colour(labels, alt.Fill, told=winners), stroke=colour(labels, alt.Stroke, legend=False)
+    x = alt.X(
+        "column:O",
+        title=title,
+        scale=alt.Scale(domain=alt.ExprRef("columns")),
+        axis=alt.Axis(labelAngle=0, orient="top", ticks=False, domain=False),
     )
-    names = base.mark_text(
-        fontSize=alt.ExprRef("bandwidth('x') < 50 ? 0 : 11"), limit=alt.ExprRef("max(0, bandwidth('x') - 8)")
-    ).encode(text="told:N")
-    return finish(alt.layer(cells, names))
+    fill, stroke = colour(labels, alt.Fill, told=winners), colour(labels, alt.Stroke, legend=False)
+    grid, models = (base.transform_filter(which) for which in ("isValid(datum.column)", "!isValid(datum.column)"))
+    fits = alt.ExprRef("bandwidth('x') < 50 ? 0 : 11")
+    layers = [
+        grid.mark_rect(**CELL).encode(x=x, fill=fill, stroke=stroke),
+        grid.mark_text(fontSize=fits, limit=alt.ExprRef("max(0, bandwidth('x') - 8)")).encode(x=x, text="told:N"),
+        models.mark_rect(**CELL).encode(x=alt.value(0), x2=alt.value("width"), fill=fill, stroke=stroke),
+        models.mark_text(fontSize=11).encode(x=alt.value(alt.ExprRef("width / 2")), text="told:N"),
+    ]
+    return finish(alt.layer(*layers), "rows", "columns")
 
 
 def against_length(
@@ -123,7 +129,8 @@ def against_length(
     choices: Sequence[Choice] = (),
 ) -> Chart:
     """A figure over length on logarithmic axes, a line per implementation and batch."""
-    return Chart(name, _length_spec(tuple(labels), field, title, low, high, theory), list(choices), needs=field)
+    spec = _length_spec(tuple(labels), field, title, low, high, theory)
+    return Chart(name, spec, list(choices), needs=field, axes={"lengths": "len"})
 
 
 @drawn_once
@@ -157,7 +164,7 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
     if theory:
         drawn = base.transform_filter("datum.theory > 0").mark_tick(orient="horizontal", thickness=2, size=18)
         layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FAINT))
-    return finish(alt.layer(*layers))
+    return finish(alt.layer(*layers), "lengths")
 
 
 def _scaled(field: str) -> str:
@@ -258,7 +265,8 @@ def colour(labels: Sequence[str], channel: type[Any], legend: bool = True, told:
 
 def symbol(labels: Sequence[str]) -> alt.Shape:
     """One symbol per implementation."""
-    return alt.Shape("label:N", scale=alt.Scale(domain=list(labels)), legend=alt.Legend(title=None, symbolLimit=60))
+    told = alt.Legend(title=None, symbolLimit=60, values=list(labels))
+    return alt.Shape("label:N", scale=alt.Scale(domain=list(labels)), legend=told)
 
 
 def log_axis(grid: bool = True, values: Sequence[float] = ()) -> alt.Axis:
@@ -266,14 +274,14 @@ def log_axis(grid: bool = True, values: Sequence[float] = ()) -> alt.Axis:
     return alt.Axis(format="~g", grid=grid, labelOverlap=True, values=list(values) or alt.ExprRef("ticks"))
 
 
-def finish(chart: Any) -> Spec:
-    """The chart as plain data, as wide as its place."""
+def finish(chart: Any, *axes: str) -> Spec:
+    """The chart as plain data, as wide as its place, with the parameters of its axes."""
     fitting = alt.AutoSizeParams(type="fit-x", contains="padding")
     with alt.data_transformers.enable(consolidate_datasets=False):
         spec = (
-            chart.add_params(PICKED, LENGTHS)
+            chart.add_params(PICKED)
             .properties(height=HEIGHT, width="container", autosize=fitting)
             .to_dict(validate=False)
         )
     kept = {key: value for key, value in spec.items() if key != "config"}
-    return kept | {"params": [*spec["params"], TICKS]}
+    return kept | {"params": [*spec["params"], TICKS, *({"name": name, "value": []} for name in axes)]}

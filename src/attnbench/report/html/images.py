@@ -17,7 +17,15 @@ from attnbench.report.html.palette import LIGHT, ranges
 
 WIDTH = 640
 SCALE = 2
-AXIS = {"titleFontWeight": "normal", "domainColor": "#bbbbbb", "tickColor": "#bbbbbb", "gridColor": "#e4e4e4"}
+LABELS = 12
+AXIS = {
+    "titleFontWeight": "normal",
+    "domainColor": "#bbbbbb",
+    "tickColor": "#bbbbbb",
+    "gridColor": "#e4e4e4",
+    "labelFontSize": LABELS - 1,
+    "titleFontSize": LABELS,
+}
 FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
 
@@ -47,15 +55,39 @@ def drawable(chart: Chart, rows: list[Cell], colours: int) -> dict[str, Any]:
         first = chart.choices[0]
         mine = [row for row in mine if first.accepts(row)]
         spec["title"] = {"text": first.text, "fontWeight": "normal", "anchor": "start"}
-    config = {
+    if chart.lines:
+        spec["height"] = chart.step * len({row[chart.lines] for row in mine})
+    axes = {name: listed(field, mine) for name, field in chart.axes.items()}
+    params = [one | {"value": axes[one["name"]]} if one["name"] in axes else one for one in spec["params"]]
+    shown = {row["label"] for row in mine if "label" in row}
+    return _told(spec, shown) | {"params": params, "datasets": {"rows": mine}, "config": _config(colours)}
+
+
+def listed(field: str, rows: list[Cell]) -> list[Any]:
+    """The values of a field in their order; the page does the same."""
+    places = {row[field]: row.get(f"{field}_place", row[field]) for row in rows if field in row}
+    return sorted(places, key=lambda value: places[value])
+
+
+def _told(node: Any, shown: set[str]) -> Any:
+    """The same with legends of what is drawn."""
+    if isinstance(node, list):
+        return [_told(one, shown) for one in node]
+    if not isinstance(node, dict):
+        return node
+    copy = {key: _told(value, shown) for key, value in node.items()}
+    if isinstance(legend := copy.get("legend"), dict) and "values" in legend:
+        legend["values"] = [name for name in legend["values"] if name in shown]
+    return copy
+
+
+def _config(colours: int) -> dict[str, Any]:
+    return {
         "range": ranges(colours, LIGHT),
         "font": FONT,
         "background": "white",
         "view": {"stroke": None},
         "axis": AXIS,
+        "legend": {"labelFontSize": LABELS},
+        "title": {"fontSize": LABELS + 1},
     }
-    if chart.lines:
-        spec["height"] = chart.step * len({row[chart.lines] for row in mine})
-    lengths = {"name": "lengths", "value": sorted({row["len"] for row in mine if "len" in row})}
-    params = [lengths if param["name"] == "lengths" else param for param in spec["params"]]
-    return spec | {"params": params, "datasets": {"rows": mine}, "config": config}

@@ -11,6 +11,7 @@ from attnbench.report.html.cells import Cells
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.growth import growth_rows
 from attnbench.report.html.history import History, how_looked, of_section, point_rows, trend_rows, why_none
+from attnbench.report.html.map import column_title
 from attnbench.report.html.picks import family_choices
 from attnbench.report.html.sections import Section
 from attnbench.report.html.tables import Table, own
@@ -94,13 +95,13 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         "Winner map",
         "The fastest exact implementation at each batch and length; ≈ where it is too close to call. "
         "Regret is the extra time that another choice costs.",
-        [charts.winner_map(labels, _winners(cells), dense=any(c["column"] != c["length"] for c in cells.rows))],
+        [charts.winner_map(labels, _winners(cells), column_title(cells.rows))],
         tables.REGRET,
     )
     length = View(
         "length",
         "Time and rate against length",
-        "Medians with 95 % intervals; a line joins one implementation at one batch size.",
+        f"Medians with 95 % intervals; a line joins one implementation at one batch size.{_beside(cells)}",
         [time, rate],
     )
     speedups = View(
@@ -118,6 +119,11 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
     ]
 
 
+def _beside(cells: Cells) -> str:
+    told = " Batches that share a length stand side by side, the smallest on the left."
+    return told if any("beside" in cell for cell in cells.rows) else ""
+
+
 def _winners(cells: Cells) -> list[str]:
     best: dict[str, tuple[float, str]] = {}
     for cell in cells.rows:
@@ -131,7 +137,10 @@ def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
     choices = family_choices(cells.rows, "peak")
     title = "Peak memory beyond the inputs (MB)"
     chart = charts.against_length("memory", labels, "peak", title, theory="datum.theory / 1e6", choices=choices)
-    note = "Points are measured; a tick is what theory asks for (output, gradients, scores where they are stored)."
+    note = (
+        "Points are measured; a tick is what theory asks for (output, gradients, scores where they are stored)."
+        f"{_beside(cells)}"
+    )
     view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
     return _if_any(cells, "peak", view, f"No peak was measured{_why_no_peak(cells)}.")
 

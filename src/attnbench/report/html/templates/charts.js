@@ -44,8 +44,10 @@ class LazyChart {
     return rows.map((row) => row.label);
   }
 
-  lengths() {
-    return [...new Set(this.rows().map((row) => row.len))].sort((a, b) => a - b);
+  // What an axis is made of: values of a field in their order.
+  listed(field) {
+    const places = new Map(this.rows().filter((row) => row[field] !== undefined).map((row) => [row[field], row[`${field}_place`] ?? row[field]]));
+    return [...places.keys()].sort((a, b) => places.get(a) - places.get(b));
   }
 
   height() {
@@ -65,7 +67,8 @@ class LazyChart {
     const renderer = this.section.rows.length > MANY ? "canvas" : "svg";
     const options = { actions: false, ast: true, logLevel: 1, renderer, config: chartConfig(), tooltip: { theme: theme() } };
     this.box.dataset.theme = theme();
-    spec.params = spec.params.map((one) => (one.name === "lengths" ? { ...one, value: this.lengths() } : one));
+    const { axes } = this.chart;
+    spec.params = spec.params.map((one) => (axes[one.name] ? { ...one, value: this.listed(axes[one.name]) } : one));
     this.view = (await window.vegaEmbed(this.box, spec, options)).view;
     this.box.dataset.drawn = "yes";
   }
@@ -73,7 +76,8 @@ class LazyChart {
   async update() {
     if (!this.drawing) return;
     await this.drawing;
-    await this.view.signal("lengths", this.lengths()).height(this.height()).data("rows", this.values()).runAsync();
+    for (const [name, field] of Object.entries(this.chart.axes)) this.view.signal(name, this.listed(field));
+    await this.view.height(this.height()).data("rows", this.values()).runAsync();
   }
 
   async pick(label) {
