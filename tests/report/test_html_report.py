@@ -12,7 +12,7 @@ import pytest
 from page_factory import BREAKER, HOSTILE, JAX, page_of, section_of, source, timed, two_frameworks
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.ratios import paired_ratio
+from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.spec import Cost, Memory
 
 pytest.importorskip("altair")
@@ -22,7 +22,7 @@ pytest.importorskip("vl_convert")
 from attnbench.report.html import derived
 from attnbench.report.html.answers import group_advice
 from attnbench.report.html.baselines import choose_baselines
-from attnbench.report.html.cells import condensed, make_cells
+from attnbench.report.html.cells import make_cells
 from attnbench.report.html.families import find_families
 from attnbench.report.html.growth import growth_rows
 from attnbench.report.html.images import write_images
@@ -181,10 +181,10 @@ class TestPacking:
 
     def test_columns_come_back_as_rows(self):
         packed = pack([{"a": 1.23456, "b": "x"}, {"b": "y", "c": None}])
-        assert packed == {"count": 2, "columns": {"a": [1.235, None], "b": {"words": ["x", "y"], "codes": [0, 1]}}}
+        assert packed == {"count": 2, "columns": {"a": [1.2346, None], "b": {"words": ["x", "y"], "codes": [0, 1]}}}
 
     def test_large_numbers_stay_numbers(self):
-        assert pack([{"a": 123456.0, "b": 1e300}])["columns"] == {"a": [123500], "b": [1e300]}
+        assert pack([{"a": 1234567.0, "b": 1e300}])["columns"] == {"a": [1234600], "b": [1e300]}
 
     @pytest.mark.parametrize("text", [HOSTILE, BREAKER, "a & b"])
     def test_nothing_in_a_script_is_markup(self, text: str):

@@ -16,6 +16,7 @@ from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
     from attnbench.report.html.history import History
+    from attnbench.report.html.page import Page
     from attnbench.report.html.sections import Source
     from attnbench.spec import Record
 
@@ -57,7 +58,7 @@ def report(
     _write(path, render(page))
     images = [] if png is None else write_images(page, png)
     folder = summaries or folder_of(path)
-    texts = _summarise(sources, folder, against, path)
+    texts = _summarise(sources, page, folder, against, path)
     if markdown:
         _annotate(sources)
     if json:
@@ -118,13 +119,16 @@ def _annotate(sources: Sequence[Source]) -> None:
             print(line, file=sys.stderr)
 
 
-def _summarise(sources: Sequence[Source], folder: Path, against: Sequence[str], page: Path) -> list[Path]:
-    from attnbench.report.summaries import write_summaries
+def _summarise(sources: Sequence[Source], page: Page, folder: Path, against: Sequence[str], path: Path) -> list[Path]:
+    from attnbench.report.summaries import Said, write_summaries
 
+    titled = len(page.parts) > 1
+    answers = [f"{part.title}: {part.sentence}" if titled else part.sentence for part in page.parts]
+    said = Said(answers, [one for part in page.parts for one in part.advice])
     try:
-        return write_summaries(_records(sources), folder, against)
+        return write_summaries(_records(sources), folder, against, said)
     except UsageError as error:
-        raise UsageError(f"the page is written to {page}, its summaries are not: {error}") from error
+        raise UsageError(f"the page is written to {path}, its summaries are not: {error}") from error
 
 
 def _records(sources: Sequence[Source]) -> list[Record]:

@@ -7,8 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
+from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.ranking import ANCHOR, label
+from attnbench.analyse.ratios import condensed
+from attnbench.analyse.recommend import recommend
 from attnbench.analyse.scaling import Slope
 from attnbench.analyse.summary import closing, count_notes
 from attnbench.errors import UsageError
@@ -25,12 +29,23 @@ def folder_of(page: Path) -> Path:
     return page.with_name(f"{page.stem}-summary")
 
 
-def write_summaries(records: Sequence[Record], folder: Path, against: Sequence[str] = ()) -> list[Path]:
-    """Write the four files into a folder, which is made if need be: all of them, or none."""
-    speed, space = performance(records, against), memory(records)
+class Said(Struct, frozen=True):
+    """What the page says of the same records, so that it need not be found twice."""
+
+    answers: Sequence[str]
+    advice: Sequence[Recommendation]
+
+
+def write_summaries(
+    records: Sequence[Record], folder: Path, against: Sequence[str] = (), said: Said | None = None
+) -> list[Path]:
+    """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk."""
+    records = list(map(condensed, records))
+    said = said or Said([closing(records, against)], recommend(records))
+    speed, space = performance(records, against, said.advice), memory(records)
     documents = {"performance.json": speed, "memory.json": space, "correctness.json": correctness(records)}
     texts = {name: _json(document) for name, document in documents.items()}
-    texts["summary.txt"] = summary_text(records, speed, space, against)
+    texts["summary.txt"] = summary_text(records, speed, space, said)
     try:
         write_texts({folder / name: texts[name] for name in FILES})
     except OSError as error:
@@ -40,12 +55,12 @@ def write_summaries(records: Sequence[Record], folder: Path, against: Sequence[s
     return [folder / name for name in FILES]
 
 
-def summary_text(records: Sequence[Record], speed: Document, space: Document, against: Sequence[str] = ()) -> str:
+def summary_text(records: Sequence[Record], speed: Document, space: Document, said: Said) -> str:
     """The answer first, then what it rests on, then what did not run; `speed` and `space` are the documents."""
     shown = [record for record in records if not record.implementation.startswith(ANCHOR)]
     sections = {
-        "": [*_machines(shown), _counts(shown), "", closing(records, against)],
-        "Recommendations": [f"{one.text}\n    rests on: {one.basis}" for one in speed["recommendations"]],
+        "": [*_machines(shown), _counts(shown), "", *said.answers],
+        "Recommendations": [f"{one.text}\n    rests on: {one.basis}" for one in said.advice],
         f"Speed-up against {speed['baseline']}": _categories(speed),
         "Growth of time with length": [_time_line(one) for one in speed["scaling"]],
         "Growth of memory with length": [_memory_line(one) for one in space["growth"]],

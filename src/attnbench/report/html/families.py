@@ -80,9 +80,7 @@ def axis_words(workload: Workload, digests: bool = True) -> dict[str, str]:
         "mask": mask if digests else DIGEST.sub("", mask),
         "dtype": workload.dtype,
     }
-    axes = workload.axes
-    extras = [f"{name} {axes[name]}" for name in ("scale", "softcap", "inputs") if name in axes]
-    return words | {"extras": " ".join(extras)}
+    return words | {"extras": " ".join(f"{name} {value}" for name, value in workload.extras.items())}
 
 
 def length_text(workload: Workload) -> str:

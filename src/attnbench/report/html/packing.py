@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-DIGITS = 4
+DIGITS = 5
 
 
 def pack(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def _column(values: list[Any]) -> Any:
 
 
 def _rounded(value: Any) -> Any:
-    """Four digits are more than any measurement here is worth; whole floats lose their point."""
+    """Two digits more than are shown, so that what is rounded twice hardly ever differs; whole floats lose their point."""
     if not isinstance(value, float):
         return value
     short = float(f"{value:.{DIGITS}g}")

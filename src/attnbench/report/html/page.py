@@ -80,7 +80,8 @@ def _part(section: Section, title: str, cells: Cells, views: list[View], against
     notes = [*count_notes(newest), *_mixed_clocks(cells)]
     if cells.repeated:
         notes.append(f"{cells.repeated} cells were measured in more than one of these runs: the newest is shown")
-    return Part(section, title, cells, views, closing(newest, against), recommend(newest), notes)
+    sentence = closing(newest, against, ranked=None if cells.repeated else cells.groups)
+    return Part(section, title, cells, views, sentence, recommend(newest), notes)
 
 
 def _mixed_clocks(cells: Cells) -> list[str]:
