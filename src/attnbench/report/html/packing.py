@@ -26,7 +26,7 @@ def _column(values: list[Any]) -> Any:
 
 
 def _rounded(value: Any) -> Any:
-    """Two digits more than are shown, so that what is rounded twice hardly ever differs; whole floats lose their point."""
+    """Two digits more than are shown: rounded twice, hardly any differs. Whole floats lose their point."""
     if not isinstance(value, float):
         return value
     short = float(f"{value:.{DIGITS}g}")
