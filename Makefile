@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test chromium check lint types layers docs clean
+.PHONY: bench test gallery chromium check lint types layers docs clean
 
 bench: $(STAMP)
 	$(BIN)/attnbench run quick --budget 0.5
@@ -12,6 +12,10 @@ bench: $(STAMP)
 
 test: $(STAMP) chromium
 	$(BIN)/python -m pytest -q
+
+# The report of results/h200, the charts in docs/gallery, and what the README says of both.
+gallery: $(STAMP)
+	$(BIN)/python benchmarks/gallery.py
 
 # The browser tests need it; where it cannot be had, they are skipped and say so.
 chromium:

@@ -111,23 +111,23 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
             "mask": self.visible_mask.id,
             "pass": self.pass_,
         }
-        extras = {"scale": self.scale, "softcap": self.softcap}
-        axes.update(
-            {name: repr(float(value)).removesuffix(".0") for name, value in extras.items() if value is not None}
-        )
-        if self.inputs != "normal":
-            axes["inputs"] = self.inputs
-        return axes
+        return axes | self.extras
+
+    @property
+    def extras(self) -> dict[str, str]:
+        """The axes that most problems leave alone: scale, softcap and inputs, where they are not the usual."""
+        numbers = {"scale": self.scale, "softcap": self.softcap}
+        told = {name: repr(float(value)).removesuffix(".0") for name, value in numbers.items() if value is not None}
+        return told if self.inputs == "normal" else told | {"inputs": self.inputs}
 
     @property
     def id(self) -> str:
         """Stable and readable; the same from live arrays, a suite and a file."""
-        a = self.axes
         tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}x{self.kv_len}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
         dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
         parts = [f"b{self.batch}", f"t{tokens}", f"h{heads}", f"d{dims}", self.visible_mask.id, self.dtype, self.pass_]
-        parts += [f"{name}={a[name]}" for name in ("scale", "softcap", "inputs") if name in a]
+        parts += [f"{name}={value}" for name, value in self.extras.items()]
         return "-".join(parts)
 
     @property
@@ -136,7 +136,7 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
         tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
         dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
-        extras = [f"{name} {self.axes[name]}" for name in ("scale", "softcap", "inputs") if name in self.axes]
+        extras = [f"{name} {value}" for name, value in self.extras.items()]
         fields = [
             f"{self.batch} x {tokens} tokens",
             f"{heads} heads of {dims}",

@@ -28,6 +28,21 @@ def test_same_answer_twice_and_mirrored():
     assert there.value == pytest.approx(back.value)
 
 
+@pytest.mark.parametrize("rounds", [6, 7, 8, 25, 160])
+@pytest.mark.parametrize("level", [0.95, 0.99])
+def test_the_quick_way_gives_what_the_draws_give(rounds: int, level: float):
+    for seed in range(5):
+        a, b = ok("a", noisy(1e6, seed, 0.05, rounds)), ok("b", noisy(1.1e6, seed + 9, 0.05, rounds))
+        drawn, quick = log_ratio(a, b).ratio(level), paired_ratio(a, b, level)
+        assert (quick.value, quick.low, quick.high) == pytest.approx((drawn.value, drawn.low, drawn.high), rel=1e-12)
+
+
+def test_round_medians_of_equal_and_of_unequal_rounds_agree():
+    samples = np.random.default_rng(1).normal(size=24)
+    equal = round_medians(timing(samples, rounds=(8, 8, 8)))
+    assert list(equal) == [np.median(part) for part in np.split(samples, 3)]
+
+
 def test_round_medians_split_the_samples():
     time = timing([1, 2, 3, 10, 20], rounds=(3, 2))
     assert list(round_medians(time)) == [2, 15]

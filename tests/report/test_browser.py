@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from record_factory import CPU, noisy, ok, unsupported, workload
+from run_history import step_history
 
 from attnbench.spec import Cost, Memory, Record
 from attnbench.store.runfile import Header, Run
@@ -20,8 +21,9 @@ pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
+from attnbench.report.html.history import find_history
 from attnbench.report.html.page import compose, render
 from attnbench.report.html.sections import Source
 
@@ -113,7 +115,9 @@ def test_it_loads_offline_without_a_complaint(opened: Opened, report: Path):
     assert opened.asked == [report.as_uri()]
 
 
-@pytest.mark.parametrize("chart", ["winners", "time", "rate", "memory", "roofline", "compile", "correctness"])
+@pytest.mark.parametrize(
+    "chart", ["winners", "time", "rate", "memory", "roofline", "compile", "correctness", "frameworks"]
+)
 def test_every_chart_is_drawn(opened: Opened, chart: str):
     box = opened.page.locator(f"[data-chart={chart}]")
     box.scroll_into_view_if_needed()
@@ -147,7 +151,7 @@ def test_pass_and_shape_filter_together(opened: Opened):
     shapes = opened.column("speedups", 1)
     assert len(shapes) == len(SPEEDS)
     assert set(shapes) == {"1 x 256 · train"}
-    assert opened.page.locator("[data-view=length] select.family").input_value() == "train"
+    assert opened.page.locator("[data-view=length] select.pick").evaluate("s => s.selectedOptions[0].text") == "train"
 
 
 def test_an_implementation_can_be_hidden(opened: Opened):
@@ -197,14 +201,14 @@ def test_another_baseline(opened: Opened):
 
 
 def test_another_family_of_shapes(opened: Opened):
-    choice = opened.page.locator("[data-view=length] select.family")
+    choice = opened.page.locator("[data-view=length] select.pick")
     assert choice.locator("option").all_inner_texts() == ["forward", "train"]
-    choice.select_option("train")
+    choice.select_option(label="train")
     opened.page.wait_for_function(
         "[...document.querySelectorAll('[data-chart=time] svg .mark-symbol path')]"
         ".every(p => p.getAttribute('aria-label').includes('train'))"
     )
-    choice.select_option("forward")
+    choice.select_option(label="forward")
 
 
 def test_a_hostile_name_stays_text(opened: Opened):
@@ -261,7 +265,16 @@ def test_paper_shows_tables_whole_and_no_filters(browser: Any, report: Path):
     opened.page.emulate_media(media="print")
     assert not opened.page.locator("#filters").is_visible()
     assert opened.page.evaluate("getComputedStyle(document.querySelector('.table')).overflow") == "visible"
+    assert len(opened.column("speedups", 1)) == 20
+    assert opened.page.locator("[data-view=speedups] .more").inner_text() == "20 of 30 rows"
+    cut = (
+        "[...document.querySelectorAll('.chart svg')].some(one => one.clientWidth > one.closest('.chart').clientWidth)"
+    )
+    opened.page.set_viewport_size({"width": 700, "height": 900})
+    assert not opened.page.evaluate(cut)
     assert opened.page.pdf().startswith(b"%PDF")
+    opened.page.emulate_media(media="screen")
+    expect(opened.page.locator("[data-view=speedups] tbody tr")).to_have_count(30)
     opened.context.close()
 
 
@@ -272,3 +285,52 @@ def test_the_answer_is_the_first_thing_a_keyboard_reaches(browser: Any, report: 
     opened.page.keyboard.press("Tab")
     assert opened.page.evaluate("document.activeElement.closest('form, .answer') !== null")
     opened.context.close()
+
+
+def test_figures_behind_a_sentence_can_be_unfolded(opened: Opened):
+    fold = opened.page.locator(".answer .basis").first
+    assert not fold.locator("li").first.is_visible()
+    fold.locator("summary").focus()
+    opened.page.keyboard.press("Enter")
+    assert "time of torch.eager / torch.sdpa" in fold.inner_text()
+
+
+@pytest.fixture(scope="module")
+def history(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    sources = step_history(8, 4, lengths=(128, 256))
+    path = tmp_path_factory.mktemp("history") / "report.html"
+    path.write_text(render(compose(sources, history=find_history(sources, {}))), encoding="utf-8")
+    opened = Opened(browser, path, viewport={"width": 1280, "height": 900})
+    yield opened
+    opened.context.close()
+
+
+def history_texts(opened: Opened) -> list[str]:
+    return opened.page.locator("[data-chart=history] svg .mark-text text").all_text_contents()
+
+
+def test_the_history_of_a_cell_shows_its_step(history: Opened):
+    pytest.importorskip("asv")
+    choice = history.page.locator("[data-view=history] select.pick")
+    names = choice.locator("option").all_inner_texts()
+    assert [name.partition(" ")[0] for name in names] == ["torch.sdpa", "torch.sdpa", "torch.eager", "torch.eager"]
+    points = history.page.locator("[data-chart=history] svg .mark-symbol path")
+    assert points.count() == 8
+    assert any("slower" in text for text in history_texts(history))
+    choice.select_option(label="torch.eager · 1 x 256")
+    history.page.wait_for_function(
+        "[...document.querySelectorAll('[data-chart=history] svg .mark-symbol path')]"
+        ".every(p => p.getAttribute('aria-label').includes('torch.eager · 1 x 256'))"
+    )
+    assert not any("slower" in text for text in history_texts(history))
+    choice.select_option(label=names[0])
+
+
+def test_the_history_follows_the_filters(history: Opened):
+    choice = history.page.locator("[data-view=history] select.pick")
+    history.page.fill("input[name=words]", "t256")
+    assert choice.locator("option:not([disabled])").count() == 2
+    assert choice.evaluate("s => s.selectedOptions[0].text").endswith("1 x 256")
+    assert len(history.column("history", 1)) == 2
+    history.page.locator("button[type=reset]").click()
+    assert history.complaints == []

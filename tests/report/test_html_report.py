@@ -1,109 +1,39 @@
-"""The page without a browser: what goes into it, that nothing in it is markup, and what the command does."""
+"""The page without a browser: what goes into it, and that nothing in it is markup."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import re
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from page_factory import BREAKER, HOSTILE, JAX, page_of, section_of, source, timed, two_frameworks
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.ratios import paired_ratio
-from attnbench.cli import execute
-from attnbench.spec import Cost, Environment, Memory, Ok, Record
-from attnbench.store.runfile import Header, Run, RunWriter, new_header
+from attnbench.analyse.ratios import condensed, paired_ratio
+from attnbench.spec import Cost, Memory
 
 pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
 from attnbench.report.html import derived
+from attnbench.report.html.answers import group_advice
 from attnbench.report.html.baselines import choose_baselines
-from attnbench.report.html.cells import condensed, make_cells
+from attnbench.report.html.cells import make_cells
 from attnbench.report.html.families import find_families
 from attnbench.report.html.growth import growth_rows
-from attnbench.report.html.images import main_family, write_images
-from attnbench.report.html.map import lay_out
+from attnbench.report.html.images import write_images
 from attnbench.report.html.markdown import summarise
-from attnbench.report.html.packing import pack, script_json
-from attnbench.report.html.page import Page, compose, render
+from attnbench.report.html.packing import pack, script_json, unpack
+from attnbench.report.html.page import compose, render
 from attnbench.report.html.palette import SYMBOLS, order_labels, ranges
-from attnbench.report.html.sections import Section, Source, gather
+from attnbench.report.html.picks import family_choices, set_beside
+from attnbench.report.html.sections import gather
 
-HOSTILE = "<img src=x onerror=alert(1)>"
-BREAKER = "</script><script>alert(2)</script><!--"
-JAX = msgspec.structs.replace(CPU, framework="jax", packages={"jax": "0.10.2"})
-
-
-def source(*records: Record, name: str = "run.jsonl", created: str = "2026-01-01T00:00:00+00:00") -> Source:
-    header = Header(schema=1, attnbench="0", created=created, suite="quick")
-    return Source(name, Run(header, {}, records))
-
-
-def timed(name: str, median: float, q_len: int = 128, environment: Environment = CPU, **fields) -> Ok:
-    on = fields.pop("on", None) or workload(q_len)
-    return ok(name, noisy(median, seed=len(name) + q_len), on=on, environment=environment, **fields)
-
-
-def section_of(*records: Record) -> Section:
-    (section,) = gather([source(*records)])
-    return section
-
-
-@pytest.fixture(autouse=True)
-def no_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making Vega's script takes seconds; what the page does with it is tested in a browser."""
-    monkeypatch.setattr("attnbench.report.html.page.vega_script", lambda: "window.vegaEmbed = null;")
-
-
-def page_of(*records: Record) -> Page:
-    return compose([source(*records)])
-
-
-def two_frameworks() -> list[Record]:
-    return [
-        timed("torch.eager", 4e6),
-        timed("torch.sdpa", 1e6, kernels=("flash_fwd",)),
-        timed("jax.xla", 2e6, environment=JAX),
-        timed("torch.eager", 16e6, 256),
-        timed("torch.sdpa", 4e6, 256, kernels=("flash_fwd",)),
-        unsupported("torch.fa3", "needs a GPU"),
-        unsupported("torch.fa4", "needs a GPU"),
-        incorrect("mine", "first wrong row 3"),
-    ]
-
-
-class TestSections:
-    def test_frameworks_of_one_machine_share_a_section(self):
-        (section,) = gather([source(*two_frameworks())])
-        assert set(section.environments) == {"torch", "jax"}
-        assert section.title == "Test CPU 9000 · torch 2.13.0 · jax 0.10.2 · 2 threads"
-
-    def test_another_version_of_a_framework_starts_a_section(self):
-        newer = msgspec.structs.replace(CPU, packages={"torch": "2.14.0"})
-        sections = gather([source(timed("torch.sdpa", 1e6)), source(timed("torch.sdpa", 1e6, environment=newer))])
-        assert [len(section.records) for section in sections] == [1, 1]
-
-    def test_another_machine_starts_a_section_for_another_framework_too(self):
-        other = msgspec.structs.replace(JAX, device_name="Other", cpu="Other")
-        assert len(gather([source(timed("torch.sdpa", 1e6), timed("jax.xla", 1e6, environment=other))])) == 2
-
-    def test_a_record_without_an_environment_stays_with_its_run(self):
-        homeless = msgspec.structs.replace(unsupported("torch.fa3", "no"), environment=None)
-        (section,) = gather([source(timed("torch.sdpa", 1e6), homeless)])
-        assert len(section.records) == 2
-
-    def test_a_run_that_never_started_has_a_section(self):
-        homeless = msgspec.structs.replace(unsupported("torch.fa3", "no"), environment=None)
-        (section,) = gather([source(homeless)])
-        assert section.title == "Unknown machine"
-
-    def test_anchors_are_no_records_of_the_page(self):
-        assert len(section_of(timed("anchor.matmul", 1e6), timed("torch.sdpa", 1e6)).records) == 1
+pytestmark = pytest.mark.usefixtures("no_bundle")
 
 
 class TestCells:
@@ -155,34 +85,38 @@ class TestCells:
         assert choose_baselines(records, ["torch.sdpa"]) == ["torch.sdpa", "torch.eager"]
 
 
-class TestShapes:
-    def test_only_what_varies_is_said(self):
-        shapes = [workload(128), workload(256, pass_="train")]
-        families = find_families(shapes)
-        assert families.constant == "4 heads · width 32 · causal · float32"
-        assert families.shape(shapes[1]) == "1 x 256 · train"
-        assert families.family(shapes[0]) == "forward"
+class TestLengths:
+    def test_the_family_with_most_lengths_is_shown_first(self):
+        rows = [{"family": "a", "batch": 1, "len": 1, "ns": 1.0}] * 5
+        rows += [{"family": "b", "batch": 1, "len": n, "ns": 1.0} for n in (1, 2)]
+        assert [choice.text for choice in family_choices(rows, "ns")] == ["b", "a"]
 
-    def test_one_family_has_a_name(self):
-        assert find_families([workload(128)]).family(workload(128)) == "all shapes"
+    def test_one_batch_at_a_time_where_that_makes_a_curve(self):
+        rows = [
+            {"family": "f", "batch": b, "len": n, "ns": 1.0}
+            for b, most in ((1, 3), (8, 2), (9, 1))
+            for n in range(most)
+        ]
+        assert [choice.text for choice in family_choices(rows, "ns")] == [
+            "f · batch 1",
+            "f · batch 8",
+            "f · all batches",
+        ]
+        few = [row for row in rows if row["len"] < 2]
+        assert family_choices(few, "ns")[0].text == "f · all batches"
+        one, *_, every = family_choices(rows, "ns")
+        assert [one.accepts(row) for row in rows] == [True] * 3 + [False] * 3
+        assert all(every.accepts(row) for row in rows)
+        assert family_choices(rows, "peak") == []
 
-    def test_few_combinations_become_columns(self):
-        cells = [{"family": "f", "track": f"batch {b} · f", "batch": b, "len": n, "length": f"{n}"}
-                 for b, n in ((16, 512), (4, 1024))]  # fmt: skip
-        lay_out(cells)
-        assert [(cell["row"], cell["column"]) for cell in cells] == [("f", "16 x 512"), ("f", "4 x 1024")]
-
-    def test_many_combinations_make_a_row_per_batch_in_numerical_order(self):
-        cells = [{"family": "f", "track": f"batch {b}", "batch": b, "len": n, "length": f"{n}"}
-                 for b in (16, 4, 1) for n in (64, 128, 256, 512, 1024)]  # fmt: skip
-        lay_out(cells)
-        ordered = sorted(cells, key=lambda cell: (cell["row_place"], cell["column_place"]))
-        assert list(dict.fromkeys(cell["row"] for cell in ordered)) == ["batch 1", "batch 4", "batch 16"]
-        assert ordered[0]["column"] == "64"
-
-    def test_main_family_has_most_lengths(self):
-        rows = [{"family": "a", "len": 1, "ns": 1.0}] * 5 + [{"family": "b", "len": n, "ns": 1.0} for n in (1, 2)]
-        assert main_family(rows) == "b"
+    def test_batches_of_one_length_stand_side_by_side_unless_there_are_curves(self):
+        few = [{"family": "f", "batch": b, "len": n, "ns": 1.0} for b, n in ((1, 512), (16, 512), (4, 1024))]
+        set_beside(few)
+        assert few[0]["beside"] < 512 < few[1]["beside"]
+        assert "beside" not in few[2]
+        curves = [{"family": "f", "batch": b, "len": n, "ns": 1.0} for b in (1, 16) for n in (1, 2, 3)]
+        set_beside(curves)
+        assert not any("beside" in cell for cell in curves)
 
     def test_growth_finds_the_exponent(self):
         records = [
@@ -193,15 +127,64 @@ class TestShapes:
         assert row["time"] == pytest.approx(2, abs=0.1)
         assert row["memory"] == pytest.approx(2, abs=0.01)
         assert row["memory_is"] == "O(n^2)"
+        assert row["memory_theory"] == pytest.approx(2, abs=0.01)
+        assert row["lengths"] == "128 to 512"
+
+    def test_growth_says_where_compute_binds_and_memory_ends(self):
+        here = msgspec.structs.replace(CPU, memory_bytes=10**9)
+        records = [
+            timed("torch.eager", 1e3 * n**2, n, environment=here, memory=Memory(peak_bytes=5 * n**2),
+                  cost=Cost(flops=n * n, bytes=n, bound="compute" if n > 128 else "memory"))
+            for n in (128, 256, 512)
+        ]  # fmt: skip
+        (row,) = growth_rows(records, find_families(record.workload for record in records))
+        assert row["bound"] == "from 256 tokens"
+        assert row["fits"] == pytest.approx((10**9 / 5) ** 0.5, rel=0.05)
+
+
+class TestAnswers:
+    def test_each_kind_of_shapes_once_under_its_question(self):
+        names = {"torch.eager": 4.0, "torch.sdpa": 1.0, "jax.einsum": 4.0, "jax.cudnn": 2.0}
+        records = [
+            timed(name, ns * length, length, environment=JAX if name.startswith("jax") else CPU)
+            for name, ns in names.items()
+            for length in (128, 256)
+        ]
+        which, *_ = group_advice(page_of(*records).parts[0].advice)
+        assert which.title == "Which one"
+        (answer,) = which.open
+        assert answer.shapes == "4 heads of 32 · causal · float32 · forward"
+        assert [one.framework for one in answer.told] == ["PyTorch", "JAX"]
+        assert answer.told[0].text.startswith("use torch.sdpa, 4.0")
+        assert "time of torch.eager / torch.sdpa 4.0" in answer.told[0].basis
+
+    def test_the_rest_is_folded(self):
+        records = [timed(name, ns, heads, on=workload(128, heads=heads)) for heads in range(1, 8)
+                   for name, ns in (("torch.eager", 4e6), ("torch.sdpa", 1e6))]  # fmt: skip
+        (which,) = group_advice(page_of(*records).parts[0].advice)
+        assert (len(which.open), len(which.folded)) == (4, 3)
+
+    def test_sections_that_read_alike_name_their_runs(self):
+        other = msgspec.structs.replace(CPU, threads=2, packages={"torch": "2.13.0", "triton": "3"})
+        runs = [source(timed("torch.sdpa", 1e6, environment=e), name=n) for n, e in (("a", CPU), ("b", other))]
+        titles = [part.title for part in compose(runs).parts]
+        assert titles == [
+            "Test CPU 9000 · torch 2.13.0 · 2 threads · a",
+            "Test CPU 9000 · torch 2.13.0 · 2 threads · b",
+        ]
 
 
 class TestPacking:
+    def test_rows_come_back_without_what_is_not_known(self):
+        rows = [{"a": 1, "b": "x"}, {"a": None, "b": "y"}]
+        assert unpack(pack(rows)) == [{"a": 1, "b": "x"}, {"b": "y"}]
+
     def test_columns_come_back_as_rows(self):
         packed = pack([{"a": 1.23456, "b": "x"}, {"b": "y", "c": None}])
-        assert packed == {"count": 2, "columns": {"a": [1.235, None], "b": {"words": ["x", "y"], "codes": [0, 1]}}}
+        assert packed == {"count": 2, "columns": {"a": [1.2346, None], "b": {"words": ["x", "y"], "codes": [0, 1]}}}
 
     def test_large_numbers_stay_numbers(self):
-        assert pack([{"a": 123456.0, "b": 1e300}])["columns"] == {"a": [123500], "b": [1e300]}
+        assert pack([{"a": 1234567.0, "b": 1e300}])["columns"] == {"a": [1234600], "b": [1e300]}
 
     @pytest.mark.parametrize("text", [HOSTILE, BREAKER, "a & b"])
     def test_nothing_in_a_script_is_markup(self, text: str):
@@ -336,52 +319,6 @@ class TestMarkdown:
     def test_it_is_capped(self):
         records = [unsupported(f"torch.x{n}", f"reason {n} " + "long " * 50) for n in range(400)]
         assert len(summarise(page_of(*records))) < 65_000
-
-
-class TestCommand:
-    @pytest.fixture
-    def run_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.chdir(tmp_path)
-        writer = RunWriter(tmp_path / "runs/machine/first.jsonl", new_header("0", "quick"))
-        writer.write(two_frameworks())
-        writer.close()
-        return writer.path
-
-    def test_the_page_lies_beside_the_run(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
-        assert execute(["report"]) == 0
-        path = run_file.with_suffix(".html")
-        assert capsys.readouterr().out.strip().endswith("first.html")
-        assert "torch.sdpa" in path.read_text()
-
-    def test_another_place_and_markdown(self, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        assert execute(["report", str(run_file), "-o", "out/page.html", "--markdown"]) == 0
-        printed = capsys.readouterr()
-        assert (tmp_path / "out/page.html").is_file()
-        assert printed.out.startswith("### Test CPU 9000")
-        assert "page.html" in printed.err
-
-    def test_json_names_what_was_written(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
-        assert execute(["report", "latest", "--json"]) == 0
-        document = msgspec.json.decode(capsys.readouterr().out)
-        assert document["report"].endswith("first.html")
-        assert "torch.sdpa" in document["closing"][0]
-
-    def test_a_run_of_nothing_is_one_sentence(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
-        RunWriter(Path("empty.jsonl"), new_header("0", "quick")).close()
-        assert execute(["report", "empty.jsonl"]) == 2
-        assert "empty.jsonl holds no records" in capsys.readouterr().err
-
-    def test_an_unwritable_place_is_one_sentence(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
-        Path("file").touch()
-        assert execute(["report", "-o", "file/page.html"]) == 2
-        assert "Choose another place with -o" in capsys.readouterr().err
-
-    def test_a_missing_package_says_what_to_install(
-        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ):
-        monkeypatch.setattr(sys.modules["attnbench.cli.report"], "find_spec", lambda name: None)
-        assert execute(["report"]) == 2
-        assert "attnbench[report]" in capsys.readouterr().err
 
 
 def test_condensed_records_compare_as_before():

@@ -15,7 +15,6 @@ from attnbench.spec import Record, Workload
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
 SIZED = ("window", "prefix", "dilated")
 """Kinds of masks whose sizes a family leaves open."""
-EXTRAS = ("scale", "softcap", "inputs")
 
 
 class Family(Struct, frozen=True, kw_only=True):
@@ -80,7 +79,7 @@ def family_of(record: Record) -> Family:
         mask="&".join(w.visible_mask.kinds),
         pass_=w.pass_,
         shape="" if w.q_len == w.kv_len else "decode" if w.q_len == 1 else "rectangular",
-        extras=" ".join(f"{name} {w.axes[name]}" for name in EXTRAS if name in w.axes),
+        extras=" ".join(f"{name} {value}" for name, value in w.extras.items()),
     )
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from math import log
-from statistics import median
 
-import msgspec
 from msgspec import Struct
 
 from attnbench.analyse.ranking import LEAST_DIFFERENCE, RANK_LEVEL, by_workload, is_timed, label
-from attnbench.analyse.ratios import paired_ratio
+from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.spec import Ok, Record
 
 Field = Mapping[str, Mapping[str, Ok]]
@@ -63,7 +61,7 @@ def front_of(records: Iterable[Record]) -> Front:
     """Rank every workload of some records."""
     leaders: dict[str, list[str]] = {}
     field: dict[str, dict[str, Ok]] = {}
-    for key, group in by_workload(one_per_round(record) for record in exact(records)).items():
+    for key, group in by_workload(map(condensed, exact(records))).items():
         field[key] = {label(record): record for record in group if is_timed(record)}
         leaders[key] = _leaders(list(field[key].values()))
     return Front(leaders, field)
@@ -74,17 +72,6 @@ def _leaders(group: Sequence[Ok]) -> list[str]:
     first, *others = sorted(group, key=_median)
     near = takewhile(lambda one: paired_ratio(first, one, RANK_LEVEL).low <= LEAST_DIFFERENCE, others)
     return [label(one) for one in (first, *near)]
-
-
-def one_per_round(record: Ok) -> Ok:
-    """The record with each round's median in place of its samples: all that a paired ratio looks at, found once."""
-    time = record.time
-    if time is None or max(time.rounds, default=1) == 1 or sum(time.rounds) != len(time.samples_ns):
-        return record
-    ends = accumulate(time.rounds)
-    medians = tuple(median(time.samples_ns[end - size : end]) for end, size in zip(ends, time.rounds) if size)
-    shorter = msgspec.structs.replace(time, samples_ns=medians, rounds=(1,) * len(medians))
-    return msgspec.structs.replace(record, time=shorter)
 
 
 def _median(record: Ok) -> float:

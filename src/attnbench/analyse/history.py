@@ -94,33 +94,43 @@ class Trend(Struct, frozen=True):
     changes: tuple[Change, ...]
 
 
-def gather(sources: Iterable[Source], order: Mapping[str, int] | None = None) -> tuple[list[Series], list[Excluded]]:
-    """Series of every timed cell; `order` is each commit's place in the history, without it time decides."""
+def gather(
+    sources: Iterable[Source], order: Mapping[str, int] | None = None, per_run: bool = False
+) -> tuple[list[Series], list[Excluded]]:
+    """Series of every timed cell; `order` is each commit's place in the history, without it time decides.
+
+    A commit is one point, the median of its runs, or with `per_run` every run is one.
+    """
     found: dict[Key, list[tuple[Point, Ok]]] = {}
     excluded: list[Excluded] = []
     for source in sources:
+        anchors = _anchors(source)
         for record in source.records:
             if not is_timed(record) or record.implementation.startswith(ANCHOR):
                 continue
-            made = _point(record, source)
+            made = _point(record, source.created, anchors.get(record.workload.id, {}))
             if isinstance(made, str):
                 excluded.append(Excluded(record.cell.id, source.created, made))
             else:
                 found.setdefault(made[0], []).append((made[1], record))
-    series = [_series(key, points, order or {}) for key, points in found.items()]
+    series = [_series(key, points, order or {}, per_run) for key, points in found.items()]
     return sorted(series, key=lambda one: (one.key.workload, one.key.implementation)), excluded
 
 
-def _point(record: Ok, source: Source) -> tuple[Key, Point] | str:
+def _anchors(source: Source) -> dict[str, dict[str, Ok]]:
+    """Workload id -> name of the anchor -> its record."""
+    found: dict[str, dict[str, Ok]] = {}
+    for record in source.records:
+        if record.implementation in ANCHORS and is_timed(record):
+            found.setdefault(record.workload.id, {})[record.implementation] = record
+    return found
+
+
+def _point(record: Ok, created: str, anchors: Mapping[str, Ok]) -> tuple[Key, Point] | str:
     environment, time = record.environment, record.time
     assert time is not None
     if environment is None:
         return "its environment is not known"
-    anchors = {
-        one.implementation: one
-        for one in source.records
-        if is_timed(one) and one.implementation in ANCHORS and one.workload.id == record.workload.id
-    }
     missing = [name for name in ANCHORS if name not in anchors]
     if missing:
         return f"its run has no {' and no '.join(missing)} for this workload"
@@ -133,22 +143,28 @@ def _point(record: Ok, source: Source) -> tuple[Key, Point] | str:
         anchors=f"{first.environment.fingerprint if first.environment else ''} {times[0].clock}",
     )
     value = log(time.median_ns) - sum(log(one.median_ns) for one in times) / len(times)
-    return key, Point(commit=environment.commit, created=source.created, value=value)
+    return key, Point(commit=environment.commit, created=created, value=value)
 
 
-def _series(key: Key, found: Sequence[tuple[Point, Ok]], order: Mapping[str, int]) -> Series:
+def _series(key: Key, found: Sequence[tuple[Point, Ok]], order: Mapping[str, int], per_run: bool) -> Series:
     record = found[0][1]
     assert record.environment is not None
-    points = _per_commit(point for point, _ in found)
+    points = _distinct(point for point, _ in found)
+    points = points if per_run else _per_commit(points)
     known = all(point.commit in order for point in points)
     points.sort(key=lambda point: (order[point.commit] if known else 0, point.created))
     return Series(key=key, workload=record.workload, machine=record.environment.device_name, points=tuple(points))
 
 
+def _distinct(points: Iterable[Point]) -> list[Point]:
+    """Each run once: a baseline is the run that it was made of."""
+    return list({(point.commit, point.created): point for point in points}.values())
+
+
 def _per_commit(points: Iterable[Point]) -> list[Point]:
-    """One point per commit; a run without one is a point of its own, and a baseline is the run that it was made of."""
+    """One point per commit; a run without one is a point of its own."""
     groups: dict[str, list[Point]] = {}
-    for point in {(point.commit, point.created): point for point in points}.values():
+    for point in points:
         groups.setdefault(point.commit or point.created, []).append(point)
     return [
         Point(

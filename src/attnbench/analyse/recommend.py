@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.families import Family, Tracks, by_family, tracks
 from attnbench.analyse.fitting import fitting_of
+from attnbench.analyse.flash import flash_of
 from attnbench.analyse.from_length import threshold_of
 from attnbench.analyse.fronts import front_of
 from attnbench.analyse.launch_bound import launch_bound_of
@@ -19,7 +20,7 @@ from attnbench.spec import Record
 
 
 def recommend(records: Sequence[Record]) -> list[Recommendation]:
-    """Winners first, then thresholds, then what is launch-bound, then what stops fitting."""
+    """Winners first, then where flash pays and the lead changes, then what is launch-bound, then what stops fitting."""
     fronts = {family: front_of(members) for family, members in by_family(records).items()}
     lines = tracks(records)
     within: dict[Family, Tracks] = {}
@@ -27,6 +28,7 @@ def recommend(records: Sequence[Record]) -> list[Recommendation]:
         within.setdefault(track.family, {})[track] = names
     found = [
         *(winner_of(family, front) for family, front in fronts.items()),
+        *(flash_of(family, members) for family, members in within.items()),
         *(threshold_of(track, names, fronts[track.family]) for track, names in lines.items()),
         *(launch_bound_of(family, members) for family, members in within.items()),
         *(fitting_of(track, names) for track, names in lines.items()),

@@ -26,16 +26,23 @@ Rankings = dict[str, list[Row]]
 """Workload id -> its ranked rows."""
 
 
-def closing(records: Sequence[Record], against: Sequence[str] = (), focus: Sequence[str] = ()) -> str:
+def closing(
+    records: Sequence[Record],
+    against: Sequence[str] = (),
+    focus: Sequence[str] = (),
+    ranked: Sequence[Sequence[Row]] | None = None,
+) -> str:
     """The sentence that answers the question, after what must be said first about wrong ones.
 
-    `focus` names what the user came to look at: where it is not in front, how far behind it is.
+    `focus` names what the user came to look at: where it is not in front, how far behind it is. `ranked` are the
+    records ranked workload by workload, where that was done already.
     """
     groups = by_workload(records)
     kept = [r for group in groups.values() for r in group]
     sentences = [*wrong_sentences(kept), *_lost_sentences(kept, focus)]
-    rankings = {key: [row for row in rank(group) if row.rank is not None] for key, group in groups.items()}
-    rankings = {key: rows for key, rows in rankings.items() if rows}
+    found = map(rank, groups.values()) if ranked is None else ranked
+    ordered = ([row for row in rows if row.rank is not None] for rows in found)
+    rankings = {rows[0].record.workload.id: rows for rows in ordered if rows}
     if not rankings:
         return " ".join([*sentences, _nothing_timed(kept)])
     return " ".join([*sentences, _verdict(rankings, baseline(kept, against), focus)])

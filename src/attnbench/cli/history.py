@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,13 +31,14 @@ def history(
     Examples: `attnbench history` · `attnbench history runs/ --impl torch.sdpa -k causal`
     """
     from attnbench.analyse.history import Trend, find_changes, gather
+    from attnbench.cli.commits import commit_places, known_between
     from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.report.history import closing, print_history
 
     sources = _only(_sources(runs), impl, words)
-    places = _places(sources)
+    places = commit_places(record for source in sources for record in source.records)
     series, excluded = gather(sources, places)
-    trends = [Trend(one, find_changes(one, lambda old, new: _between(old, new, places))) for one in series]
+    trends = [Trend(one, find_changes(one, lambda old, new: known_between(old, new, places))) for one in series]
     unknown = {point.commit for one in series for point in one.points} - places.keys() - {""}
     if unknown:
         told = f"note: {len(unknown)} commits are not in this clone; their series are in order of time."
@@ -56,13 +57,15 @@ def _sources(names: Sequence[str]) -> list[Source]:
     """What the names lead to; a broken file is an error where it was named and a warning in a folder."""
     from attnbench.cli.output import stderr_console
     from attnbench.config import load_settings
+    from attnbench.report.summaries import FILES as SUMMARIES
 
     settings = load_settings()
     runs_dir, folders = Path(settings.runs_dir), [Path(name) for name in names if Path(name).is_dir()]
     files = [Path(name) for name in names if Path(name).is_file()]
     parts = [name for name in names if not Path(name).exists()]
     for place in folders if names else [runs_dir, Path(settings.baselines_dir)]:
-        files += sorted([*place.rglob("*.jsonl"), *place.rglob("*.json")])
+        found = sorted([*place.rglob("*.jsonl"), *place.rglob("*.json")])
+        files += [path for path in found if path.name not in SUMMARIES]
     for part in parts:
         found = sorted(path for path in runs_dir.rglob("*.jsonl") if part in str(path))
         if not found:
@@ -108,20 +111,6 @@ def _only(sources: Sequence[Source], impl: Sequence[str], words: str) -> list[So
     if not any(not r.implementation.startswith(ANCHOR) for source in kept for r in source.records):
         raise UsageError(f'no record is of "{" ".join([*impl, words]).strip()}": `attnbench show` lists what there is.')
     return kept
-
-
-def _places(sources: Sequence[Source]) -> dict[str, int]:
-    """Place of each commit in git's history; empty outside a repository."""
-    from attnbench.run.git import commit_order, is_repository
-
-    commits = {r.environment.commit for source in sources for r in source.records if r.environment is not None}
-    return commit_order(commits - {""}) if is_repository() else {}
-
-
-def _between(old: str, new: str, places: Mapping[str, int]) -> list[tuple[str, str]]:
-    from attnbench.run.git import commits_between
-
-    return commits_between(old, new) if old in places and new in places else []
 
 
 def _command(trend: Trend, change: Change) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +15,8 @@ from attnbench.cli.options import Json, Many
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
+    from attnbench.report.html.history import History
+    from attnbench.report.html.page import Page
     from attnbench.report.html.sections import Source
     from attnbench.spec import Record
 
@@ -27,45 +31,53 @@ def report(
         bool, Parameter(negative="", help="Also print a summary for a pull request or a job's page.")
     ] = False,
     summaries: Annotated[
-        Path | None, Parameter(help="Folder for summary.txt, performance.json, memory.json and correctness.json.")
+        Path | None,
+        Parameter(help="Folder for summary.txt, performance.json, memory.json and correctness.json; beside the page."),
     ] = None,
     against: Annotated[tuple[str, ...], Many, Parameter(help="What the others are compared with at first.")] = (),
     json: Json = False,
 ) -> int:
     """Write runs as one HTML file that needs no network: winners, charts, tables, what did not run and why.
 
+    Several runs of the same cells, at different times or commits, also show how each cell fared.
+
     Examples: `attnbench report` · `attnbench report results/h200/grid-gpu.jsonl -o report.html --png charts`
     """
     _check_installed()
-    from attnbench.cli.output import print_json, stderr_console, stdout_console
+    from attnbench.cli.output import print_json
     from attnbench.report.html.images import write_images
     from attnbench.report.html.markdown import summarise
     from attnbench.report.html.page import compose, render
-    from attnbench.report.summaries import write_summaries
+    from attnbench.report.summaries import folder_of
 
     paths, sources = _read(runs or ("latest",))
-    page = compose(sources, against)
+    page = compose(sources, against, _history(sources))
     if not page.parts:
         raise UsageError(f"{paths[0]} holds no records: `attnbench run --quick` makes some.")
     path = paths[0].with_suffix(".html") if out is None else out
     _write(path, render(page))
     images = [] if png is None else write_images(page, png)
-    texts = [] if summaries is None else write_summaries(_records(sources), summaries, against)
+    folder = summaries or folder_of(path)
+    texts = _summarise(sources, page, folder, against, path)
+    if markdown:
+        _annotate(sources)
     if json:
-        found = {
-            "report": path,
-            "images": images,
-            "summaries": texts,
-            "closing": [part.sentence for part in page.parts],
-        }
+        closing = [part.sentence for part in page.parts]
+        found = {"report": path, "images": images, "summaries": texts, "closing": closing}
         print_json(found | ({"markdown": summarise(page)} if markdown else {}))
         return 0
     if markdown:
         print(summarise(page), end="")
-    console = stderr_console() if markdown else stdout_console()
-    for written in (path, *images, *texts):
-        console.print(str(written), highlight=False, markup=False, soft_wrap=True)
+    _tell([str(path), *map(str, images), f"{folder}{os.sep}"], to_stderr=markdown)
     return 0
+
+
+def _tell(written: Iterable[str], to_stderr: bool) -> None:
+    from attnbench.cli.output import stderr_console, stdout_console
+
+    console = stderr_console() if to_stderr else stdout_console()
+    for path in written:
+        console.print(path, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_installed() -> None:
@@ -88,6 +100,37 @@ def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
     return paths, sorted(sources, key=lambda source: source.run.header.created)
 
 
+def _history(sources: Sequence[Source]) -> History:
+    from attnbench.cli.commits import commit_places, known_between
+    from attnbench.report.html.history import NO_HISTORY, find_history
+
+    if len(sources) < 2:
+        return NO_HISTORY
+    places = commit_places(record for source in sources for record in source.run.records)
+    return find_history(sources, places, lambda old, new: known_between(old, new, places))
+
+
+def _annotate(sources: Sequence[Source]) -> None:
+    """On GitHub, mark the job; on stderr, where GitHub reads as well."""
+    from attnbench.report.annotations import record_commands
+
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in record_commands(_records(sources)):
+            print(line, file=sys.stderr)
+
+
+def _summarise(sources: Sequence[Source], page: Page, folder: Path, against: Sequence[str], path: Path) -> list[Path]:
+    from attnbench.report.summaries import Said, write_summaries
+
+    titled = len(page.parts) > 1
+    answers = [f"{part.title}: {part.sentence}" if titled else part.sentence for part in page.parts]
+    said = Said(answers, [one for part in page.parts for one in part.advice])
+    try:
+        return write_summaries(_records(sources), folder, against, said)
+    except UsageError as error:
+        raise UsageError(f"the page is written to {path}, its summaries are not: {error}") from error
+
+
 def _records(sources: Sequence[Source]) -> list[Record]:
     """Of a repeated cell the newest."""
     found = {record.cell.id: record for source in sources for record in source.run.records}
@@ -95,8 +138,9 @@ def _records(sources: Sequence[Source]) -> list[Record]:
 
 
 def _write(path: Path, text: str) -> None:
+    from attnbench.store.drafts import write_texts
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_texts({path: text})
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another place with -o.") from error

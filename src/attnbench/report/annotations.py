@@ -1,11 +1,14 @@
-"""A gate as GitHub workflow commands: lines in the log that become annotations of the job and the pull request."""
+"""A gate or a run as GitHub workflow commands: lines in the log that become annotations of the job and the pull
+request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from attnbench.analyse.ranking import label
 from attnbench.comparison import FAILING, Case, GateReport
 from attnbench.report.gate import figures, ordered, remark, verdict, word
+from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 MOST = 10
 """GitHub shows so many of each kind per step and hides the rest without a word."""
@@ -19,7 +22,32 @@ def workflow_commands(report: GateReport) -> list[str]:
     found: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
     for kind, title, message in _told(report):
         found[kind].append(command(kind, title, message))
-    return [line for kind, lines in found.items() for line in _capped(kind, lines)]
+    return [
+        line for kind, lines in found.items() for line in _capped(kind, lines, "gate", "the job summary or gate.json")
+    ]
+
+
+def record_commands(records: Iterable[Record]) -> list[str]:
+    """Errors for what is wrong, warnings for what crashed, hung or did not fit, once per reason; what was refused is
+    no event."""
+    found: dict[str, dict[tuple[str, str, str], list[str]]] = {"error": {}, "warning": {}}
+    for record in records:
+        if not isinstance(record, Ok | Unsupported):
+            kind = "error" if isinstance(record, Incorrect) else "warning"
+            event = (label(record), record.status.replace("_", " "), record.reason)
+            found[kind].setdefault(event, []).append(record.workload.title)
+    return [
+        line
+        for kind, events in found.items()
+        for line in _capped(
+            kind, [_event(kind, *event, shapes) for event, shapes in events.items()], "report", "the report"
+        )
+    ]
+
+
+def _event(kind: str, name: str, status: str, reason: str, shapes: Sequence[str]) -> str:
+    more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+    return command(kind, f"{name}: {status}", f"{shapes[0]}{more}. {reason}")
 
 
 def _told(report: GateReport) -> Iterator[tuple[str, str, str]]:
@@ -36,12 +64,11 @@ def _message(case: Case) -> str:
     return ". ".join(part for part in (case.workload.title, figures(case), remark(case)) if part)
 
 
-def _capped(kind: str, lines: Iterable[str]) -> list[str]:
-    lines = list(lines)
+def _capped(kind: str, lines: list[str], what: str, where: str) -> list[str]:
     if len(lines) <= MOST:
         return lines
     more = len(lines) - (MOST - 1)
-    return [*lines[: MOST - 1], command(kind, "attnbench gate", f"{more} more: see the job summary or gate.json")]
+    return [*lines[: MOST - 1], command(kind, f"attnbench {what}", f"{more} more: see {where}")]
 
 
 def command(kind: str, title: str, message: str) -> str:

@@ -94,17 +94,18 @@ def _no_change(trends: Sequence[Trend]) -> str:
 def _sentence(trend: Trend, change: Change, suggest: Suggest) -> str:
     key, command = trend.series.key, suggest(trend, change)
     confirm = f" Confirm with `{command}`." if command else ""
-    return f"{key.implementation} on {key.workload} is {size(change)} {_since(trend, change)}.{confirm}"
+    return f"{key.implementation} on {key.workload} is {size(change)} {since(trend, change)}.{confirm}"
 
 
-def _since(trend: Trend, change: Change) -> str:
+def since(trend: Trend, change: Change) -> str:
+    """Which commits may have done it, where git knows them; else after which run."""
     if len(change.suspects) == 1:
         return f"since {_commit(*change.suspects[0])}"
     if change.suspects:
         shown = ", ".join(_commit(*one) for one in change.suspects[-MOST_SUSPECTS:])
         more = f" and {len(change.suspects) - MOST_SUSPECTS} before" if len(change.suspects) > MOST_SUSPECTS else ""
         return f"by one of {len(change.suspects)} commits: {shown}{more}"
-    if change.old and change.new:
+    if change.old and change.new and change.old != change.new:
         return f"somewhere after {change.old[:SHORT]} and up to {change.new[:SHORT]}"
     return f"since the run of {trend.series.points[change.position].created}"
 

@@ -7,37 +7,60 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
+from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.ranking import ANCHOR, label
+from attnbench.analyse.ratios import condensed
+from attnbench.analyse.recommend import recommend
 from attnbench.analyse.scaling import Slope
 from attnbench.analyse.summary import closing, count_notes
 from attnbench.errors import UsageError
 from attnbench.report.detail import environment_line
 from attnbench.report.summary_documents import Document, correctness, memory, performance
 from attnbench.spec import Ok, Record
+from attnbench.store.drafts import write_texts
+
+FILES = ("correctness.json", "memory.json", "performance.json", "summary.txt")
 
 
-def write_summaries(records: Sequence[Record], folder: Path, against: Sequence[str] = ()) -> list[Path]:
-    """Write the four files into a folder, which is made if need be."""
-    speed, space = performance(records, against), memory(records)
+def folder_of(page: Path) -> Path:
+    """Where the summaries of a page lie: beside it."""
+    return page.with_name(f"{page.stem}-summary")
+
+
+class Said(Struct, frozen=True):
+    """What the page says of the same records, so that it need not be found twice."""
+
+    answers: Sequence[str]
+    advice: Sequence[Recommendation]
+
+
+def write_summaries(
+    records: Sequence[Record], folder: Path, against: Sequence[str] = (), said: Said | None = None
+) -> list[Path]:
+    """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk."""
+    records = list(map(condensed, records))
+    said = said or Said([closing(records, against)], recommend(records))
+    speed, space = performance(records, against, said.advice), memory(records)
     documents = {"performance.json": speed, "memory.json": space, "correctness.json": correctness(records)}
     texts = {name: _json(document) for name, document in documents.items()}
-    texts["summary.txt"] = summary_text(records, speed, space, against)
+    texts["summary.txt"] = summary_text(records, speed, space, said)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        write_texts({folder / name: texts[name] for name in FILES})
     except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Choose another folder.") from error
-    return [folder / name for name in sorted(texts)]
+        raise UsageError(
+            f"cannot write to {folder}: {error.strerror or error}. Choose another folder with --summaries."
+        ) from error
+    return [folder / name for name in FILES]
 
 
-def summary_text(records: Sequence[Record], speed: Document, space: Document, against: Sequence[str] = ()) -> str:
+def summary_text(records: Sequence[Record], speed: Document, space: Document, said: Said) -> str:
     """The answer first, then what it rests on, then what did not run; `speed` and `space` are the documents."""
     shown = [record for record in records if not record.implementation.startswith(ANCHOR)]
     sections = {
-        "": [*_machines(shown), _counts(shown), "", closing(records, against)],
-        "Recommendations": [f"{one.text}\n    rests on: {one.basis}" for one in speed["recommendations"]],
+        "": [*_machines(shown), _counts(shown), "", *said.answers],
+        "Recommendations": [f"{one.text}\n    rests on: {one.basis}" for one in said.advice],
         f"Speed-up against {speed['baseline']}": _categories(speed),
         "Growth of time with length": [_time_line(one) for one in speed["scaling"]],
         "Growth of memory with length": [_memory_line(one) for one in space["growth"]],

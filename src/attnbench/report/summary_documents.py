@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.crossover import crossover
 from attnbench.analyse.families import Track, Tracks, tracks
 from attnbench.analyse.memory_limit import fits_until
@@ -19,7 +20,9 @@ SCHEMA = 1
 Document = dict[str, Any]
 
 
-def performance(records: Sequence[Record], against: Sequence[str] = ()) -> Document:
+def performance(
+    records: Sequence[Record], against: Sequence[str] = (), advice: Sequence[Recommendation] | None = None
+) -> Document:
     """Times, rates, speed-ups with their categories, growth with length, crossovers with the baseline, advice."""
     base, lines = baseline(records, against), tracks(records)
     return {
@@ -29,7 +32,7 @@ def performance(records: Sequence[Record], against: Sequence[str] = ()) -> Docum
         "speedups": [] if base is None else speedups(records, base),
         "scaling": [one for track, names in lines.items() for one in _growth(track, names)],
         "crossovers": [] if base is None else _crossovers(lines, base),
-        "recommendations": recommend(records),
+        "recommendations": recommend(records) if advice is None else advice,
     }
 
 

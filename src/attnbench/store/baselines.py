@@ -7,7 +7,6 @@ every sample, and the anchors of its run, by which it can be compared with a lat
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from attnbench.errors import BrokenFile, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
+from attnbench.store.drafts import draft_of
 from attnbench.store.runfile import slug
 
 SCHEMA = 1
@@ -189,11 +189,9 @@ def _path(folder: Path, environment: Environment, cell: Cell) -> Path:
 def _write(path: Path, baseline: Baseline) -> None:
     """Whole or not at all; indented, so that a change can be reviewed."""
     text = msgspec.json.format(msgspec.json.encode(baseline), indent=1) + b"\n"
-    half = path.with_suffix(".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half.write_bytes(text)
-        os.replace(half, path)
+        with draft_of(path) as draft:
+            draft.write_bytes(text)
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror or error}. Choose another folder with --dir."

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from attnbench.analyse.ranking import Row, by_workload, is_timed, label, rank
-from attnbench.analyse.ratios import paired_ratio
+from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.analyse.speedup import category
-from attnbench.measuring.sampling import round_medians
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.families import Families, find_families, length_text
 from attnbench.report.html.map import lay_out
+from attnbench.report.html.picks import set_beside
 from attnbench.report.html.sections import Section
 from attnbench.spec import Ok, Record
 
@@ -57,19 +57,8 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
             kept[record.cell.id]["samples"] = len(record.time.samples_ns)
     rows = list(kept.values())
     lay_out(rows)
+    set_beside(rows)
     return Cells(rows, groups, records, families, baselines, len(section.records) - len(records))
-
-
-def condensed(record: Record) -> Record:
-    """The same record with the median of each round for its samples: every ratio comes out the same, in a third of
-    the time."""
-    if not isinstance(record, Ok) or record.time is None:
-        return record
-    medians = round_medians(record.time)
-    if len(medians) < 2:
-        return record
-    time = structs.replace(record.time, samples_ns=tuple(medians.tolist()), rounds=(1,) * len(medians))
-    return structs.replace(record, time=time)
 
 
 def _timed_record(group: Iterable[Row], name: str) -> Ok | None:
@@ -95,6 +84,7 @@ def _identity(record: Record, families: Families) -> Cell:
         "shape": families.shape(workload),
         "family": families.family(workload),
         "track": families.track(workload),
+        "model": families.model(workload) or None,
         "pass": workload.pass_,
         "batch": workload.batch,
         "len": workload.kv_len,

@@ -6,39 +6,60 @@ A label has one colour and one symbol on the whole page: its place in `labels`, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import altair as alt
 from msgspec import Struct
 
+from attnbench.report.html.picks import Choice
+
 ROWS = alt.NamedData(name="rows")
 PICKED = alt.param(name="picked", value="")
 """The implementation that the reader points at; the others fade."""
-LENGTHS = alt.param(name="lengths", value=[])
-"""Where the axis of lengths has its ticks: at those that were measured."""
 FADED = alt.condition("picked == '' || datum.label == picked", alt.value(1), alt.value(0.12))
 FAINT = alt.condition("picked == '' || datum.label == picked", alt.value(0.6), alt.value(0.08))
 HEIGHT = 340
-TICKS = [step * 10.0**power for power in range(-9, 10) for step in (1, 2, 5)]
+CELL: dict[str, Any] = {"fillOpacity": 0.3, "strokeWidth": 1.5, "cornerRadius": 2}
+TICKS = {"name": "ticks", "value": [step * 10.0**power for power in range(-9, 10) for step in (1, 2, 5)]}
+"""A parameter: altair copies what stands in a chart dozens of times."""
 TIMED = "isValid(datum.ns) && datum.exact"
+
+
+Spec = dict[str, Any]
+Labels = tuple[str, ...]
+drawn_once = lru_cache(64)
+"""altair takes its time, and the sections of a page have the same charts. Nobody writes on them."""
 
 
 class Chart(Struct, frozen=True):
     """One chart of a view."""
 
     name: str
-    spec: dict[str, Any]
-    by_family: bool = False
-    """Shows one family of shapes at a time."""
+    spec: Spec
+    choices: list[Choice] = []
+    """Shows one of these at a time, the first at first; without any, everything."""
     needs: str = "ns"
     """Rows without this field are not given to it."""
     lines: str = ""
     """As high as there are values of this field, `step` pixels each; 340 without one."""
     step: int = 0
+    legend: bool = True
+    axes: dict[str, str] = {}
+    """Parameter -> the field whose values it lists, in the order of `<field>_place` or of their size: where an axis has
+    its ticks, or what it is made of."""
+    rows: dict[str, Any] | None = None
+    """Rows of its own, packed; else it shows the cells of the section."""
 
 
-def winner_map(labels: Sequence[str], winners: Sequence[str], dense: bool) -> Chart:
-    """Which one is fastest at each batch and length, and what the next best would cost."""
+def winner_map(labels: Sequence[str], winners: Sequence[str], title: str) -> Chart:
+    """Which one is fastest at each batch and length, and what the next best would cost; a model's shape has one."""
+    spec = _winner_spec(tuple(labels), tuple(winners), title)
+    return Chart("winners", spec, lines="row", step=30, axes={"rows": "row", "columns": "column"})
+
+
+@drawn_once
+def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
     base = (
         alt.Chart(ROWS)
         .transform_filter(TIMED)
@@ -61,17 +82,11 @@ def winner_map(labels: Sequence[str], winners: Sequence[str], dense: bool) -> Ch
             told="(datum.rank == datum.next_rank ? '≈ ' : '') + datum.label",
         )
         .encode(
-            x=alt.X(
-                "column:O",
-                title="Batch x length (tokens)" if dense else "Length (tokens)",
-                sort=alt.EncodingSortField("column_place", op="min"),
-                axis=alt.Axis(labelAngle=0, orient="top", ticks=False, domain=False),
-            ),
             y=alt.Y(
                 "row:O",
                 title=None,
-                sort=alt.EncodingSortField("row_place", op="min"),
-                axis=alt.Axis(labelLimit=300, ticks=False, domain=False),
+                scale=alt.Scale(domain=alt.ExprRef("rows")),
+                axis=alt.Axis(labelLimit=300, labelPadding=8, ticks=False, domain=False),
             ),
             opacity=FADED,
             tooltip=[
@@ -85,13 +100,22 @@ def winner_map(labels: Sequence[str], winners: Sequence[str], dense: bool) -> Ch
             ],
         )
     )
-    cells = base.mark_rect(fillOpacity=0.3, strokeWidth=1.5, cornerRadius=2).encode(
-        fill=_colour(labels, alt.Fill, told=winners), stroke=_colour(labels, alt.Stroke, legend=False)
+    x = alt.X(
+        "column:O",
+        title=title,
+        scale=alt.Scale(domain=alt.ExprRef("columns")),
+        axis=alt.Axis(labelAngle=0, orient="top", ticks=False, domain=False),
     )
-    names = base.mark_text(
-        fontSize=alt.ExprRef("bandwidth('x') < 50 ? 0 : 11"), limit=alt.ExprRef("max(0, bandwidth('x') - 8)")
-    ).encode(text="told:N")
-    return Chart("winners", _finish(alt.layer(cells, names)), lines="row", step=30)
+    fill, stroke = colour(labels, alt.Fill, told=winners), colour(labels, alt.Stroke, legend=False)
+    grid, models = (base.transform_filter(which) for which in ("isValid(datum.column)", "!isValid(datum.column)"))
+    fits = alt.ExprRef("bandwidth('x') < 50 ? 0 : 11")
+    layers = [
+        grid.mark_rect(**CELL).encode(x=x, fill=fill, stroke=stroke),
+        grid.mark_text(fontSize=fits, limit=alt.ExprRef("max(0, bandwidth('x') - 8)")).encode(x=x, text="told:N"),
+        models.mark_rect(**CELL).encode(x=alt.value(0), x2=alt.value("width"), fill=fill, stroke=stroke),
+        models.mark_text(fontSize=11).encode(x=alt.value(alt.ExprRef("width / 2")), text="told:N"),
+    ]
+    return finish(alt.layer(*layers), "rows", "columns")
 
 
 def against_length(
@@ -102,25 +126,36 @@ def against_length(
     low: str = "",
     high: str = "",
     theory: str = "",
+    choices: Sequence[Choice] = (),
 ) -> Chart:
     """A figure over length on logarithmic axes, a line per implementation and batch."""
+    spec = _length_spec(tuple(labels), field, title, low, high, theory)
+    return Chart(name, spec, list(choices), needs=field, axes={"lengths": "len"})
+
+
+@drawn_once
+def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, theory: str) -> Spec:
     base = alt.Chart(ROWS).transform_filter(f"datum.{field} > 0")
     base = base.transform_calculate(
-        value=_scaled(field), low_value=low or "null", high_value=high or "null", theory_value=theory or "null"
+        value=_scaled(field),
+        low_value=low or "null",
+        high_value=high or "null",
+        theory_value=theory or "null",
+        along="isValid(datum.beside) ? datum.beside : datum.len",
     ).encode(
         x=alt.X(
-            "len:Q",
+            "along:Q",
             title="Length (tokens)",
             scale=alt.Scale(type="log", base=2, nice=False, padding=16),
             axis=alt.Axis(format="d", grid=False, labelOverlap="greedy", values=alt.ExprRef("lengths")),
         ),
-        color=_colour(labels, alt.Color),
+        color=colour(labels, alt.Color),
         detail="batch:N",
     )
-    y = alt.Y("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12), axis=_log_axis())
+    y = alt.Y("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12), axis=log_axis())
     lines = base.mark_line(strokeWidth=1.5).encode(y=y, opacity=FAINT)
     points = base.mark_point(filled=True, size=55).encode(
-        y=y, opacity=FADED, shape=_symbol(labels), tooltip=_length_tooltip(title)
+        y=y, opacity=FADED, shape=symbol(labels), tooltip=_length_tooltip(title)
     )
     layers = [lines, points]
     if low:
@@ -129,7 +164,7 @@ def against_length(
     if theory:
         drawn = base.transform_filter("datum.theory > 0").mark_tick(orient="horizontal", thickness=2, size=18)
         layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FAINT))
-    return Chart(name, _finish(alt.layer(*layers)), by_family=True, needs=field)
+    return finish(alt.layer(*layers), "lengths")
 
 
 def _scaled(field: str) -> str:
@@ -148,13 +183,19 @@ def _length_tooltip(title: str) -> list[alt.Tooltip]:
 
 def roofline(labels: Sequence[str], roofs: Sequence[dict[str, Any]]) -> Chart:
     """Rate reached against arithmetic intensity, under the ceilings that were measured."""
+    known = tuple((roof["roof"], roof["intensity"], roof["tflops"]) for roof in roofs)
+    return Chart("roofline", _roofline_spec(tuple(labels), known), needs="tflops")
+
+
+@drawn_once
+def _roofline_spec(labels: Labels, roofs: tuple[tuple[str, float, float], ...]) -> Spec:
     x = alt.X(
         "intensity:Q",
         title="Arithmetic intensity (FLOP per byte)",
         scale=alt.Scale(type="log", nice=False, padding=16),
-        axis=_log_axis(grid=False),
+        axis=log_axis(grid=False),
     )
-    y = alt.Y("tflops:Q", title="Rate (TFLOP/s)", scale=alt.Scale(type="log", nice=False, padding=12), axis=_log_axis())
+    y = alt.Y("tflops:Q", title="Rate (TFLOP/s)", scale=alt.Scale(type="log", nice=False, padding=12), axis=log_axis())
     points = (
         alt.Chart(ROWS)
         .transform_filter("datum.tflops > 0 && datum.intensity > 0")
@@ -162,8 +203,8 @@ def roofline(labels: Sequence[str], roofs: Sequence[dict[str, Any]]) -> Chart:
         .encode(
             x=x,
             y=y,
-            color=_colour(labels, alt.Color),
-            shape=_symbol(labels),
+            color=colour(labels, alt.Color),
+            shape=symbol(labels),
             opacity=FAINT,
             tooltip=[
                 alt.Tooltip("label:N", title="implementation"),
@@ -177,14 +218,21 @@ def roofline(labels: Sequence[str], roofs: Sequence[dict[str, Any]]) -> Chart:
     )
     layers: list[alt.Chart] = [points]
     if roofs:
-        ceiling = alt.Chart(alt.InlineData(values=list(roofs))).mark_line(strokeWidth=1.5, color="#888888")
+        values: list[dict[str, Any]] = [{"roof": name, "intensity": x, "tflops": y} for name, x, y in roofs]
+        ceiling = alt.Chart(alt.InlineData(values=values)).mark_line(strokeWidth=1.5, color="#888888")
         layers.insert(0, ceiling.encode(x=x, y=y, strokeDash=alt.StrokeDash("roof:N", title="ceiling", legend=None)))
-    return Chart("roofline", _finish(alt.layer(*layers)), needs="tflops")
+    return finish(alt.layer(*layers))
 
 
 def strip(name: str, labels: Sequence[str], value: str, title: str, needs: str, limit: float | None = None) -> Chart:
     """A tick per cell, a line per implementation, on a logarithmic scale."""
-    x = alt.X("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=16), axis=_log_axis())
+    spec = _strip_spec(tuple(labels), value, title, limit)
+    return Chart(name, spec, needs=needs, lines="label", step=22, legend=False)
+
+
+@drawn_once
+def _strip_spec(labels: Labels, value: str, title: str, limit: float | None) -> Spec:
+    x = alt.X("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=16), axis=log_axis())
     ticks = (
         alt.Chart(ROWS)
         .transform_calculate(value=value)
@@ -193,7 +241,7 @@ def strip(name: str, labels: Sequence[str], value: str, title: str, needs: str, 
         .encode(
             x=x,
             y=alt.Y("label:N", title=None, sort=list(labels), axis=alt.Axis(labelLimit=200, ticks=False, domain=False)),
-            color=_colour(labels, alt.Color, legend=False),
+            color=colour(labels, alt.Color, legend=False),
             opacity=FAINT,
             tooltip=[
                 alt.Tooltip("label:N", title="implementation"),
@@ -206,28 +254,34 @@ def strip(name: str, labels: Sequence[str], value: str, title: str, needs: str, 
     if limit is not None:
         bar = alt.Chart(alt.InlineData(values=[{"value": limit}])).mark_rule(strokeDash=[4, 3], color="#888888")
         layers.append(bar.encode(x=x))
-    return Chart(name, _finish(alt.layer(*layers)), needs=needs, lines="label", step=22)
+    return finish(alt.layer(*layers))
 
 
-def _colour(labels: Sequence[str], channel: type[Any], legend: bool = True, told: Sequence[str] = ()) -> Any:
+def colour(labels: Sequence[str], channel: type[Any], legend: bool = True, told: Sequence[str] = ()) -> Any:
+    """One colour per implementation, the same on the whole page."""
     shown = alt.Legend(title=None, symbolLimit=60, labelLimit=220, values=list(told or labels)) if legend else None
     return channel("label:N", scale=alt.Scale(domain=list(labels)), legend=shown)
 
 
-def _symbol(labels: Sequence[str]) -> alt.Shape:
-    return alt.Shape("label:N", scale=alt.Scale(domain=list(labels)), legend=alt.Legend(title=None, symbolLimit=60))
+def symbol(labels: Sequence[str]) -> alt.Shape:
+    """One symbol per implementation."""
+    told = alt.Legend(title=None, symbolLimit=60, values=list(labels))
+    return alt.Shape("label:N", scale=alt.Scale(domain=list(labels)), legend=told)
 
 
-def _log_axis(grid: bool = True) -> alt.Axis:
-    return alt.Axis(format="~g", grid=grid, labelOverlap=True, values=TICKS)
+def log_axis(grid: bool = True, values: Sequence[float] = ()) -> alt.Axis:
+    """Ticks at 1, 2 and 5 of every decade, or at these."""
+    return alt.Axis(format="~g", grid=grid, labelOverlap=True, values=list(values) or alt.ExprRef("ticks"))
 
 
-def _finish(chart: Any) -> dict[str, Any]:
+def finish(chart: Any, *axes: str) -> Spec:
+    """The chart as plain data, as wide as its place, with the parameters of its axes."""
     fitting = alt.AutoSizeParams(type="fit-x", contains="padding")
     with alt.data_transformers.enable(consolidate_datasets=False):
         spec = (
-            chart.add_params(PICKED, LENGTHS)
+            chart.add_params(PICKED)
             .properties(height=HEIGHT, width="container", autosize=fitting)
             .to_dict(validate=False)
         )
-    return {key: value for key, value in spec.items() if key != "config"}
+    kept = {key: value for key, value in spec.items() if key != "config"}
+    return kept | {"params": [*spec["params"], TICKS, *({"name": name, "value": []} for name in axes)]}

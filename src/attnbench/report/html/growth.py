@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attnbench.analyse.families import Track, tracks
-from attnbench.analyse.scaling import Fit, exponent, growth, memory_points, time_points
+from attnbench.analyse.memory_limit import fits_until
+from attnbench.analyse.scaling import (
+    Fit,
+    Regime,
+    Slope,
+    compute_bound,
+    exponent,
+    growth,
+    memory_points,
+    time_points,
+)
 from attnbench.report.html.families import Families
 from attnbench.spec import Record
 
@@ -18,11 +28,12 @@ def growth_rows(records: Iterable[Record], families: Families) -> list[dict[str,
         for name, members in names.items():
             time, memory = exponent(time_points(members)), exponent(memory_points(members))
             if time is not None or memory is not None:
-                rows.append(_row(name, track, members[0], families) | _time(time) | _memory(memory))
+                who = _identity(name, track, members[0], families)
+                rows.append(who | _time(time, members) | _memory(memory, members))
     return rows
 
 
-def _row(name: str, track: Track, record: Record, families: Families) -> dict[str, Any]:
+def _identity(name: str, track: Track, record: Record, families: Families) -> dict[str, Any]:
     return {
         "label": name,
         "framework": track.family.framework,
@@ -31,20 +42,29 @@ def _row(name: str, track: Track, record: Record, families: Families) -> dict[st
     }
 
 
-def _time(fit: Fit | None) -> dict[str, Any]:
-    if fit is None:
-        return {}
-    return {"lengths": _lengths(fit), "time": fit.overall.exponent, "time_interval": _interval(fit)}
-
-
-def _memory(fit: Fit | None) -> dict[str, Any]:
+def _time(fit: Fit | None, records: Sequence[Record]) -> dict[str, Any]:
     if fit is None:
         return {}
     return {
         "lengths": _lengths(fit),
+        "time": fit.overall.exponent,
+        "time_interval": _interval(fit.overall),
+        "time_theory": fit.overall.theory,
+        "bound": _bound(compute_bound(records)),
+    }
+
+
+def _memory(fit: Fit | None, records: Sequence[Record]) -> dict[str, Any]:
+    if fit is None:
+        return {}
+    limit = fits_until(records)
+    return {
+        "lengths": _lengths(fit),
         "memory": fit.overall.exponent,
+        "memory_interval": _interval(fit.overall),
         "memory_theory": fit.overall.theory,
         "memory_is": growth(fit.local.exponent),
+        "fits": None if limit is None else limit.length,
     }
 
 
@@ -52,6 +72,11 @@ def _lengths(fit: Fit) -> str:
     return f"{fit.lengths[0]} to {fit.lengths[-1]}"
 
 
-def _interval(fit: Fit) -> str | None:
-    interval = fit.overall.interval
-    return None if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+def _bound(regime: Regime | None) -> str | None:
+    if regime is None:
+        return None
+    return f"from {regime.length:,} tokens" if regime.begins == "from" else f"{regime.begins} (as measured)"
+
+
+def _interval(slope: Slope) -> str | None:
+    return None if slope.interval is None else f"{slope.interval[0]:.2f} to {slope.interval[1]:.2f}"

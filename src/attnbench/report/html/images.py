@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,26 @@ from attnbench.errors import UsageError
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.cells import Cell
 from attnbench.report.html.charts import Chart
+from attnbench.report.html.packing import unpack
 from attnbench.report.html.page import Page
 from attnbench.report.html.palette import LIGHT, ranges
 
 WIDTH = 640
 SCALE = 2
-AXIS = {"titleFontWeight": "normal", "domainColor": "#bbbbbb", "tickColor": "#bbbbbb", "gridColor": "#e4e4e4"}
+LABELS = 12
+AXIS = {
+    "titleFontWeight": "normal",
+    "domainColor": "#bbbbbb",
+    "tickColor": "#bbbbbb",
+    "gridColor": "#e4e4e4",
+    "labelFontSize": LABELS - 1,
+    "titleFontSize": LABELS,
+}
 FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
 
 def write_images(page: Page, folder: Path) -> list[Path]:
-    """Draw them all; charts by length show the family of shapes with most lengths, as the page does at first."""
+    """Draw them all; those that show one thing at a time show what the page does at first."""
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,29 +49,45 @@ def write_images(page: Page, folder: Path) -> list[Path]:
 
 def drawable(chart: Chart, rows: list[Cell], colours: int) -> dict[str, Any]:
     """The chart with its data and the colours of the light page."""
-    mine = [row for row in rows if row.get(chart.needs) is not None]
+    mine = [row for row in (unpack(chart.rows) if chart.rows else rows) if row.get(chart.needs) is not None]
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}
-    if chart.by_family:
-        family = main_family(rows)
-        mine = [row for row in mine if row["family"] == family]
-        spec["title"] = {"text": family, "fontWeight": "normal", "anchor": "start"}
-    config = {
+    if chart.choices:
+        first = chart.choices[0]
+        mine = [row for row in mine if first.accepts(row)]
+        spec["title"] = {"text": first.text, "fontWeight": "normal", "anchor": "start"}
+    if chart.lines:
+        spec["height"] = chart.step * len({row[chart.lines] for row in mine})
+    axes = {name: listed(field, mine) for name, field in chart.axes.items()}
+    params = [one | {"value": axes[one["name"]]} if one["name"] in axes else one for one in spec["params"]]
+    shown = {row["label"] for row in mine if "label" in row}
+    return _told(spec, shown) | {"params": params, "datasets": {"rows": mine}, "config": _config(colours)}
+
+
+def listed(field: str, rows: list[Cell]) -> list[Any]:
+    """The values of a field in their order; the page does the same."""
+    places = {row[field]: row.get(f"{field}_place", row[field]) for row in rows if field in row}
+    return sorted(places, key=lambda value: places[value])
+
+
+def _told(node: Any, shown: set[str]) -> Any:
+    """The same with legends of what is drawn."""
+    if isinstance(node, list):
+        return [_told(one, shown) for one in node]
+    if not isinstance(node, dict):
+        return node
+    copy = {key: _told(value, shown) for key, value in node.items()}
+    if isinstance(legend := copy.get("legend"), dict) and "values" in legend:
+        legend["values"] = [name for name in legend["values"] if name in shown]
+    return copy
+
+
+def _config(colours: int) -> dict[str, Any]:
+    return {
         "range": ranges(colours, LIGHT),
         "font": FONT,
         "background": "white",
         "view": {"stroke": None},
         "axis": AXIS,
+        "legend": {"labelFontSize": LABELS},
+        "title": {"fontSize": LABELS + 1},
     }
-    if chart.lines:
-        spec["height"] = chart.step * len({row[chart.lines] for row in mine})
-    lengths = {"name": "lengths", "value": sorted({row["len"] for row in mine})}
-    params = [lengths if param["name"] == "lengths" else param for param in spec["params"]]
-    return spec | {"params": params, "datasets": {"rows": mine}, "config": config}
-
-
-def main_family(rows: list[Cell]) -> str:
-    """The one measured at most lengths, then in most cells."""
-    timed = [row for row in rows if row.get("ns") is not None]
-    lengths = Counter(family for family, _ in {(row["family"], row["len"]) for row in timed})
-    cells = Counter(row["family"] for row in timed)
-    return max(cells, key=lambda family: (lengths[family], cells[family]), default="")

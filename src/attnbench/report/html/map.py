@@ -12,27 +12,37 @@ def lay_out(cells: Sequence[dict[str, Any]]) -> None:
     """Give every cell its row and column.
 
     Few combinations of batch and length make columns of their own, a row per family: no empty map where a sweep varies
-    both at once. Many make a row per family and batch, a column per length.
+    both at once. Many make a row per family and batch, a column per length. A model's shape has a row to itself and no
+    column: it lies on no grid.
     """
-    pairs = sorted({(cell["len"], cell["length"], cell["batch"]) for cell in cells})
-    dense = len(pairs) <= MOST_COLUMNS
-    rows = sorted({_row(cell, dense) for cell in cells})
-    columns = sorted({_column(cell, dense) for cell in cells})
-    row_places = {row: place for place, row in enumerate(rows)}
-    column_places = {column: place for place, column in enumerate(columns)}
-    for cell in cells:
-        row, column = _row(cell, dense), _column(cell, dense)
-        cell |= {"row": cell["family"] if dense else cell["track"], "row_place": row_places[row]}
-        cell |= {"column": _title(cell, dense), "column_place": column_places[column]}
+    grid = [cell for cell in cells if not cell.get("model")]
+    dense = len({(cell["length"], cell["batch"]) for cell in grid}) <= MOST_COLUMNS
+    for axis, mine, key in (("row", cells, _row), ("column", grid, _column)):
+        keys = [key(cell, dense) for cell in mine]
+        places = {one: place for place, one in enumerate(sorted(set(keys)))}
+        for cell, one in zip(mine, keys):
+            cell |= {axis: one[-1], f"{axis}_place": places[one]}
 
 
-def _row(cell: dict[str, Any], dense: bool) -> tuple[str, int]:
-    return (cell["family"], 0 if dense else cell["batch"])
+def column_title(cells: Sequence[dict[str, Any]]) -> str:
+    """What the columns of the map are."""
+    grid = [cell for cell in cells if "column" in cell]
+    if not grid:
+        return ""
+    return "Batch x length (tokens)" if any(cell["column"] != cell["length"] for cell in grid) else "Length (tokens)"
 
 
-def _column(cell: dict[str, Any], dense: bool) -> tuple[int, str, int]:
-    return (cell["len"], cell["length"], cell["batch"] if dense else 0)
+def _row(cell: dict[str, Any], dense: bool) -> tuple[Any, ...]:
+    """What rows are sorted by; the title last."""
+    if cell.get("model"):
+        return (True, cell["model"], cell["batch"], f"{cell['model']} · {cell['batch']} x {cell['length']}")
+    return (
+        (False, cell["family"], 0, cell["family"]) if dense else (False, cell["family"], cell["batch"], cell["track"])
+    )
 
 
-def _title(cell: dict[str, Any], dense: bool) -> str:
-    return f"{cell['batch']} x {cell['length']}" if dense else cell["length"]
+def _column(cell: dict[str, Any], dense: bool) -> tuple[Any, ...]:
+    """What columns are sorted by; the title last."""
+    if dense:
+        return (cell["len"], cell["length"], cell["batch"], f"{cell['batch']} x {cell['length']}")
+    return (cell["len"], cell["length"], 0, cell["length"])

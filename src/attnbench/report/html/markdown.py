@@ -27,7 +27,7 @@ def summarise(page: Page) -> str:
 
 
 def _blocks(part: Part) -> list[str]:
-    blocks = [f"### {clean(part.section.title)}", clean_sentence(part.sentence)]
+    blocks = [f"### {clean(part.title)}", clean_sentence(part.sentence)]
     if part.advice:
         blocks.append("\n".join(f"- {clean_sentence(one.text)}" for one in part.advice[:MOST_ADVICE]))
     blocks += [f"Note: {clean_sentence(note)}." for note in part.notes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -17,22 +18,26 @@ from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.ranking import is_timed
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.summary import closing, count_notes
+from attnbench.report.html.answers import group_advice
 from attnbench.report.html.bundle import vega_script
 from attnbench.report.html.cells import Cells, make_cells
 from attnbench.report.html.environment import environment_facts
+from attnbench.report.html.history import NO_HISTORY, History
 from attnbench.report.html.packing import pack, script_json
 from attnbench.report.html.palette import DARK, LIGHT, order_labels, ranges
 from attnbench.report.html.sections import Section, Source, gather
-from attnbench.report.html.views import View, make_views
+from attnbench.report.html.views import View, history_view, make_views
 
 TEMPLATES = files("attnbench.report.html") / "templates"
-SCRIPTS = ("data.js", "format.js", "derive.js", "tables.js", "charts.js", "filters.js", "main.js")
+SCRIPTS = ("data.js", "format.js", "derive.js", "tables.js", "charts.js", "picks.js", "filters.js", "main.js")
 
 
 class Part(Struct, frozen=True):
     """A section with everything that is shown of it."""
 
     section: Section
+    title: str
+    """Where it was measured, and by which runs where another section has the same words."""
     cells: Cells
     views: list[View]
     sentence: str
@@ -49,23 +54,34 @@ class Page(Struct, frozen=True):
     """Every implementation that was timed, in the order of its colours."""
 
 
-def compose(sources: Sequence[Source], against: Sequence[str] = ()) -> Page:
+def compose(sources: Sequence[Source], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
     """Rank, compare and lay out; nothing is drawn yet."""
     sections = gather(sources)
     made = [make_cells(section, against) for section in sections]
     labels = order_labels(cell for cells in made for cell in cells.rows)
-    parts = [_part(section, cells, labels, against) for section, cells in zip(sections, made)]
+    drawn = [
+        make_views(cells, labels, history_view(history, section, cells, labels))
+        for section, cells in zip(sections, made)
+    ]
+    titles = _titles(sections, sources)
+    parts = [_part(*one, against) for one in zip(sections, titles, made, drawn)]
     return Page(sources, parts, labels)
 
 
-def _part(section: Section, cells: Cells, labels: Sequence[str], against: Sequence[str]) -> Part:
+def _titles(sections: Sequence[Section], sources: Sequence[Source]) -> list[str]:
+    counts = Counter(section.title for section in sections)
+    names = [", ".join(sources[place].name for place in section.runs) for section in sections]
+    return [one.title if counts[one.title] == 1 else f"{one.title} · {runs}" for one, runs in zip(sections, names)]
+
+
+def _part(section: Section, title: str, cells: Cells, views: list[View], against: Sequence[str]) -> Part:
     records = [row.record for group in cells.groups for row in group]
     newest = list({record.cell.id: record for record in records}.values())
     notes = [*count_notes(newest), *_mixed_clocks(cells)]
     if cells.repeated:
         notes.append(f"{cells.repeated} cells were measured in more than one of these runs: the newest is shown")
-    views = make_views(cells, labels)
-    return Part(section, cells, views, closing(newest, against), recommend(newest), notes)
+    sentence = closing(newest, against, ranked=None if cells.repeated else cells.groups)
+    return Part(section, title, cells, views, sentence, recommend(newest), notes)
 
 
 def _mixed_clocks(cells: Cells) -> list[str]:
@@ -83,7 +99,7 @@ def render(page: Page) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["capital"] = lambda text: text[:1].upper() + text[1:]
+    environment.filters |= {"capital": lambda text: text[:1].upper() + text[1:], "grouped": group_advice}
     scripts = [vega_script(), "\n".join(_template(name) for name in SCRIPTS)]
     return environment.get_template("page.html").render(
         page=page,
@@ -92,6 +108,7 @@ def render(page: Page) -> str:
         policy=_policy(scripts),
         data=Markup(script_json(_data(page))),
         facts=[environment_facts(part.section) for part in page.parts],
+        places=list(dict.fromkeys(part.section.title for part in page.parts)),
         timed=sum(is_timed(record) for part in page.parts for record in part.cells.records),
         asked=sum(len(part.cells.records) for part in page.parts),
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from attnbench.analyse.families import FRAMEWORKS
 from attnbench.analyse.ranking import ANCHOR, is_timed
 from attnbench.spec import Environment, Record
 from attnbench.store.runfile import Run
+
+MACHINE = ("device", "device_name", "capability", "cpu", "cores", "driver", "system")
 
 
 class Source(Struct, frozen=True):
@@ -24,7 +26,7 @@ class Section(Struct):
 
     environments: dict[str, Environment]
     """Framework -> where it ran."""
-    runs: dict[int, list[Record]]
+    runs: dict[int, list[Record]] = field(default_factory=dict)
     """Place of the source -> its records, without the anchors."""
 
     @property
@@ -38,56 +40,69 @@ class Section(Struct):
         if not self.environments:
             return "Unknown machine"
         first = next(iter(self.environments.values()))
-        versions = [
-            f"{name} {environment.packages.get(name, '')}".strip() for name, environment in self.environments.items()
-        ]
+        known = sorted(self.environments.items(), key=lambda item: [*FRAMEWORKS, item[0]].index(item[0]))
+        versions = [f"{name} {environment.packages.get(name, '')}".strip() for name, environment in known]
         driver = f"driver {first.driver}" if first.driver else ""
         threads = f"{first.threads} threads" if first.device == "cpu" and first.threads else ""
         return " · ".join(fact for fact in (first.device_name, *versions, driver, threads) if fact)
 
-    def admits(self, environment: Environment) -> bool:
-        """Whether times measured there may be compared with those of this section."""
-        alike = next(iter(self.environments.values()), None)
-        if alike is None or _machine(alike) != _machine(environment):
-            return False
-        known = self.environments.get(environment.framework)
-        return known is None or known.fingerprint == environment.fingerprint
+    def admits(self, environments: Mapping[str, Environment]) -> bool:
+        """Whether times measured there may be compared with those of this section: one machine, and whatever
+        framework both know in the same versions."""
+        both = self.environments.keys() & environments.keys()
+        return all(_one_machine(a, b) for a in self.environments.values() for b in environments.values()) and all(
+            self.environments[name].fingerprint == environments[name].fingerprint for name in both
+        )
+
+    def learn(self, environments: Mapping[str, Environment]) -> None:
+        """Note where further frameworks ran."""
+        for name, environment in environments.items():
+            self.environments.setdefault(name, environment)
 
 
 def gather(sources: Sequence[Source]) -> list[Section]:
-    """The sections of all runs, the one with most timed records first."""
+    """The sections of all runs, the one with most timed records first.
+
+    A run is split before it is put beside others: its frameworks were timed in interleaved rounds and stay together.
+    """
     sections: list[Section] = []
     for place, source in enumerate(sources):
-        homeless: list[Record] = []
-        used: Counter[int] = Counter()
-        for record in _shown(source.run.records):
-            if record.environment is None:
-                homeless.append(record)
+        for part in _parts([r for r in source.run.records if not r.implementation.startswith(ANCHOR)], place):
+            known = [section for section in sections if section.environments and section.admits(part.environments)]
+            if not known or not part.environments:
+                sections.append(part)
                 continue
-            index = _place(sections, record.environment)
-            sections[index].runs.setdefault(place, []).append(record)
-            used[index] += 1
-        if homeless:
-            if not used:
-                sections.append(Section({}, {}))
-                used[len(sections) - 1] += 1
-            sections[used.most_common(1)[0][0]].runs.setdefault(place, []).extend(homeless)
-    return sorted(sections, key=lambda section: -sum(is_timed(record) for record in section.records))
+            home = max(known, key=lambda section: len(section.environments.keys() & part.environments.keys()))
+            home.learn(part.environments)
+            home.runs |= part.runs
+    return sorted(sections, key=lambda section: -sum(map(is_timed, section.records)))
 
 
-def _shown(records: Iterable[Record]) -> Iterable[Record]:
-    return (record for record in records if not record.implementation.startswith(ANCHOR))
+def _parts(records: Sequence[Record], place: int) -> list[Section]:
+    """One run as sections. What was timed decides which there are; the rest joins where it can, else the first."""
+    parts: list[Section] = []
+    homes: dict[int, Section] = {}
+    for record in sorted(records, key=lambda record: not is_timed(record)):
+        if id(record.environment) not in homes:
+            homes[id(record.environment)] = _home(parts, record)
+    for record in records:
+        homes[id(record.environment)].runs.setdefault(place, []).append(record)
+    return parts
 
 
-def _place(sections: list[Section], environment: Environment) -> int:
-    for index, section in enumerate(sections):
-        if section.admits(environment):
-            section.environments.setdefault(environment.framework, environment)
-            return index
-    sections.append(Section({environment.framework: environment}, {}))
-    return len(sections) - 1
+def _home(parts: list[Section], record: Record) -> Section:
+    """The part of a run that a record belongs to, which is made if need be."""
+    environment = record.environment
+    here = {} if environment is None else {environment.framework: environment}
+    home = next((part for part in parts if here and part.admits(here)), None)
+    if home is not None:
+        home.learn(here)
+    elif not parts or is_timed(record):
+        home = Section(here)
+        parts.append(home)
+    return home or parts[0]
 
 
-def _machine(environment: Environment) -> tuple[object, ...]:
-    names = ("device", "device_name", "capability", "cpu", "cores", "driver", "system")
-    return tuple(getattr(environment, name) for name in names)
+def _one_machine(a: Environment, b: Environment) -> bool:
+    """Alike in everything that both know."""
+    return all(getattr(a, name) == getattr(b, name) for name in MACHINE if getattr(a, name) and getattr(b, name))

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from attnbench.report.html.packing import pack
 
-Kind = Literal["text", "label", "ns", "bytes", "number", "percent", "error", "gain", "list"]
+Kind = Literal["text", "label", "ns", "bytes", "number", "ratio", "percent", "error", "gain", "list"]
 
 
 class Column(Struct, frozen=True):
@@ -75,7 +75,7 @@ MEMORY = Table(
         LABEL,
         Column("peak", "peak", "bytes"),
         Column("theory", "theory", "bytes"),
-        Column("over", "peak / theory", "number"),
+        Column("over", "peak / theory", "ratio"),
         Column("method", "measured by"),
     ],
     sort="peak",
@@ -102,7 +102,7 @@ PERCENTILES = Table(
         Column("p95", "P95", "ns"),
         Column("p99", "P99", "ns"),
         Column("max", "max", "ns"),
-        Column("tail", "P99 / P50", "number"),
+        Column("tail", "P99 / P50", "ratio"),
         Column("samples", "samples", "number"),
         Column("outliers", "outliers, kept", "number"),
         Column("clock", "clock"),
@@ -171,11 +171,24 @@ GROWTH = [
     Column("track", "shapes"),
     LABEL,
     Column("lengths", "lengths"),
-    Column("time", "time ~ length to the power", "number"),
+    Column("time", "time ~ n to the power", "ratio"),
     Column("time_interval", "95 %"),
-    Column("memory", "memory ~ length to the power", "number"),
-    Column("memory_theory", "in theory", "number"),
-    Column("memory_is", "memory at the long end"),
+    Column("time_theory", "in theory", "ratio"),
+    Column("bound", "compute-bound"),
+    Column("memory", "memory ~ n to the power", "ratio"),
+    Column("memory_interval", "95 %"),
+    Column("memory_theory", "in theory", "ratio"),
+    Column("memory_is", "at the long end"),
+    Column("fits", "fits until (tokens)", "number"),
+]
+HISTORY = [
+    LABEL,
+    SHAPE,
+    Column("runs", "runs", "number"),
+    Column("first", "x anchors at first", "ratio"),
+    Column("last", "x anchors now", "ratio"),
+    Column("moved", "since the first", "percent"),
+    Column("changes", "changes of level"),
 ]
 KERNELS = [LABEL, Column("pass", "pass"), Column("shapes", "shapes", "number"), Column("kernels", "kernels", "list")]
 NOT_RUN = [

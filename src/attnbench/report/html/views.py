@@ -6,11 +6,18 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from attnbench.report.html import charts, derived, tables
+from attnbench.report.html import charts, charts_own, derived, tables
 from attnbench.report.html.cells import Cells
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.growth import growth_rows
+from attnbench.report.html.history import History, how_looked, of_section, point_rows, trend_rows, why_none
+from attnbench.report.html.map import column_title
+from attnbench.report.html.picks import family_choices
+from attnbench.report.html.sections import Section
 from attnbench.report.html.tables import Table, own
+
+MOST_LINES = 80
+"""A chart with a line per shape and more shapes than this is no help."""
 
 
 class View(Struct, frozen=True):
@@ -24,14 +31,15 @@ class View(Struct, frozen=True):
     empty: str = ""
 
 
-def make_views(cells: Cells, labels: Sequence[str]) -> list[View]:
+def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]:
     """Every view that this section has data for, and a line for those that a reader would miss."""
     views = [
         *_speed(cells, labels),
         _memory(cells, labels),
         own_view("growth", "Growth with length",
                  "Exponents fitted over the lengths measured at one batch size; 1 is O(n), 2 is O(n^2).",
-                 own(tables.GROWTH, growth_rows(cells.records, cells.families), "track")),
+                 own(tables.GROWTH, growth_rows(cells.records, cells.families), "track"),
+                 "Nothing was measured at two lengths of one batch size, so there is no growth to see."),
         own_view("cache", "KV cache", "What keys and values of the whole context take in memory, whoever reads them.",
                  own(tables.CACHE, derived.kv_cache(cells), "cache", True)),
         _if_any(cells, "fragmentation", View("fragmentation", "Fragmentation",
@@ -42,10 +50,8 @@ def make_views(cells: Cells, labels: Sequence[str]) -> list[View]:
                 table=tables.PERCENTILES)),
         _compile(cells, labels),
         _correctness(cells, labels),
-        own_view("frameworks", "torch next to JAX",
-                 "The best exact implementation of each on the same shape, measured in interleaved rounds.",
-                 own(tables.FRAMEWORKS, derived.side_by_side(cells), "gain", True),
-                 "No shape was timed in both frameworks."),
+        _frameworks(cells),
+        history,
         own_view("kernels", "Kernels that ran", "Read from a profile of the timed call, not from a name.",
                  own(tables.KERNELS, derived.kernels(cells.records), "label"), "No run was profiled."),
         own_view("not-run", "Skipped or failed", "Once per reason. What has no result has no time.",
@@ -55,10 +61,12 @@ def make_views(cells: Cells, labels: Sequence[str]) -> list[View]:
     return [view for view in views if view is not None]
 
 
-def own_view(name: str, title: str, note: str, table: Table, empty: str = "") -> View | None:
+def own_view(
+    name: str, title: str, note: str, table: Table, empty: str = "", drawn: Sequence[Chart] = ()
+) -> View | None:
     """A view of one table; without rows its reason, without a reason nothing."""
     if table.rows is not None and table.rows["count"]:
-        return View(name, title, note, table=table)
+        return View(name, title, note, list(drawn), table)
     return View(name, title, empty=empty) if empty else None
 
 
@@ -69,8 +77,9 @@ def _if_any(cells: Cells, field: str, view: View, empty: str = "") -> View | Non
 
 
 def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
+    choices = family_choices(cells.rows, "ns")
     time = charts.against_length(
-        "time", labels, "ns", "Time per call (ms)", low="datum.low / 1e6", high="datum.high / 1e6"
+        "time", labels, "ns", "Time per call (ms)", low="datum.low / 1e6", high="datum.high / 1e6", choices=choices
     )
     rate = charts.against_length(
         "rate",
@@ -79,19 +88,20 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         "Rate (TFLOP/s)",
         low="datum.tflops * datum.ns / datum.high",
         high="datum.tflops * datum.ns / datum.low",
+        choices=choices,
     )
     winners = View(
         "winners",
         "Winner map",
         "The fastest exact implementation at each batch and length; ≈ where it is too close to call. "
         "Regret is the extra time that another choice costs.",
-        [charts.winner_map(labels, _winners(cells), dense=any(c["column"] != c["length"] for c in cells.rows))],
+        [charts.winner_map(labels, _winners(cells), column_title(cells.rows))],
         tables.REGRET,
     )
     length = View(
         "length",
         "Time and rate against length",
-        "Medians with 95 % intervals; a line joins one implementation at one batch size.",
+        f"Medians with 95 % intervals; a line joins one implementation at one batch size.{_beside(cells)}",
         [time, rate],
     )
     speedups = View(
@@ -109,6 +119,11 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
     ]
 
 
+def _beside(cells: Cells) -> str:
+    told = " Batches that share a length stand side by side, the smallest on the left."
+    return told if any("beside" in cell for cell in cells.rows) else ""
+
+
 def _winners(cells: Cells) -> list[str]:
     best: dict[str, tuple[float, str]] = {}
     for cell in cells.rows:
@@ -119,10 +134,13 @@ def _winners(cells: Cells) -> list[str]:
 
 
 def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
-    chart = charts.against_length(
-        "memory", labels, "peak", "Peak memory beyond the inputs (MB)", theory="datum.theory / 1e6"
+    choices = family_choices(cells.rows, "peak")
+    title = "Peak memory beyond the inputs (MB)"
+    chart = charts.against_length("memory", labels, "peak", title, theory="datum.theory / 1e6", choices=choices)
+    note = (
+        "Points are measured; a tick is what theory asks for (output, gradients, scores where they are stored)."
+        f"{_beside(cells)}"
     )
-    note = "Points are measured; a tick is what theory asks for (output, gradients, scores where they are stored)."
     view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
     return _if_any(cells, "peak", view, f"No peak was measured{_why_no_peak(cells)}.")
 
@@ -152,3 +170,27 @@ def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
         "beyond the dashed line a result is wrong and has no time."
     )
     return _if_any(cells, "checked", View("correctness", "Correctness", note, [chart], tables.CORRECTNESS))
+
+
+def _frameworks(cells: Cells) -> View | None:
+    rows = derived.side_by_side(cells)
+    note = (
+        "The best exact implementation of each on the same shape, measured in interleaved rounds, with 95 % intervals."
+    )
+    drawn = [charts_own.side_by_side(rows)] if 0 < len(rows) <= MOST_LINES else []
+    table = own(tables.FRAMEWORKS, rows, "gain", True)
+    return own_view("frameworks", "torch next to JAX", note, table, "No shape was timed in both frameworks.", drawn)
+
+
+def history_view(history: History, section: Section, cells: Cells, labels: Sequence[str]) -> View:
+    """How the cells of a section fared over its runs."""
+    trends = of_section(history, section)
+    if not trends:
+        return View("history", "History", empty=why_none(history, section))
+    note = (
+        "A point is a run: the time of the cell over that of the anchor kernels timed beside it, so that what slows "
+        f"the whole machine down moves nothing here. {how_looked(trends)}"
+    )
+    chart = charts_own.history(labels, point_rows(trends, cells.families))
+    table = own(tables.HISTORY, trend_rows(trends, cells.families), "moved", True)
+    return View("history", "History", note, [chart], table)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from attnbench.errors import UsageError
+from attnbench.store.drafts import draft_of
 from attnbench.store.exports.bencher import bencher
 from attnbench.store.exports.csv_file import csv_text
 from attnbench.store.exports.github_action_benchmark import github_action_benchmark
@@ -42,16 +40,11 @@ def export_text(sources: Sources, form: str) -> str:
 
 def export_file(sources: Sources, form: str, path: Path) -> None:
     """Write a file of any format; what was there is replaced only once the new one is whole."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if form in BINARY:
-            BINARY[form](sources, draft)
-        else:
-            draft.write_text(export_text(sources, form), encoding="utf-8", newline="")
-        os.replace(draft, path)
+        with draft_of(path) as draft:
+            if form in BINARY:
+                BINARY[form](sources, draft)
+            else:
+                draft.write_text(export_text(sources, form), encoding="utf-8", newline="")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another file with -o.") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink()

@@ -22,16 +22,16 @@ function chartConfig() {
 
 class LazyChart {
   constructor(box, chart, section) {
-    Object.assign(this, { box, chart, section, view: null, family: null, drawing: null });
+    Object.assign(this, { box, chart, section, view: null, picker: null, drawing: null });
+    this.all = chart.rows ? unpack(chart.rows) : section.rows;
     this.passes = () => true;
     box.chart = this;
     near.observe(box);
   }
 
   rows() {
-    const { needs, by_family: byFamily } = this.chart;
-    return this.section.rows.filter((row) =>
-      row[needs] !== undefined && this.passes(row) && (!byFamily || row.family === this.family));
+    const { needs } = this.chart;
+    return this.all.filter((row) => row[needs] !== undefined && this.passes(row) && (!this.picker || this.picker.accepts(row)));
   }
 
   // Vega writes on what it is given: each chart gets its own objects, which read through to the shared rows.
@@ -44,8 +44,10 @@ class LazyChart {
     return rows.map((row) => row.label);
   }
 
-  lengths() {
-    return [...new Set(this.rows().map((row) => row.len))].sort((a, b) => a - b);
+  // What an axis is made of: values of a field in their order.
+  listed(field) {
+    const places = new Map(this.rows().filter((row) => row[field] !== undefined).map((row) => [row[field], row[`${field}_place`] ?? row[field]]));
+    return [...places.keys()].sort((a, b) => places.get(a) - places.get(b));
   }
 
   height() {
@@ -65,7 +67,8 @@ class LazyChart {
     const renderer = this.section.rows.length > MANY ? "canvas" : "svg";
     const options = { actions: false, ast: true, logLevel: 1, renderer, config: chartConfig(), tooltip: { theme: theme() } };
     this.box.dataset.theme = theme();
-    spec.params = spec.params.map((one) => (one.name === "lengths" ? { ...one, value: this.lengths() } : one));
+    const { axes } = this.chart;
+    spec.params = spec.params.map((one) => (axes[one.name] ? { ...one, value: this.listed(axes[one.name]) } : one));
     this.view = (await window.vegaEmbed(this.box, spec, options)).view;
     this.box.dataset.drawn = "yes";
   }
@@ -73,7 +76,8 @@ class LazyChart {
   async update() {
     if (!this.drawing) return;
     await this.drawing;
-    await this.view.signal("lengths", this.lengths()).height(this.height()).data("rows", this.values()).runAsync();
+    for (const [name, field] of Object.entries(this.chart.axes)) this.view.signal(name, this.listed(field));
+    await this.view.height(this.height()).data("rows", this.values()).runAsync();
   }
 
   async pick(label) {

@@ -14,7 +14,7 @@ function withUnit(value, units) {
 
 const TIMES = [["s", 1e9], ["ms", 1e6], ["us", 1e3], ["ns", 1]];
 const SIZES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
-const NUMERIC = new Set(["ns", "bytes", "number", "percent", "error", "gain"]);
+const NUMERIC = new Set(["ns", "bytes", "number", "ratio", "percent", "error", "gain"]);
 
 function ratioText(value, low, high) {
   if (high > 10 * low) return "cannot tell";
@@ -30,6 +30,7 @@ const FORMATS = {
   ns: (value) => withUnit(value, TIMES),
   bytes: (value) => withUnit(value, SIZES),
   number: (value) => (Number.isInteger(value) ? value.toLocaleString("en") : significant(value)),
+  ratio: (value) => significant(value),
   percent: (value) => `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)} %`,
   error: (value) => (value > 1e300 ? "inf" : value.toExponential(1)),
   gain: (value, row) => ratioText(value, row.gain_low, row.gain_high),

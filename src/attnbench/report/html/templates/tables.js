@@ -1,5 +1,7 @@
 // One kind of table for everything: sorts by its headings, shows a first page, hides what the filters hide.
 const PAGE = 50;
+const ON_PAPER = 20;
+const PAPER = matchMedia("print");
 
 class DataTable {
   constructor(box, table, section) {
@@ -30,7 +32,7 @@ class DataTable {
   draw() {
     this.rows.sort(this.order());
     this.drawHead();
-    const shown = this.all ? this.rows : this.rows.slice(0, PAGE);
+    const shown = this.rows.slice(0, PAPER.matches ? ON_PAPER : this.all ? Infinity : PAGE);
     this.body.replaceChildren(...shown.map((row) => this.line(row)));
     this.drawMore(shown.length);
   }

@@ -1,0 +1,132 @@
+"""The gallery of the README: `make gallery`, or `python benchmarks/gallery.py`.
+
+Reads results/h200/*.jsonl (but repetitions, `*-again.jsonl`), writes the report of all of them beside them, four charts
+to docs/gallery, and the README's two blocks between markers: the table of one workload, and the charts with captions.
+Nothing there is written by hand; a test holds the blocks against the run files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import vl_convert
+from gallery_captions import CAPTIONS
+from rich.console import Console
+
+from attnbench.analyse.ranking import by_workload, is_timed
+from attnbench.report.html.bundle import VEGA_LITE
+from attnbench.report.html.charts import Chart
+from attnbench.report.html.history import find_history
+from attnbench.report.html.images import drawable
+from attnbench.report.html.page import Page, Part, compose, render
+from attnbench.report.html.sections import Source
+from attnbench.report.tables import print_rankings
+from attnbench.store.drafts import write_texts
+from attnbench.store.runfile import read_run
+
+ROOT = Path(__file__).parents[1]
+AGAIN = "-again"
+SCALE = 1.5
+COLUMNS = 120
+MARKER = "<!-- {name}: made by `make gallery` from {digest} -->\n{text}\n<!-- end of {name} -->"
+BLOCK = r"<!-- {name}: .*?<!-- end of {name} -->"
+
+
+def read(folder: Path) -> list[Source]:
+    """The runs of a folder, the oldest first; a repetition would take the place of the run that it repeats."""
+    paths = [path for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(AGAIN)]
+    sources = [Source(path.name, read_run(path)) for path in paths]
+    return sorted(sources, key=lambda source: source.run.header.created)
+
+
+def page_of(sources: Sequence[Source]) -> Page:
+    return compose(sources, history=find_history(sources, {}))
+
+
+def blocks(page: Page, folder: Path, images: Path, root: Path = ROOT) -> dict[str, str]:
+    """Name -> text of each block of the README."""
+    part = page.parts[0]
+    place = folder.relative_to(root).as_posix()
+    files = hashlib.sha256(b"".join(read_bytes(folder))).hexdigest()[:12]
+    texts = {"ranking": ranking(part), "gallery": gallery(page, place, images.relative_to(root).as_posix())}
+    return {
+        name: MARKER.format(name=name, digest=f"{place} (sha256 {files})", text=text) for name, text in texts.items()
+    }
+
+
+def read_bytes(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(folder.glob("*.jsonl"))]
+
+
+def ranking(part: Part) -> str:
+    """The forward workload with most timed implementations, of those the largest, as the terminal prints it."""
+    timed = by_workload(record for record in part.cells.records if is_timed(record))
+    groups = [records for records in timed.values() if records[0].workload.pass_ == "forward"]
+    chosen = max(groups, key=lambda records: (len(records), records[0].workload.batch * records[0].workload.q_len))
+    text = io.StringIO()
+    print_rankings(Console(file=text, width=COLUMNS), chosen)
+    device = next(iter(part.section.environments.values())).device_name
+    clocks = sorted({record.time.clock for record in chosen if record.time is not None})
+    lines = "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
+    return f"{device}, {' and '.join(clocks)} times:\n\n```\n{lines}\n```"
+
+
+def gallery(page: Page, place: str, images: str) -> str:
+    part = page.parts[0]
+    timed = sum(map(is_timed, part.cells.records))
+    runs = ", ".join(f"`{page.sources[number].name}`" for number in part.section.runs)
+    opening = (
+        f"{part.section.title}: {timed} timed cells of {runs} in `{place}`. "
+        f"[The whole report]({place}/report.html) is one HTML file: download it and open it."
+    )
+    charts = charts_of(part)
+    pictures = [
+        f"![{alt}]({images}/{name}.png)\n\n*{tell(part, charts[name])}*" for name, (alt, tell) in CAPTIONS.items()
+    ]
+    return "\n\n".join([opening, *pictures])
+
+
+def charts_of(part: Part) -> dict[str, Chart]:
+    return {chart.name: chart for view in part.views for chart in view.charts}
+
+
+def draw(page: Page, images: Path) -> None:
+    part = page.parts[0]
+    images.mkdir(parents=True, exist_ok=True)
+    for name in CAPTIONS:
+        spec = drawable(charts_of(part)[name], part.cells.rows, len(page.labels))
+        (images / f"{name}.png").write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=SCALE))
+
+
+def replaced(readme: str, found: dict[str, str]) -> str:
+    """The README with new blocks; a block that has no place in it is an error."""
+    for name, text in found.items():
+        readme, count = re.subn(BLOCK.format(name=name), lambda _, text=text: text, readme, flags=re.DOTALL)
+        if count != 1:
+            sys.exit(
+                f"README.md has {count} blocks `<!-- {name}: ... -->` to `<!-- end of {name} -->`: there must be one."
+            )
+    return readme
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, default=ROOT / "results/h200")
+    parser.add_argument("--images", type=Path, default=ROOT / "docs/gallery")
+    given = parser.parse_args()
+    readme = ROOT / "README.md"
+    page = page_of(read(given.runs))
+    text = replaced(readme.read_text(encoding="utf-8"), blocks(page, given.runs, given.images))
+    draw(page, given.images)
+    write_texts({given.runs / "report.html": render(page), readme: text})
+    print(f"{given.runs / 'report.html'}\n{given.images}\n{readme}")
+
+
+if __name__ == "__main__":
+    main()

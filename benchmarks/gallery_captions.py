@@ -1,0 +1,93 @@
+"""What is said under the charts of the gallery: every figure is read from the rows that the chart is drawn from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attnbench.analyse.ranking import LEAST_DIFFERENCE
+from attnbench.analyse.ratios import Ratio
+from attnbench.analyse.summary import format_ratio
+from attnbench.report.html.charts import Chart
+from attnbench.report.html.derived import side_by_side
+from attnbench.report.html.page import Part
+from attnbench.report.units import percent, significant, size
+
+Rows = list[dict[str, Any]]
+
+
+def winners(part: Part, chart: Chart) -> str:
+    del chart
+    places: dict[str, Rows] = {}
+    for row in part.cells.rows:
+        if row.get("ns") is not None and row["exact"]:
+            places.setdefault(row["workload"], []).append(row)
+    ordered = [sorted(rows, key=lambda row: row["ns"]) for rows in places.values()]
+    counts = Counter(rows[0]["label"] for rows in ordered)
+    close = sum(len(rows) > 1 and rows[0]["rank"] == rows[1]["rank"] for rows in ordered)
+    field = len({row["label"] for rows in ordered for row in rows})
+    first, *others = [f"{name} {count}" for name, count in counts.most_common()]
+    return (
+        f"The fastest of {field} implementations on {len(ordered)} shapes: {', '.join([f'{first} times', *others])}; "
+        f"≈ where the next one is too close to call ({close} shapes)."
+    )
+
+
+def rate(part: Part, chart: Chart) -> str:
+    rows = _drawn(part, chart)
+    best = max(rows, key=lambda row: row["tflops"])
+    base = part.cells.baselines[0]
+    slow = [row for row in rows if row["label"] == base and row["workload"] == best["workload"]]
+    reached = f", {percent(best['roofline'])} of the ceiling measured on this device" if best.get("roofline") else ""
+    beside = f"; {base} reaches {significant(slow[0]['tflops'])} there" if slow else ""
+    return (
+        f"Rate over length ({chart.choices[0].text}): {best['label']} reaches {significant(best['tflops'])} TFLOP/s at "
+        f"{_place(best)}{reached}{beside}."
+    )
+
+
+def memory(part: Part, chart: Chart) -> str:
+    rows, base = _drawn(part, chart), part.cells.baselines[0]
+    most = max((row for row in rows if row["label"] == base), key=lambda row: row["peak"])
+    least = min((row for row in rows if row["workload"] == most["workload"]), key=lambda row: row["peak"])
+    times = significant(most["peak"] / least["peak"])
+    return (
+        f"Memory beyond the inputs ({chart.choices[0].text}): at {_place(most)} {base} needs {size(most['peak'])}, "
+        f"{times} times the {size(least['peak'])} of {least['label']}; a tick is what theory asks for."
+    )
+
+
+def frameworks(part: Part, chart: Chart) -> str:
+    del chart
+    rows = sorted(side_by_side(part.cells), key=lambda row: row["gain"])
+    torch = sum(row["gain_low"] > LEAST_DIFFERENCE for row in rows)
+    jax = sum(row["gain_high"] < 1 / LEAST_DIFFERENCE for row in rows)
+    near = len(rows) - torch - jax
+    least, most = (f"{format_ratio(_ratio(row))} at {row['shape']}" for row in (rows[0], rows[-1]))
+    return (
+        f"The best of torch and the best of JAX on the {len(rows)} shapes that both ran: torch is faster on {torch}, "
+        f"JAX on {jax}, {near} are too close to call; time of JAX / time of torch from {least} to {most}."
+    )
+
+
+CAPTIONS: Mapping[str, tuple[str, Callable[[Part, Chart], str]]] = {
+    "winners": ("Winner map", winners),
+    "rate": ("Rate over length", rate),
+    "memory": ("Memory over length", memory),
+    "frameworks": ("torch next to JAX", frameworks),
+}
+"""Chart -> what it is and what is said of it, in the order of the gallery."""
+
+
+def _drawn(part: Part, chart: Chart) -> Rows:
+    first = chart.choices[0]
+    return [row for row in part.cells.rows if row.get(chart.needs) is not None and first.accepts(row)]
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return f"{row['batch']} x {row['length']}"
+
+
+def _ratio(row: Mapping[str, Any]) -> Ratio:
+    return Ratio(row["gain"], row["gain_low"], row["gain_high"])

@@ -1,0 +1,129 @@
+"""A family -> from which length fused attention (flash) pays, against the best of those that store the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from attnbench.analyse.advice import Figure, Recommendation, listed, ratio_figure, tokens
+from attnbench.analyse.crossover import Crossover, crossover
+from attnbench.analyse.families import Family, Track, length
+from attnbench.analyse.fronts import exact
+from attnbench.analyse.ranking import label
+from attnbench.analyse.ratios import Ratio
+from attnbench.analyse.summary import format_ratio
+from attnbench.spec import Ok, Record
+from attnbench.workloads.cost import demand
+
+FUSED, PLAIN = "fused attention (flash)", "plain attention"
+
+
+class Place(Struct, frozen=True):
+    """A shape, and the time of the best plain implementation over that of the best fused one."""
+
+    shape: str
+    length: int
+    gain: Ratio
+    fused: str
+    plain: str
+
+
+class Turn(Struct, frozen=True):
+    """The fastest of both sides at each length of a track, and where they change places."""
+
+    fused: dict[int, Ok]
+    plain: dict[int, Ok]
+    crossover: Crossover
+
+
+def flash_of(family: Family, tracks: Mapping[Track, Mapping[str, Sequence[Record]]]) -> Recommendation | None:
+    """One sentence for all batches of a family; None where fused and plain ones were not both timed at two lengths."""
+    turns = {track: turn for track, names in tracks.items() if (turn := _turn(names)) is not None}
+    places = [
+        Place(_shape(track, n), n, ratio, label(turn.fused[n]), label(turn.plain[n]))
+        for track, turn in turns.items()
+        for n, ratio in zip(turn.crossover.lengths, turn.crossover.ratios)
+    ]
+    if len({place.length for place in places}) < 2:
+        return None
+    kinds = {turn.crossover.kind for turn in turns.values()}
+    one_sided = len(kinds) == 1 and kinds <= {"always", "never"}
+    told = _everywhere(places, "always" in kinds) if one_sided else _here_and_there(turns)
+    figures = [ratio_figure(f"time of {at.plain} / {at.fused} at {at.shape}", at.gain) for at in places]
+    figures += _lengths(turns)
+    timed = [record for track in turns for records in tracks[track].values() for record in exact(records)]
+    return Recommendation(
+        kind="flash",
+        family=family.title,
+        device=family.device,
+        text=f"{family.title}: {told}.",
+        workloads=tuple(dict.fromkeys(record.workload.id for record in timed)),
+        figures=tuple(figures),
+    )
+
+
+def stores_scores(record: Ok) -> bool:
+    """Whether theory counts the scores among what this implementation keeps in memory."""
+    return record.memory.theory_bytes > demand(record.workload).output_bytes
+
+
+def _turn(names: Mapping[str, Sequence[Record]]) -> Turn | None:
+    timed = [record for records in names.values() for record in exact(records)]
+    plain = _fastest(record for record in timed if stores_scores(record))
+    fused = _fastest(record for record in timed if not stores_scores(record))
+    found = crossover(list(fused.values()), list(plain.values()))
+    return None if found is None else Turn(fused, plain, found)
+
+
+def _fastest(records: Iterable[Ok]) -> dict[int, Ok]:
+    """Length -> the fastest."""
+    best: dict[int, Ok] = {}
+    for record in records:
+        known = best.setdefault(length(record.workload), record)
+        if record.time and known.time and record.time.median_ns < known.time.median_ns:
+            best[length(record.workload)] = record
+    return best
+
+
+def _shape(track: Track, n: int) -> str:
+    return f"{track.batch} x {n}" if track.q_len is None else f"{track.batch} x {track.q_len} x {n}"
+
+
+def _everywhere(places: Sequence[Place], fused_leads: bool) -> str:
+    """One side leads wherever both were timed: by how much least and most."""
+    leader, other = (FUSED, PLAIN) if fused_leads else (PLAIN, FUSED)
+    ordered = sorted(places, key=lambda at: at.gain.value if fused_leads else 1 / at.gain.value)
+    shortest, longest = (end(at.length for at in places) for end in (min, max))
+    gains = [_gain(at, fused_leads) for at in (ordered[0], ordered[-1])]
+    span = f"at every length measured, {shortest:,} to {longest:,} tokens"
+    return f"use {leader} instead of {other} {span}: {' to '.join(gains)}"
+
+
+def _gain(at: Place, fused_leads: bool) -> str:
+    names = (at.fused, at.plain) if fused_leads else (at.plain, at.fused)
+    ratio = at.gain if fused_leads else at.gain.inverse
+    return f"{format_ratio(ratio)} as fast at {at.shape} ({' against '.join(names)})"
+
+
+def _here_and_there(turns: Mapping[Track, Turn]) -> str:
+    told = [f"with {track.title} {_where(turn.crossover)}" for track, turn in turns.items()]
+    return f"{FUSED} pays {listed(told)}"
+
+
+def _lengths(turns: Mapping[Track, Turn]) -> list[Figure]:
+    return [
+        Figure(name=f"{FUSED} as fast as {PLAIN}, {track.title}", value=at, low=low, high=high, unit="tokens")
+        for track, turn in turns.items()
+        if (at := turn.crossover.length) is not None
+        for low, high in [turn.crossover.interval or (at, at)]
+    ]
+
+
+def _where(found: Crossover) -> str:
+    if found.length is not None and found.interval is not None:
+        low, high = map(tokens, found.interval)
+        return f"{'from' if found.kind == 'from' else 'only up to'} about {tokens(found.length)} tokens ({low}-{high})"
+    lengths = listed([f"{n:,}" for n in found.lengths])
+    words = {"always": f"at {lengths}", "never": f"not at {lengths}", "same": f"nothing at {lengths}"}
+    return words.get(found.kind, f"now and then ({lengths})")

@@ -1,0 +1,24 @@
+"""What git knows of the commits that records were measured at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnbench.spec import Record
+
+
+def commit_places(records: Iterable[Record]) -> dict[str, int]:
+    """Place of each commit in git's history; empty outside a repository."""
+    from attnbench.run.git import commit_order, is_repository
+
+    commits = {record.environment.commit for record in records if record.environment is not None} - {""}
+    return commit_order(commits) if commits and is_repository() else {}
+
+
+def known_between(old: str, new: str, places: Mapping[str, int]) -> list[tuple[str, str]]:
+    """(commit, subject) of what lies between two commits, oldest first; nothing where one is not in this clone."""
+    from attnbench.run.git import commits_between
+
+    return commits_between(old, new) if old in places and new in places else []

@@ -1,0 +1,168 @@
+"""Cells over several runs: rows of a chart and a table, against the anchor kernels and never in bare milliseconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from math import exp
+from statistics import median
+from typing import Any
+
+from msgspec import Struct
+
+from attnbench.analyse.families import FRAMEWORKS
+from attnbench.analyse.history import Commits, Excluded, Point, Trend, find_changes
+from attnbench.analyse.history import Source as Measured
+from attnbench.analyse.history import gather as gather_series
+from attnbench.analyse.steps import LEAST_POINTS, THRESHOLD, detector_missing
+from attnbench.report.history import SHORT, since, size
+from attnbench.report.html.families import Families
+from attnbench.report.html.sections import Section, Source
+
+LEAST_RUNS = 2
+MINUTE, SECOND = len("2026-11-15T05:15"), len("2026-11-15T05:15:33")
+SHORTEST = 7
+"""Digits of a commit on an axis."""
+LEAST_SPAN = 0.05
+"""What the axis spans at least, as a share: noise of 1 % must not look like a mountain range."""
+Rows = list[dict[str, Any]]
+
+
+class History(Struct, frozen=True):
+    """Cells that were timed in two runs or more, those that changed first."""
+
+    trends: Sequence[Trend] = ()
+    excluded: Sequence[Excluded] = ()
+
+
+NO_HISTORY = History()
+
+
+def find_history(
+    sources: Sequence[Source],
+    places: Mapping[str, int],
+    between: Callable[[str, str], Commits] | None = None,
+) -> History:
+    """Every run is a point; `places` orders commits where git knows them, else time does."""
+    if len(sources) < LEAST_RUNS:
+        return NO_HISTORY
+    runs = [Measured(source.run.header.created, source.run.records) for source in sources]
+    series, excluded = gather_series(runs, places, per_run=True)
+    trends = [Trend(one, find_changes(one, between)) for one in series if len(one.points) >= LEAST_RUNS]
+    return History(sorted(trends, key=lambda trend: -_largest(trend)), excluded)
+
+
+def _largest(trend: Trend) -> float:
+    return max((abs(change.ratio - 1) for change in trend.changes), default=0.0)
+
+
+def of_section(history: History, section: Section) -> list[Trend]:
+    """The trends whose cells ran where the section did."""
+    here = {environment.fingerprint for environment in section.environments.values()}
+    return [trend for trend in history.trends if trend.series.key.fingerprint in here]
+
+
+def why_none(history: History, section: Section) -> str:
+    """Why a section has no history, and what would give it one."""
+    if len(section.runs) < LEAST_RUNS:
+        return (
+            "One run has no history: name two or more of one machine and its packages, "
+            "`attnbench report RUN1 RUN2 ...`; steps are looked for from "
+            f"{LEAST_POINTS} on."
+        )
+    reasons = Counter(one.reason for one in history.excluded)
+    told = f": {reasons.most_common(1)[0][0]}" if reasons else ""
+    return f"No cell was timed beside anchor kernels in two of these runs{told}."
+
+
+def how_looked(trends: Sequence[Trend]) -> str:
+    """What was done about steps, in a sentence."""
+    if missing := detector_missing():
+        return f"Steps were not looked for: {missing}."
+    longest = max(len(trend.series.points) for trend in trends)
+    if longest < LEAST_POINTS:
+        return f"Too few runs to find a step: {longest} at most, {LEAST_POINTS} are needed."
+    changed = sum(bool(trend.changes) for trend in trends)
+    looked = sum(len(trend.series.points) >= LEAST_POINTS for trend in trends)
+    return f"{changed} of {looked} cells changed by {100 * THRESHOLD:.0f} % or more."
+
+
+def point_rows(trends: Sequence[Trend], families: Families) -> Rows:
+    """A row per cell and run."""
+    length = _stamp_length(trends)
+    return [row for trend, who in zip(trends, _identities(trends, families)) for row in _points(trend, who, length)]
+
+
+def trend_rows(trends: Sequence[Trend], families: Families) -> Rows:
+    """A row per cell: where it stands, and what changed when."""
+    rows: Rows = []
+    for trend, who in zip(trends, _identities(trends, families)):
+        first, last = trend.series.points[0], trend.series.points[-1]
+        told = [f"{size(change)} {since(trend, change)}" for change in trend.changes]
+        moved = exp(last.value - first.value) - 1
+        figures = {"runs": len(trend.series.points), "first": exp(first.value), "last": exp(last.value), "moved": moved}
+        rows.append(who | figures | {"changes": "; ".join(told) or None})
+    return rows
+
+
+def _points(trend: Trend, who: dict[str, Any], length: int) -> Rows:
+    steps = {change.position: size(change) for change in trend.changes}
+    middle = exp(median(point.value for point in trend.series.points))
+    spread = {"least": middle * (1 - LEAST_SPAN / 2), "most": middle * (1 + LEAST_SPAN / 2)}
+    return [
+        who
+        | spread
+        | {
+            "place": place,
+            "when": _when(point, length),
+            "commit": point.commit[:SHORT] or None,
+            "ratio": exp(point.value),
+            "level": level,
+            "step": steps.get(place),
+            "late": place > len(trend.series.points) / 2,
+        }
+        for place, (point, level) in enumerate(zip(trend.series.points, _levels(trend)))
+    ]
+
+
+def _identities(trends: Sequence[Trend], families: Families) -> Rows:
+    """What each cell is called and what the filters know it by."""
+    found: Rows = []
+    for trend in trends:
+        key, workload = trend.series.key, trend.series.workload
+        framework = key.implementation.partition(".")[0]
+        shape = families.shape(workload)
+        found.append(
+            {
+                "series": f"{key.implementation} · {shape}",
+                "label": key.implementation,
+                "framework": framework if framework in FRAMEWORKS else None,
+                "workload": workload.id,
+                "shape": shape,
+                "pass": workload.pass_,
+            }
+        )
+    twice = {name for name, count in Counter(one["series"] for one in found).items() if count > 1}
+    for trend, one in zip(trends, found):
+        if one["series"] in twice:
+            one["series"] += f" · {trend.series.key.clock}, anchors {trend.series.key.anchors}"
+    return found
+
+
+def _levels(trend: Trend) -> list[float]:
+    """The height of the level that each point belongs to."""
+    values = [point.value for point in trend.series.points]
+    ends = [0, *(change.position for change in trend.changes), len(values)]
+    return [exp(median(values[start:stop])) for start, stop in pairwise(ends) for _ in range(start, stop)]
+
+
+def _stamp_length(trends: Sequence[Trend]) -> int:
+    """Minutes where they tell all runs apart, else seconds."""
+    stamps = {point.created for trend in trends for point in trend.series.points}
+    return MINUTE if len({stamp[:MINUTE] for stamp in stamps}) == len(stamps) else SECOND
+
+
+def _when(point: Point, length: int) -> str:
+    commit = f" {point.commit[:SHORTEST]}" if point.commit else ""
+    return point.created[:length].replace("T", " ") + commit

@@ -1,0 +1,198 @@
+"""`attnbench report` on the command line: what it writes, where, and what it says."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from git_repository import Repository
+from page_factory import two_frameworks
+from record_factory import CPU, incorrect, unsupported, workload
+from run_history import step_history
+
+from attnbench.cli import execute
+from attnbench.report.annotations import record_commands
+from attnbench.report.summaries import FILES
+from attnbench.spec import Failed, Record
+from attnbench.store.runfile import Header, RunWriter, new_header
+
+pytest.importorskip("altair")
+pytest.importorskip("jinja2")
+pytest.importorskip("vl_convert")
+
+
+pytestmark = pytest.mark.usefixtures("no_bundle")
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_run(tmp_path / "runs/machine/first.jsonl", two_frameworks())
+
+
+def write_run(path: Path, records: Sequence[Record], header: Header | None = None) -> Path:
+    writer = RunWriter(path, header or new_header("0", "quick"))
+    writer.write(records)
+    writer.close()
+    return path
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """From now on no file with this word in its name can be written."""
+    write = Path.write_text
+
+    def full(self: Path, *arguments: object, **options: object) -> int:
+        if word in self.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "write_text", full)
+
+
+class TestWhere:
+    def test_page_and_summaries_lie_beside_the_run(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
+        assert execute(["report"]) == 0
+        assert capsys.readouterr().out.split() == ["runs/machine/first.html", "runs/machine/first-summary/"]
+        assert "torch.sdpa" in run_file.with_suffix(".html").read_text()
+        folder = run_file.with_name("first-summary")
+        assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+        assert "torch.sdpa is" in (folder / "summary.txt").read_text()
+        assert msgspec.json.decode((folder / "performance.json").read_bytes())["baseline"] == "torch.eager"
+
+    def test_another_place_and_markdown(self, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        assert execute(["report", str(run_file), "-o", "out/page", "--markdown"]) == 0
+        printed = capsys.readouterr()
+        assert (tmp_path / "out/page").is_file()
+        assert (tmp_path / "out/page-summary/memory.json").is_file()
+        assert printed.out.startswith("### Test CPU 9000")
+        assert printed.err.split() == ["out/page", "out/page-summary/"]
+
+    def test_summaries_may_lie_elsewhere(self, run_file: Path, tmp_path: Path):
+        assert execute(["report", "--summaries", "texts"]) == 0
+        assert (tmp_path / "texts/correctness.json").is_file()
+        assert not run_file.with_name("first-summary").exists()
+
+    def test_json_names_what_was_written(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
+        assert execute(["report", "latest", "--json"]) == 0
+        document = msgspec.json.decode(capsys.readouterr().out)
+        assert document["report"] == "runs/machine/first.html"
+        assert document["summaries"] == [f"runs/machine/first-summary/{name}" for name in FILES]
+        assert "torch.sdpa" in document["closing"][0]
+        assert document["images"] == []
+        for path in [document["report"], *document["summaries"]]:
+            assert Path(path).stat().st_size > 100
+
+    def test_a_history_reads_past_them(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
+        assert execute(["report"]) == 0
+        capsys.readouterr()
+        assert execute(["history", "runs"]) == 0
+        assert "warning" not in capsys.readouterr().err
+
+
+class TestTrouble:
+    def test_summaries_that_cannot_be_written_lose_nothing(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        assert execute(["report"]) == 0
+        before = {path: path.read_text() for path in run_file.with_name("first-summary").iterdir()}
+        write_run(run_file, [two_frameworks()[0]])
+        refuse(monkeypatch, "memory.json")
+        assert execute(["report"]) == 2
+        told = capsys.readouterr().err
+        assert "the page is written to runs/machine/first.html, its summaries are not: cannot write to" in told
+        assert "No space left on device. Choose another folder with --summaries" in told
+        assert {path: path.read_text() for path in run_file.with_name("first-summary").iterdir()} == before
+
+    def test_a_page_that_cannot_be_written_loses_nothing(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        assert execute(["report"]) == 0
+        before = {path: path.read_bytes() for path in run_file.parent.rglob("*") if path.is_file()}
+        refuse(monkeypatch, "first.html")
+        assert execute(["report"]) == 2
+        assert "No space left on device. Choose another place with -o" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in run_file.parent.rglob("*") if path.is_file()} == before
+
+    def test_a_run_of_nothing_is_one_sentence(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
+        RunWriter(Path("empty.jsonl"), new_header("0", "quick")).close()
+        assert execute(["report", "empty.jsonl"]) == 2
+        assert "empty.jsonl holds no records" in capsys.readouterr().err
+        assert not Path("empty.html").exists()
+
+    def test_an_unwritable_place_is_one_sentence(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
+        Path("file").touch()
+        assert execute(["report", "-o", "file/page.html"]) == 2
+        assert "Choose another place with -o" in capsys.readouterr().err
+
+    def test_a_missing_package_says_what_to_install(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        monkeypatch.setattr(sys.modules["attnbench.cli.report"], "find_spec", lambda name: None)
+        assert execute(["report"]) == 2
+        assert "attnbench[report]" in capsys.readouterr().err
+
+
+class TestHistory:
+    def test_commits_are_in_the_order_of_git(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        """The later the commit, the earlier the run: only git knows the order, and what lies between."""
+        pytest.importorskip("asv")
+        repository = Repository(tmp_path / "project")
+        monkeypatch.chdir(repository.path)
+        for number, source in enumerate(step_history(8, 4)):
+            repository.commit(f"step {number}", "step.py")
+            commit = repository.git("rev-parse", "--short=12", "HEAD")
+            moved = [
+                msgspec.structs.replace(r, environment=msgspec.structs.replace(r.environment, commit=commit))
+                for r in source.run.records
+            ]
+            header = Header(schema=1, attnbench="0", created=f"2026-01-{20 - number:02d}T12:00:00+00:00")
+            write_run(repository.path / f"runs/{number}.jsonl", moved, header)
+        assert execute(["report", *(f"runs/{n}.jsonl" for n in range(8)), "-o", "page.html"]) == 0
+        page = Path("page.html").read_text()
+        packed = page.partition('id="data">')[2].partition("</script>")[0]
+        (section,) = msgspec.json.decode(packed)["sections"]
+        (view,) = [one for one in section["views"] if one["name"] == "history"]
+        assert "1 of 2 cells changed" in page
+        told = view["table"]["rows"]["columns"]["changes"]["words"]
+        assert len(told) == 1
+        assert told[0].endswith('"step 4"')
+        days = view["charts"][0]["rows"]["columns"]["when"]["words"]
+        assert [day[:10] for day in days] == [f"2026-01-{20 - number:02d}" for number in range(8)]
+
+    def test_one_run_says_why_there_is_none(self, run_file: Path):
+        assert execute(["report"]) == 0
+        assert "One run has no history" in run_file.with_suffix(".html").read_text()
+
+
+class TestAnnotations:
+    def test_github_is_told_what_is_wrong_and_what_was_lost(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        monkeypatch.setenv("GITHUB_ACTIONS", "true")
+        assert execute(["report", "--markdown"]) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("::")]
+        assert lines == [f"::error title=mine%3A incorrect::{workload().title}. first wrong row 3"]
+
+    def test_nobody_else_is(self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+        monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+        assert execute(["report", "--markdown"]) == 0
+        assert "::error" not in capsys.readouterr().err
+
+    def test_each_reason_once_and_no_more_than_github_shows(self):
+        records: list[Record] = [incorrect("mine", "row 3\nis wrong", workload(n)) for n in (64, 128)]
+        records += [
+            Failed(implementation=f"torch.x{n}", workload=workload(), reason="crashed", environment=CPU)
+            for n in range(15)
+        ]
+        lines = record_commands([*records, *two_frameworks()[:2], unsupported("torch.fa3", "needs a GPU")])
+        first = workload(64).title
+        assert lines[0] == f"::error title=mine%3A incorrect::{first} and 1 more. row 3%0Ais wrong"
+        warnings = lines[1:]
+        assert len(warnings) == 10
+        assert warnings[-1] == "::warning title=attnbench report::6 more: see the report"
