@@ -66,8 +66,8 @@ def percent(text: str) -> str:
 
 
 def test_the_shares_of_the_ceiling_are_those_of_the_run():
-    fastest, eager = (named(name, f"{LARGEST}h32:8") for name in ("torch.fa3", "torch.eager"))
-    shares = [record.cost.roofline or 0.0 for record in (*fastest, *eager)]
+    cells = [record for name in ("torch.fa3", "torch.eager") for record in named(name, f"{LARGEST}h32:8")]
+    shares = [record.cost.roofline or 0.0 for record in cells if record.workload.pass_ == "forward"]
     assert f"`torch.fa3` reaches {shares[0]:.0%} at 8 x 2048, `torch.eager` {shares[1]:.1%}" in percent(said())
 
 
@@ -81,7 +81,7 @@ def test_the_peaks_are_those_of_the_run():
     fused = [peaks[name] for name in ("torch.fa3", "torch.fa4", "torch.sdpa", "torch.sdpa-flash", "jax.cudnn")]
     least, most = (size(edge).removesuffix(" MB") for edge in (min(fused), max(fused)))
     assert f"the fused kernels need {least} to {most} MB" in said()
-    (copying,) = named("torch.hf-sdpa", f"{LARGEST}h32-")
+    (copying,) = (one for one in named("torch.hf-sdpa", f"{LARGEST}h32-") if not one.workload.needs_gradients)
     assert 1.95 < peaks["torch.hf-sdpa"] / copying.memory.theory_bytes < 2.05
 
 
