@@ -31,7 +31,7 @@ class _Dilated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse, *kept = ctx.saved_tensors
         gradients = ctx.engine.backward(ctx.task, q, k, v, out, lse, grad_outputs[0].contiguous(), tuple(kept))
         return *gradients, None, None

@@ -61,7 +61,7 @@ def backward(
 
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-    for piece in _plan(task, q, k, v):
+    for piece in _plan(task, q, k, v, out, lse, dout):
         rows = (q, kept[piece.branch] if kept else out, dout)
         a, whole, cotangent = (query_view(x, piece).contiguous() for x in rows)
         b, c = (key_view(x, piece).contiguous() for x in (k, v))

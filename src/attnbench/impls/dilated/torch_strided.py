@@ -57,7 +57,7 @@ def backward(
     kept: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients, each piece under the whole's LSE and output (its branch's own output where weights are detached)."""
-    plan, parts = pieces(task.problem, folds(q, k, v), task.diagonal), []
+    plan, parts = pieces(task.problem, folds(q, k, v, out, lse, dout), task.diagonal), []
     for piece in plan:
         views = query_view(q, piece), key_view(k, piece), key_view(v, piece)
         whole = query_view(kept[piece.branch] if kept else out, piece)

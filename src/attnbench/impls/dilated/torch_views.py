@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def folds(*arrays: torch.Tensor) -> bool:
-    """Whether batch rows follow each other in memory, so that segments of several rows are one stack."""
+    """Whether batch rows follow each other in memory, so that segments of several rows are one stack.
+
+    Asked of every array that is viewed: one that torch calls contiguous may still have any stride on an axis of 1.
+    """
     return all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in arrays)
 
 
@@ -25,7 +28,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 def nothing_merged(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [b, s, h, d], lse [b, s, h]) of no pieces yet, in the precision that merging takes."""
     out, lse = nothing_yet((*q.shape[:3], v.shape[-1]), q.dtype, q.device)
-    return out, lse.transpose(1, 2).contiguous()
+    return out, lse.view(q.shape[:3])
 
 
 def query_view(x: torch.Tensor, piece: Piece) -> torch.Tensor:
