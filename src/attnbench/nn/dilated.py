@@ -16,9 +16,9 @@ from torch import nn
 
 from attnbench.dispatch.arrays import workload_of
 from attnbench.errors import UsageError
+from attnbench.impls.dilated.conditions import problem_of
 from attnbench.impls.dilated.task import Task
 from attnbench.impls.dilated.torch_function import dilated
-from attnbench.impls.dilated.torch_impls import problem_of
 from attnbench.workloads import masks
 
 Lengths = Sequence[int] | torch.Tensor | None
