@@ -1,5 +1,8 @@
 """The modules with projections: the same numbers in all variants, state dicts that load across, the factory."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -120,6 +123,15 @@ def test_kinds_that_are_not_here_say_so(kind, class_name):
 def test_an_unknown_kind_names_the_nearest():
     with pytest.raises(UnknownName, match="improved"):
         create_multihead_dilated_attention("improve", 24, 6, *PATTERN)
+
+
+def test_the_readmes_example_runs():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "create_multihead" in block)
+    names: dict = {}
+    exec(block, names)
+    assert names["out"].shape == (1, 1000, 12, 64)
+    assert names["lse"].shape == (1, 12, 1000)
 
 
 def test_the_package_offers_the_modules():
