@@ -1,6 +1,7 @@
 """The modules with projections: the same numbers in all variants, state dicts that load across, the factory."""
 
 import re
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,18 @@ def test_parameters_are_named_and_shaped_alike():
     assert shapes[0] == shapes[1] == {
         "in_proj.weight": (40, 24), "in_proj.bias": (40,), "out_proj.weight": (24, 24), "out_proj.bias": (24,),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*BOTH, DilatedAttention, ImprovedDilatedAttention])
+def test_segments_come_before_rates_everywhere(kind):
+    """Elsewhere the two classes had them in opposite orders, and tests that passed them swapped did not notice."""
+    names = [name for name in signature(kind.__init__).parameters if name in ("segment_lengths", "dilation_rates")]
+    assert names == ["segment_lengths", "dilation_rates"]
+
+
+def test_one_return_type():
+    x = torch.randn(1, 9, 24)
+    assert all(isinstance(kind(24, 6, *PATTERN)(x), torch.Tensor) for kind in BOTH)
 
 
 def test_training_mode_and_device_arguments():
