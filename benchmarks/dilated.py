@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnbench.impls.dilated.pieces import Problem, computed_pairs
-from attnbench.nn import create_dilated_attention, create_multihead_dilated_attention
+from attnbench.nn import ImprovedDilatedAttention, create_dilated_attention, create_multihead_dilated_attention
 from attnbench.reference import attention as reference_attention
 from attnbench.spec import Workload
 from attnbench.workloads import masks
@@ -230,13 +230,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument(
+        "--kernel", help="implementation that computes the pieces, such as torch.sdpa-flash or torch.fa4"
+    )
+    parser.add_argument("--merge", choices=["triton", "eager"], help="how the improved variant merges")
+    parser.add_argument("--no-diagonal", action="store_true", help="one call an offset in the improved variant")
     options = parser.parse_args()
     if not options.smoke and not torch.cuda.is_available():
         print("benchmarks/dilated.py needs a CUDA GPU: run it on one, or with --smoke on this CPU.", file=sys.stderr)
         raise SystemExit(2)
+    how = {"kernel": options.kernel, "merge": options.merge, "diagonal": False if options.no_diagonal else None}
+    ImprovedDilatedAttention.how = {name: value for name, value in how.items() if value is not None}
     torch.manual_seed(0)
     scale = SMOKE if options.smoke else GPU
-    found = measure(scale) | {"smoke": options.smoke, "torch": torch.__version__}
+    found = {"how": dict(ImprovedDilatedAttention.how)} | measure(scale)
+    found |= {"smoke": options.smoke, "torch": torch.__version__}
     if not options.smoke:
         found |= {"device": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
         found["claims"] = claims(found)

@@ -20,11 +20,14 @@ def benchmark_script():
 
 
 def test_smoke_measures_every_case_and_claims_nothing(benchmark_script, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["dilated.py", "--smoke", "-o", str(tmp_path / "found.json")])
+    monkeypatch.setattr(benchmark_script.ImprovedDilatedAttention, "how", {})
+    arguments = ["--smoke", "--no-diagonal", "--merge", "eager", "-o", str(tmp_path / "found.json")]
+    monkeypatch.setattr(sys, "argv", ["dilated.py", *arguments])
     benchmark_script.main()
     found = json.loads((tmp_path / "found.json").read_text())
     assert json.loads(capsys.readouterr().out) == found
     assert found["smoke"]
+    assert found["how"] == {"merge": "eager", "diagonal": False}
     assert "claims" not in found
     one = found["dims"]["16"]
     assert set(one["ratios"]) >= {"forward_short_of_dense", "train_long_of_dense", "improved_over_standard_forward"}

@@ -17,6 +17,7 @@ from attnbench.errors import UsageError
 from attnbench.impls.conditions import find_module
 from attnbench.impls.dilated.strands import Strands, strands
 from attnbench.impls.dilated.task import Task
+from attnbench.impls.dilated.torch_views import readable
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,8 @@ def merged(
     out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     found = strands(task.problem, fold, task.diagonal, keys=False)
-    table, align = _table(found, [part for part, _ in parts], out, [part.transpose(1, 2) for _, part in parts], lse)
+    rows, numbers = [readable(part) for part, _ in parts], [part.transpose(1, 2) for _, part in parts]
+    table, align = _table(found, rows, out, numbers, lse)
     _launch(merge_kernel, task, found, out, align, table, out, lse)
     return out, lse
 
@@ -78,7 +80,8 @@ def added(task: Task, fold: bool, parts: Sequence[torch.Tensor], like: torch.Ten
 
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     found = strands(task.problem, fold, task.diagonal, keys)
-    table, align = _table(found, parts, out)
+    rows = [readable(part) for part in parts]
+    table, align = _table(found, rows, out)
     _launch(add_kernel, task, found, out, align, table, out, STRANDS=found.piece.shape[3])
     return out
 

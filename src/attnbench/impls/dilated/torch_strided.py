@@ -68,7 +68,9 @@ def backward(
         parts.append(gradients(*views, whole, row_view(lse, piece), query_view(dout, piece)))
     if not is_fused(task, q):
         return _added(plan, parts, q, k, v)
-    dq, dk, dv = (added(task, fold, part, x, x is not q) for part, x in zip(zip(*parts), (q, k, v)))
+    dq, dk, dv = (
+        added(task, fold, part, x, keys) for part, x, keys in zip(zip(*parts), (q, k, v), (False, True, True))
+    )
     return dq, dk, dv
 
 
