@@ -12,7 +12,7 @@ from attnbench.workloads import cost, masks, suites
 from attnbench.workloads.grid import grid
 from attnbench.workloads.masks import MaskShape
 
-ALL = ["quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode", "long", "models", "edge"]
+ALL = ["quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode", "long", "models", "dilated", "edge"]
 
 
 def workloads(name: str) -> tuple[Workload, ...]:
