@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from attnbench.report.html.history import History
     from attnbench.report.html.page import Page
     from attnbench.report.html.sections import Source
-    from attnbench.spec import Record
 
 NEEDED = ("altair", "jinja2", "vl_convert")
 
@@ -58,9 +57,9 @@ def report(
     _write(path, render(page))
     images = [] if png is None else write_images(page, png)
     folder = summaries or folder_of(path)
-    texts = _summarise(sources, page, folder, against, path)
+    texts = _summarise(page, folder, against, path)
     if markdown:
-        _annotate(sources)
+        _annotate(page)
     if json:
         closing = [part.sentence for part in page.parts]
         found = {"report": path, "images": images, "summaries": texts, "closing": closing}
@@ -110,31 +109,25 @@ def _history(sources: Sequence[Source]) -> History:
     return find_history(sources, places, lambda old, new: known_between(old, new, places))
 
 
-def _annotate(sources: Sequence[Source]) -> None:
+def _annotate(page: Page) -> None:
     """On GitHub, mark the job; on stderr, where GitHub reads as well."""
     from attnbench.report.annotations import record_commands
 
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in record_commands(_records(sources)):
+        for line in record_commands(page.records):
             print(line, file=sys.stderr)
 
 
-def _summarise(sources: Sequence[Source], page: Page, folder: Path, against: Sequence[str], path: Path) -> list[Path]:
+def _summarise(page: Page, folder: Path, against: Sequence[str], path: Path) -> list[Path]:
     from attnbench.report.summaries import Said, write_summaries
 
     titled = len(page.parts) > 1
     answers = [f"{part.title}: {part.sentence}" if titled else part.sentence for part in page.parts]
     said = Said(answers, [one for part in page.parts for one in part.advice])
     try:
-        return write_summaries(_records(sources), folder, against, said)
+        return write_summaries(page.records, folder, against, said)
     except UsageError as error:
         raise UsageError(f"the page is written to {path}, its summaries are not: {error}") from error
-
-
-def _records(sources: Sequence[Source]) -> list[Record]:
-    """Of a repeated cell the newest."""
-    found = {record.cell.id: record for source in sources for record in source.run.records}
-    return list(found.values())
 
 
 def _write(path: Path, text: str) -> None:
