@@ -55,9 +55,9 @@ def report(
         raise UsageError(f"{paths[0]} holds no records: `attnbench run --quick` makes some.")
     path = paths[0].with_suffix(".html") if out is None else out
     _write(path, render(page))
-    images = [] if png is None else write_images(page, png)
     folder = summaries or folder_of(path)
     texts = _summarise(page, folder, against, path)
+    images = [] if png is None else write_images(page, png)
     if markdown:
         _annotate(page)
     if json:
@@ -100,13 +100,13 @@ def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
 
 
 def _history(sources: Sequence[Source]) -> History:
-    from attnbench.cli.commits import commit_places, known_between
+    from attnbench.cli.commits import asker, commit_places
     from attnbench.report.html.history import NO_HISTORY, find_history
 
     if len(sources) < 2:
         return NO_HISTORY
     places = commit_places(record for source in sources for record in source.run.records)
-    return find_history(sources, places, lambda old, new: known_between(old, new, places))
+    return find_history(sources, places, asker(places))
 
 
 def _annotate(page: Page) -> None:
