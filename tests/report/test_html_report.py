@@ -310,6 +310,11 @@ class TestMarkdown:
         assert "| 1 x 256 | torch.sdpa | 4" in text
         assert "needs a GPU" in text
 
+    def test_of_a_shape_in_two_runs_the_newest_is_shown_once(self):
+        runs = [source(timed("torch.sdpa", ns), timed("torch.eager", 9e6)) for ns in (1e6, 3e6)]
+        (line,) = [one for one in summarise(compose(runs)).splitlines() if one.startswith("| 1 x 128")]
+        assert line.startswith("| 1 x 128 | torch.sdpa | 3")
+
     def test_nothing_in_it_is_markup(self):
         text = summarise(page_of(timed(HOSTILE, 1e6), unsupported("a|b", "see @everyone")))
         assert "<img" not in text

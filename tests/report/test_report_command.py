@@ -117,6 +117,15 @@ class TestTrouble:
         assert "No space left on device. Choose another place with -o" in capsys.readouterr().err
         assert {path: path.read_bytes() for path in run_file.parent.rglob("*") if path.is_file()} == before
 
+    def test_charts_that_cannot_be_written_cost_neither_page_nor_summaries(
+        self, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        Path("file").touch()
+        assert execute(["report", "--png", "file/charts"]) == 2
+        assert "Give --png another folder" in capsys.readouterr().err
+        assert run_file.with_suffix(".html").is_file()
+        assert run_file.with_name("first-summary").is_dir()
+
     def test_a_run_of_nothing_is_one_sentence(self, run_file: Path, capsys: pytest.CaptureFixture[str]):
         RunWriter(Path("empty.jsonl"), new_header("0", "quick")).close()
         assert execute(["report", "empty.jsonl"]) == 2

@@ -5,7 +5,7 @@ A family is what one sentence can answer for; a track is what an exponent or a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
@@ -97,8 +97,13 @@ def by_family(records: Iterable[Record]) -> dict[Family, list[Record]]:
 
 def tracks(records: Iterable[Record]) -> Tracks:
     """Every track of the records."""
+    return tracks_of(by_family(records))
+
+
+def tracks_of(families: Mapping[Family, Iterable[Record]]) -> Tracks:
+    """Every track of the families."""
     found: dict[Track, dict[str, dict[int, Record]]] = {}
-    for family, members in by_family(records).items():
+    for family, members in families.items():
         for record in members:
             w = record.workload
             q_len = None if w.q_len == w.kv_len else w.q_len

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnbench.analyse.advice import Recommendation
-from attnbench.analyse.families import Family, Tracks, by_family, tracks
+from attnbench.analyse.families import Family, Tracks, by_family, tracks_of
 from attnbench.analyse.fitting import fitting_of
 from attnbench.analyse.flash import flash_of
 from attnbench.analyse.from_length import threshold_of
@@ -21,8 +21,9 @@ from attnbench.spec import Record
 
 def recommend(records: Sequence[Record]) -> list[Recommendation]:
     """Winners first, then where flash pays and the lead changes, then what is launch-bound, then what stops fitting."""
-    fronts = {family: front_of(members) for family, members in by_family(records).items()}
-    lines = tracks(records)
+    families = by_family(records)
+    fronts = {family: front_of(members) for family, members in families.items()}
+    lines = tracks_of(families)
     within: dict[Family, Tracks] = {}
     for track, names in lines.items():
         within.setdefault(track.family, {})[track] = names

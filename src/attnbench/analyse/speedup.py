@@ -7,7 +7,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.analyse.families import by_family
 from attnbench.analyse.ranking import by_workload, is_timed, label
 from attnbench.analyse.ratios import Ratio, paired_ratio
 from attnbench.analyse.summary import HOPELESS
@@ -41,12 +40,13 @@ def category(ratio: Ratio) -> Category:
 
 def speedups(records: Iterable[Record], base: str) -> list[Speedup]:
     """Every timed record against the baseline's of the same workload, device and clock, where there is one."""
-    devices: dict[str, list[Record]] = {}
-    for family, members in by_family(records).items():
-        devices.setdefault(family.device, []).extend(members)
+    devices: dict[str, dict[str, Record]] = {}
+    for record in records:
+        device = "" if record.environment is None else record.environment.device_name
+        devices.setdefault(device, {})[record.cell.id] = record
     found: list[Speedup] = []
     for device, members in devices.items():
-        for group in by_workload(members).values():
+        for group in by_workload(members.values()).values():
             timed = [record for record in group if is_timed(record)]
             reference = next((record for record in timed if label(record) == base), None)
             if reference is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attnbench.analyse.history import Commits
     from attnbench.spec import Record
 
 
@@ -17,8 +19,13 @@ def commit_places(records: Iterable[Record]) -> dict[str, int]:
     return commit_order(commits) if commits and is_repository() else {}
 
 
-def known_between(old: str, new: str, places: Mapping[str, int]) -> list[tuple[str, str]]:
-    """(commit, subject) of what lies between two commits, oldest first; nothing where one is not in this clone."""
+def asker(places: Mapping[str, int]) -> Callable[[str, str], Commits]:
+    """(commit, subject) of what lies between two commits, oldest first; nothing where one is not in this clone. Git is
+    asked once for each pair, however many cells changed there."""
     from attnbench.run.git import commits_between
 
-    return commits_between(old, new) if old in places and new in places else []
+    @cache
+    def between(old: str, new: str) -> Commits:
+        return commits_between(old, new) if old in places and new in places else []
+
+    return between

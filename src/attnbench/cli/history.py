@@ -31,14 +31,15 @@ def history(
     Examples: `attnbench history` · `attnbench history runs/ --impl torch.sdpa -k causal`
     """
     from attnbench.analyse.history import Trend, find_changes, gather
-    from attnbench.cli.commits import commit_places, known_between
+    from attnbench.cli.commits import asker, commit_places
     from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.report.history import closing, print_history
 
     sources = _only(_sources(runs), impl, words)
     places = commit_places(record for source in sources for record in source.records)
     series, excluded = gather(sources, places)
-    trends = [Trend(one, find_changes(one, lambda old, new: known_between(old, new, places))) for one in series]
+    between = asker(places)
+    trends = [Trend(one, find_changes(one, between)) for one in series]
     unknown = {point.commit for one in series for point in one.points} - places.keys() - {""}
     if unknown:
         told = f"note: {len(unknown)} commits are not in this clone; their series are in order of time."

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from attnbench.report.html.history import History
     from attnbench.report.html.page import Page
     from attnbench.report.html.sections import Source
-    from attnbench.spec import Record
 
 NEEDED = ("altair", "jinja2", "vl_convert")
 
@@ -56,11 +55,11 @@ def report(
         raise UsageError(f"{paths[0]} holds no records: `attnbench run --quick` makes some.")
     path = paths[0].with_suffix(".html") if out is None else out
     _write(path, render(page))
-    images = [] if png is None else write_images(page, png)
     folder = summaries or folder_of(path)
-    texts = _summarise(sources, page, folder, against, path)
+    texts = _summarise(page, folder, against, path)
+    images = [] if png is None else write_images(page, png)
     if markdown:
-        _annotate(sources)
+        _annotate(page)
     if json:
         closing = [part.sentence for part in page.parts]
         found = {"report": path, "images": images, "summaries": texts, "closing": closing}
@@ -101,40 +100,34 @@ def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
 
 
 def _history(sources: Sequence[Source]) -> History:
-    from attnbench.cli.commits import commit_places, known_between
+    from attnbench.cli.commits import asker, commit_places
     from attnbench.report.html.history import NO_HISTORY, find_history
 
     if len(sources) < 2:
         return NO_HISTORY
     places = commit_places(record for source in sources for record in source.run.records)
-    return find_history(sources, places, lambda old, new: known_between(old, new, places))
+    return find_history(sources, places, asker(places))
 
 
-def _annotate(sources: Sequence[Source]) -> None:
+def _annotate(page: Page) -> None:
     """On GitHub, mark the job; on stderr, where GitHub reads as well."""
     from attnbench.report.annotations import record_commands
 
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in record_commands(_records(sources)):
+        for line in record_commands(page.records):
             print(line, file=sys.stderr)
 
 
-def _summarise(sources: Sequence[Source], page: Page, folder: Path, against: Sequence[str], path: Path) -> list[Path]:
+def _summarise(page: Page, folder: Path, against: Sequence[str], path: Path) -> list[Path]:
     from attnbench.report.summaries import Said, write_summaries
 
     titled = len(page.parts) > 1
     answers = [f"{part.title}: {part.sentence}" if titled else part.sentence for part in page.parts]
     said = Said(answers, [one for part in page.parts for one in part.advice])
     try:
-        return write_summaries(_records(sources), folder, against, said)
+        return write_summaries(page.records, folder, against, said)
     except UsageError as error:
         raise UsageError(f"the page is written to {path}, its summaries are not: {error}") from error
-
-
-def _records(sources: Sequence[Source]) -> list[Record]:
-    """Of a repeated cell the newest."""
-    found = {record.cell.id: record for source in sources for record in source.run.records}
-    return list(found.values())
 
 
 def _write(path: Path, text: str) -> None:

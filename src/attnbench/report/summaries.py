@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.analyse.advice import Recommendation
+from attnbench.analyse.families import tracks
 from attnbench.analyse.ranking import ANCHOR, label
 from attnbench.analyse.ratios import condensed
 from attnbench.analyse.recommend import recommend
@@ -42,7 +43,8 @@ def write_summaries(
     """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk."""
     records = list(map(condensed, records))
     said = said or Said([closing(records, against)], recommend(records))
-    speed, space = performance(records, against, said.advice), memory(records)
+    lines = tracks(records)
+    speed, space = performance(records, lines, said.advice, against), memory(records, lines)
     documents = {"performance.json": speed, "memory.json": space, "correctness.json": correctness(records)}
     texts = {name: _json(document) for name, document in documents.items()}
     texts["summary.txt"] = summary_text(records, speed, space, said)

@@ -8,10 +8,9 @@ from typing import Any
 
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.crossover import crossover
-from attnbench.analyse.families import Track, Tracks, tracks
+from attnbench.analyse.families import Track, Tracks
 from attnbench.analyse.memory_limit import fits_until
 from attnbench.analyse.ranking import ANCHOR, baseline, label
-from attnbench.analyse.recommend import recommend
 from attnbench.analyse.scaling import compute_bound, exponent, growth, memory_points, time_points
 from attnbench.analyse.speedup import speedups
 from attnbench.spec import Ok, Record
@@ -21,10 +20,11 @@ Document = dict[str, Any]
 
 
 def performance(
-    records: Sequence[Record], against: Sequence[str] = (), advice: Sequence[Recommendation] | None = None
+    records: Sequence[Record], lines: Tracks, advice: Sequence[Recommendation], against: Sequence[str] = ()
 ) -> Document:
-    """Times, rates, speed-ups with their categories, growth with length, crossovers with the baseline, advice."""
-    base, lines = baseline(records, against), tracks(records)
+    """Times, rates, speed-ups with their categories, growth with length, crossovers with the baseline, advice; `lines`
+    are the tracks of the records."""
+    base = baseline(records, against)
     return {
         "schema": SCHEMA,
         "baseline": base,
@@ -32,16 +32,16 @@ def performance(
         "speedups": [] if base is None else speedups(records, base),
         "scaling": [one for track, names in lines.items() for one in _growth(track, names)],
         "crossovers": [] if base is None else _crossovers(lines, base),
-        "recommendations": recommend(records) if advice is None else advice,
+        "recommendations": advice,
     }
 
 
-def memory(records: Sequence[Record]) -> Document:
+def memory(records: Sequence[Record], lines: Tracks) -> Document:
     """Peaks with theory, how they grow, and the length at which each implementation stops fitting."""
     return {
         "schema": SCHEMA,
         "cells": [_cell(r) | {"memory": r.memory, "reason": r.reason} for r in _without_anchors(records)],
-        "growth": [one for track, names in tracks(records).items() for one in _memory_growth(track, names)],
+        "growth": [one for track, names in lines.items() for one in _memory_growth(track, names)],
     }
 
 

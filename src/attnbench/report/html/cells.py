@@ -33,6 +33,11 @@ class Cells(Struct, frozen=True):
     repeated: int = 0
     """Cells that several runs hold; only the newest of each is shown."""
 
+    @property
+    def newest(self) -> list[Record]:
+        """Of each cell the newest, with a sample per round, in the order of the rankings."""
+        return list({row.record.cell.id: row.record for group in self.groups for row in group}.values())
+
 
 def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
     """Rank every shape of every run, then keep the newest of each cell.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnbench.analyse.ranking import Row
 from attnbench.report.gate_markdown import LIMIT, clean
+from attnbench.report.html.cells import Cell
 from attnbench.report.html.derived import not_run
 from attnbench.report.html.page import Page, Part
 from attnbench.report.units import duration, half_interval
@@ -40,22 +40,11 @@ def clean_sentence(text: str) -> str:
 
 
 def _winners(part: Part) -> list[str]:
-    rows = []
-    for group in part.cells.groups:
-        ranked = [row for row in group if row.rank is not None and row.record.time is not None]
-        if not ranked:
-            continue
-        best = ranked[0].record.time
-        assert best is not None
-        second = ranked[1] if len(ranked) > 1 else None
-        cells = [
-            part.cells.families.shape(ranked[0].record.workload),
-            ranked[0].implementation,
-            f"{duration(best.median_ns)} {half_interval(best.median_ns, best.ci95_ns)}",
-            "–" if second is None else second.implementation,
-            "–" if second is None else _regret(best.median_ns, second),
-        ]
-        rows.append(f"| {' | '.join(map(clean, cells))} |")
+    places: dict[str, list[Cell]] = {}
+    for cell in part.cells.rows:
+        if cell.get("ns") is not None and cell["exact"]:
+            places.setdefault(cell["workload"], []).append(cell)
+    rows = [f"| {' | '.join(map(clean, _winner(cells)))} |" for cells in places.values()]
     if not rows:
         return []
     table = "\n".join([HEADING, *rows[:MOST_SHAPES]])
@@ -63,10 +52,16 @@ def _winners(part: Part) -> list[str]:
     return [table, f"{left} more shapes are in the report."] if left > 0 else [table]
 
 
-def _regret(best_ns: float, second: Row) -> str:
-    assert second.record.time is not None
-    share = second.record.time.median_ns / best_ns - 1
-    return f"{100 * share:.1f} %" + (" (too close to call)" if second.tied else "")
+def _winner(cells: list[Cell]) -> list[str]:
+    best, *others = sorted(cells, key=lambda cell: cell["ns"])
+    interval = None if best.get("low") is None else (best["low"], best["high"])
+    first = [best["shape"], best["label"], f"{duration(best['ns'])} {half_interval(best['ns'], interval)}"]
+    return [*first, others[0]["label"], _regret(best, others[0])] if others else [*first, "–", "–"]
+
+
+def _regret(best: Cell, second: Cell) -> str:
+    close = " (too close to call)" if second["rank"] == best["rank"] else ""
+    return f"{100 * (second['ns'] / best['ns'] - 1):.1f} %{close}"
 
 
 def _left_out(part: Part) -> list[str]:

@@ -27,6 +27,7 @@ from attnbench.report.html.packing import pack, script_json
 from attnbench.report.html.palette import DARK, LIGHT, order_labels, ranges
 from attnbench.report.html.sections import Section, Source, gather
 from attnbench.report.html.views import View, history_view, make_views
+from attnbench.spec import Record
 
 TEMPLATES = files("attnbench.report.html") / "templates"
 SCRIPTS = ("data.js", "format.js", "derive.js", "tables.js", "charts.js", "picks.js", "filters.js", "main.js")
@@ -53,6 +54,11 @@ class Page(Struct, frozen=True):
     labels: list[str]
     """Every implementation that was timed, in the order of its colours."""
 
+    @property
+    def records(self) -> list[Record]:
+        """What is shown: of a repeated cell of a section the newest, with a sample per round."""
+        return [record for part in self.parts for record in part.cells.newest]
+
 
 def compose(sources: Sequence[Source], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
     """Rank, compare and lay out; nothing is drawn yet."""
@@ -75,8 +81,7 @@ def _titles(sections: Sequence[Section], sources: Sequence[Source]) -> list[str]
 
 
 def _part(section: Section, title: str, cells: Cells, views: list[View], against: Sequence[str]) -> Part:
-    records = [row.record for group in cells.groups for row in group]
-    newest = list({record.cell.id: record for record in records}.values())
+    newest = cells.newest
     notes = [*count_notes(newest), *_mixed_clocks(cells)]
     if cells.repeated:
         notes.append(f"{cells.repeated} cells were measured in more than one of these runs: the newest is shown")
