@@ -139,6 +139,17 @@ def test_wrong_ones_are_named_before_the_answer():
     )
 
 
+def test_one_that_is_wrong_on_some_shapes_only_is_told_after_the_answer():
+    records = [
+        *(record for shape in SHAPES for record in field({"torch.eager": 3e6, "torch.sdpa": 1e6}, shape)),
+        ok("partly", noisy(5e6, 9), SHAPES[0]),
+        incorrect("partly", "NaN", SHAPES[1]),
+    ]
+    assert closing(records).startswith("torch.sdpa is ")
+    assert closing(records).endswith(" partly is not ranked on 1 shape: NaN.")
+    assert closing(records, focus=("partly",)).startswith("partly is not ranked on 1 shape: NaN. torch.sdpa is ")
+
+
 def test_notes_are_counted_with_advice():
     records = [ok("a", notes=("unstable: +-7 %",)), ok("b", notes=("unstable: +-9 %", "something else"))]
     notes = count_notes(records)

@@ -32,20 +32,21 @@ def closing(
     focus: Sequence[str] = (),
     ranked: Sequence[Sequence[Row]] | None = None,
 ) -> str:
-    """The sentence that answers the question, after what must be said first about wrong ones.
+    """The sentence that answers the question, after what must be said first about ones that are never right.
 
     `focus` names what the user came to look at: where it is not in front, how far behind it is. `ranked` are the
     records ranked workload by workload, where that was done already.
     """
     groups = by_workload(records)
     kept = [r for group in groups.values() for r in group]
-    sentences = [*wrong_sentences(kept), *_lost_sentences(kept, focus)]
+    before, after = _wrong_sentences(kept, focus)
+    before += _lost_sentences(kept, focus)
     found = map(rank, groups.values()) if ranked is None else ranked
     ordered = ([row for row in rows if row.rank is not None] for rows in found)
     rankings = {rows[0].record.workload.id: rows for rows in ordered if rows}
     if not rankings:
-        return " ".join([*sentences, _nothing_timed(kept)])
-    return " ".join([*sentences, _verdict(rankings, baseline(kept, against), focus)])
+        return " ".join([*before, _nothing_timed(kept), *after])
+    return " ".join([*before, _verdict(rankings, baseline(kept, against), focus), *after])
 
 
 def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
@@ -146,17 +147,21 @@ def _nothing_timed(records: Sequence[Record]) -> str:
     return f"Nothing could be measured ({told or 'no cells'})."
 
 
-def wrong_sentences(records: Iterable[Record]) -> list[str]:
-    """One sentence per implementation that computed something else: it is not ranked, and why."""
+def _wrong_sentences(records: Sequence[Record], focus: Sequence[str]) -> tuple[list[str], list[str]]:
+    """One sentence per implementation that computed something else: what must be said before the answer (of those never
+    right, and of what the user came for), and what after it (of those that are right, and ranked, on other shapes)."""
     wrong: dict[str, list[Incorrect]] = {}
     for record in records:
         if isinstance(record, Incorrect):
             wrong.setdefault(record.implementation, []).append(record)
-    sentences = []
+    right = {record.implementation for record in records if isinstance(record, Ok)}
+    before, after = [], []
     for name, found in wrong.items():
         where = "" if len(found) == 1 else f" (wrong on {_shapes(len(found))})"
-        sentences.append(f"{name} is not ranked{where}: {found[0].reason.rstrip('.')}.")
-    return sentences
+        where = f" on {_shapes(len(found))}" if name in right else where
+        told = after if name in right and name not in focus else before
+        told.append(f"{name} is not ranked{where}: {found[0].reason.rstrip('.')}.")
+    return before, after
 
 
 def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str]:
