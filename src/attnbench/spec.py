@@ -26,7 +26,7 @@ Call = Callable[[Array, Array, Array], Any]
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PASSES: tuple[Pass, ...] = ("forward", "backward", "train")
-INPUTS = ("normal", "sincostan")
+INPUTS = ("normal", "sincostan", "structured")
 SAME = -(1 << 62)
 """Stands for "not given": kv_len as q_len, kv_heads as heads."""
 
@@ -47,7 +47,8 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     scale: float | None = None
     softcap: float | None = None
     inputs: str = "normal"
-    """How Q, K and V are drawn: independent normals, or the sin/cos/tan ramps of the third founding document."""
+    """How Q, K and V are drawn: independent normals, the sin/cos/tan ramps of the third founding document, or with the
+    forms that attention has in trained models."""
     source: str = ""
     """Where the shape comes from; no part of the identity."""
     tags: tuple[str, ...] = ()

@@ -84,6 +84,8 @@ class Both(Mask, frozen=True, tag="both"):
         starts_at_zero = len(low) == 1 and not low.clip(min=0).any()
         if len(rest) == 1 and isinstance(rest[0], Dilated) and not keys and starts_at_zero:
             return rest[0].count(shape, np.clip(high[0], 0, shape.kv_len))
+        if len(rest) == 1 and isinstance(rest[0], Blocks) and not keys:
+            return rest[0].count(shape, np.clip(low, 0, shape.kv_len), np.clip(high, 0, shape.kv_len))
         return self._count_pairs(shape)
 
 
