@@ -1,1 +1,1 @@
-"""Block-sparse attention: lists of kept blocks, the CPU way and the Triton kernels over them, and selection by content."""
+"""Block-sparse attention: tables of kept blocks, the CPU way and Triton kernels over them, and selection by content."""

@@ -67,9 +67,7 @@ def plan(tables: BlockTables, kv_heads: int, dim: int) -> Plan:
     return Plan(size, (axes[2], key_blocks), chunks)
 
 
-def _chunk(
-    tables: BlockTables, rows: torch.Tensor, keys: torch.Tensor, columns: torch.Tensor, partial: int
-) -> Chunk:
+def _chunk(tables: BlockTables, rows: torch.Tensor, keys: torch.Tensor, columns: torch.Tensor, partial: int) -> Chunk:
     import torch
 
     if partial == 0:

@@ -48,8 +48,8 @@ def split_blocks(mask: Mask) -> tuple[Blocks, Mask] | None:
     return (found[0], rest) if len(found) == 1 else None
 
 
-def block_layout(mask: Mask, shape: MaskShape) -> BlockLayout | None:
-    """None when the mask is not of this form.
+def block_layout(mask: Mask, shape: MaskShape, block_size: int | None = None) -> BlockLayout | None:
+    """The layout in the mask's blocks, or in smaller ones that divide them; None when the mask is not of this form.
 
     A block in which rows see separate runs of keys with a gap between them counts as seen.
     """
@@ -57,12 +57,16 @@ def block_layout(mask: Mask, shape: MaskShape) -> BlockLayout | None:
     interval = None if split is None or split[1].weighted else split[1].interval(shape)
     if split is None or interval is None:
         return None
-    size = split[0].block_size
+    size = block_size or split[0].block_size
+    ratio, rest = divmod(split[0].block_size, size)
+    if rest:
+        return None
     low, high = (np.clip(edge, 0, shape.kv_len).astype(np.int32) for edge in np.broadcast_arrays(*interval))
     high = np.maximum(low, high)
     seen, every = _by_block(low, high, shape, size)
     listed = split[0].block_mask.array
-    kept = listed.reshape((1,) * (4 - listed.ndim) + listed.shape) & seen
+    listed = listed.reshape((1,) * (4 - listed.ndim) + listed.shape).repeat(ratio, axis=2).repeat(ratio, axis=3)
+    kept = listed[:, :, : seen.shape[2], : seen.shape[3]] & seen
     return BlockLayout(size, kept, kept & every, seen, low, high)
 
 
