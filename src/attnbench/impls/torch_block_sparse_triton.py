@@ -23,6 +23,7 @@ from attnbench.impls.conditions import (
     needs_package,
 )
 from attnbench.impls.torch_block_sparse import block_tables, needs_blocks
+from attnbench.impls.torch_compile import CompiledCall
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 from attnbench.workloads.masks.block_layout import split_blocks
 
@@ -75,7 +76,7 @@ class BlockSparseTriton(Implementation):
 
     def build(self, workload: Workload, config: Config) -> Call:
         call = self.build_lse(workload, config)
-        return lambda q, k, v: call(q, k, v)[0]
+        return CompiledCall(lambda q, k, v: call(q, k, v)[0])
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
         from attnbench.impls.block_sparse.autograd import differentiable
