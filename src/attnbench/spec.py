@@ -240,6 +240,8 @@ class Implementation(ABC):
     approximate: bool = False
     """Declares an error of its own (`declared_error`, relative Frobenius); never ranked among exact ones."""
     declared_error: float = 0.0
+    declared_recall: float | None = None
+    """Of one that selects what it attends to: the least share of attention mass it finds."""
     verify_only: str = ""
     """Why this one may be checked but not timed (an interpreter, say); empty when it may be timed."""
     materialises_scores: bool = False
@@ -279,6 +281,11 @@ class Implementation(ABC):
     def partial(self, workload: Workload, config: Config) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         """(forward, backward) on parts of a larger whole, or None: `forward(q, k, v) -> (out, lse)`,
         `backward(q, k, v, out, lse, dout) -> (dq, dk, dv)` where out and lse may be those of the whole."""
+        del workload, config
+        return None
+
+    def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]] | None:
+        """`(q, k, v) -> figures` of what it chose for these inputs: `sparsity`, `work` (see Ok); None: no choice."""
         del workload, config
         return None
 
@@ -427,6 +434,9 @@ class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
     kernels: tuple[str, ...] | None = None
     kernels_reason: str | None = None
     approximate: bool = False
+    quality: dict[str, float] = {}
+    """Of sparse attention: achieved `sparsity`, `recall` of dense attention's mass, `output_error` against dense, and
+    `work`, the share of the products that was computed, where the implementation chose it."""
     notes: tuple[str, ...] = ()
     """Honest warnings, such as unstable samples."""
     spent_ns: dict[str, int] = {}

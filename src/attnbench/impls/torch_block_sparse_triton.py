@@ -11,24 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attnbench.frameworks.torch_plain import once_per_device
-from attnbench.impls.block_sparse.tiles import SMALLEST, candidates, largest_tile, read_config
+from attnbench.impls.block_sparse.tiles import beyond_the_kernels, candidates, read_config
 from attnbench.impls.block_sparse.triton_interpreter import interpreted, mend
-from attnbench.impls.conditions import (
-    first_reason,
-    needs_capability,
-    needs_device,
-    needs_dtype,
-    needs_head_dim,
-    needs_no_softcap,
-    needs_package,
-)
+from attnbench.impls.conditions import first_reason, needs_capability, needs_device, needs_package
 from attnbench.impls.torch_block_sparse import block_tables, needs_blocks
 from attnbench.impls.torch_compile import CompiledCall
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 from attnbench.workloads.masks.block_layout import split_blocks
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
-WIDEST = 256
 
 
 class BlockSparseTriton(Implementation):
@@ -59,16 +50,13 @@ class BlockSparseTriton(Implementation):
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        step = 4 if workload.dtype == "float32" else 8
+        split = split_blocks(workload.visible_mask)
+        unknown = interpreted() and workload.dtype == "bfloat16"
         return first_reason(
             self.available(environment),
             needs_blocks(workload),
-            _block_size(workload),
-            needs_dtype(workload, "float32", "bfloat16", "float16"),
-            "Triton's interpreter multiplies no bfloat16" if interpreted() and workload.dtype == "bfloat16" else None,
-            needs_head_dim(workload, WIDEST, step),
-            needs_no_softcap(workload),
-            None if workload.softmax_scale > 0 else f"takes a positive scale, not {workload.softmax_scale:g}",
+            beyond_the_kernels(workload, split[0].block_size) if split is not None else None,
+            "Triton's interpreter multiplies no bfloat16" if unknown else None,
         )
 
     def configs(self, workload: Workload) -> Sequence[Config]:
@@ -92,13 +80,6 @@ class BlockSparseTriton(Implementation):
         tiles, atomic = read_config(workload, config)
         plans = once_per_device(lambda device: triton_call.plan(block_tables(workload, device), workload.group))
         return triton_call.pair(plans, workload.softmax_scale, tiles, atomic)
-
-
-def _block_size(workload: Workload) -> str | None:
-    split = split_blocks(workload.visible_mask)
-    if split is None or largest_tile(split[0].block_size) >= SMALLEST:
-        return None
-    return f"takes blocks of a multiple of {SMALLEST} tokens, not {split[0].block_size}"
 
 
 BLOCK_SPARSE_TRITON = BlockSparseTriton()

@@ -8,10 +8,13 @@ from typing import NamedTuple
 import msgspec
 
 from attnbench.errors import UsageError
+from attnbench.impls.conditions import first_reason, needs_dtype, needs_head_dim, needs_no_softcap
 from attnbench.spec import Config, Workload
 
 SMALLEST = 16
 """Of a tile's sides: what tensor cores take."""
+WIDEST = 256
+"""Of a head."""
 _FORM = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(-late)?")
 
 
@@ -48,6 +51,18 @@ def read_tile(text: str) -> Tile:
             f"from {SMALLEST}."
         )
     return Tile(*numbers, late=found is not None and found[5] is not None)
+
+
+def beyond_the_kernels(workload: Workload, block_size: int) -> str | None:
+    """Why the kernels cannot compute a workload whose mask has blocks of this size; None when they can."""
+    tiled = largest_tile(block_size) >= SMALLEST
+    return first_reason(
+        None if tiled else f"takes blocks of a multiple of {SMALLEST} tokens, not {block_size}",
+        needs_dtype(workload, "float32", "bfloat16", "float16"),
+        needs_head_dim(workload, WIDEST, 4 if workload.dtype == "float32" else 8),
+        needs_no_softcap(workload),
+        None if workload.softmax_scale > 0 else f"takes a positive scale, not {workload.softmax_scale:g}",
+    )
 
 
 def candidates(workload: Workload) -> list[dict[str, str]]:
