@@ -28,7 +28,7 @@ Partial = tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, A
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PASSES: tuple[Pass, ...] = ("forward", "backward", "train")
-INPUTS = ("normal", "sincostan")
+INPUTS = ("normal", "sincostan", "structured")
 SAME = -(1 << 62)
 """Stands for "not given": kv_len as q_len, kv_heads as heads."""
 
@@ -49,7 +49,8 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     scale: float | None = None
     softcap: float | None = None
     inputs: str = "normal"
-    """How Q, K and V are drawn: independent normals, or the sin/cos/tan ramps of the third founding document."""
+    """How Q, K and V are drawn: independent normals, the sin/cos/tan ramps of the third founding document, or with the
+    forms that attention has in trained models."""
     source: str = ""
     """Where the shape comes from; no part of the identity."""
     tags: tuple[str, ...] = ()
@@ -241,6 +242,8 @@ class Implementation(ABC):
     approximate: bool = False
     """Declares an error of its own (`declared_error`, relative Frobenius); never ranked among exact ones."""
     declared_error: float = 0.0
+    declared_recall: float | None = None
+    """Of one that selects what it attends to: the least share of attention mass it finds."""
     verify_only: str = ""
     """Why this one may be checked but not timed (an interpreter, say); empty when it may be timed."""
     materialises_scores: bool = False
@@ -284,6 +287,11 @@ class Implementation(ABC):
         (float64 for float64 inputs); a row that sees no key has output 0 and LSE -inf. The backward's `out` and `lse`
         may be those of the whole: gradients of parts with the whole's out and lse add up to the whole's gradients.
         """
+        del workload, config
+        return None
+
+    def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]] | None:
+        """`(q, k, v) -> figures` of what it chose for these inputs: `sparsity`, `work` (see Ok); None: no choice."""
         del workload, config
         return None
 
@@ -432,6 +440,9 @@ class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
     kernels: tuple[str, ...] | None = None
     kernels_reason: str | None = None
     approximate: bool = False
+    quality: dict[str, float] = {}
+    """Of sparse attention: achieved `sparsity`, `recall` of dense attention's mass, `output_error` against dense, and
+    `work`, the share of the products that was computed, where the implementation chose it."""
     notes: tuple[str, ...] = ()
     """Honest warnings, such as unstable samples."""
     spent_ns: dict[str, int] = {}

@@ -25,6 +25,7 @@ EDGES = {
     "bias with -inf": "b2-t64-h4-d32-bias-e6471880-float32-forward",
     "dilated": "b2-t64-h4-d32-causal&dilated16r1+32r2+64r4-float32-forward",
     "softcap": "b2-t64-h4-d32-causal-float32-forward-softcap=5",
+    "blocks and causal, gradients": "b2-t64-h4:2-d32-causal&blocks16-d091576c-float32-train",
 }
 BLOCKS = {  # kernels that are interpreted here take whole blocks, and their time
     "whole blocks": Workload(batch=1, q_len=128, heads=2, head_dim=32, mask=masks.causal()),

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from attnbench.errors import InvalidWorkload
 from attnbench.spec import Workload
 from attnbench.workloads import inputs
 from attnbench.workloads.inputs import draw
@@ -72,3 +73,51 @@ def test_ramps_differ_between_seeds():
     w = Workload(batch=1, q_len=32, heads=1, head_dim=32, inputs="sincostan")
     assert not np.array_equal(draw(w, 0).q, draw(w, 1).q)
     assert not np.array_equal(draw(w, 1).v, draw(w, 2).v)
+
+
+def attention_of(w, seed, causal=False):
+    """[h, t, s] probabilities of structured inputs."""
+    q, k, *_ = draw(w, seed)
+    logits = np.einsum("bihd,bjhd->hij", q, np.repeat(k, w.group, axis=2)) * w.softmax_scale
+    logits = np.where(np.tri(w.q_len, w.kv_len, dtype=bool), logits, -np.inf) if causal else logits
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+STRUCTURED = {"batch": 1, "q_len": 1024, "heads": 4, "kv_heads": 2, "head_dim": 64, "inputs": "structured"}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_structured_attention_has_sinks_slashes_and_needles(causal):
+    p = attention_of(Workload(**STRUCTURED), 3, causal)
+    assert p[:, 128:, :4].sum(-1).mean() > 0.15, "sinks draw from everywhere"
+    distance = np.abs(np.arange(1024)[:, None] - np.arange(1024))
+    assert (p * (distance < 32)).sum(-1)[:, 128:].mean() > 0.1, "the near slash"
+    column = p[:, 256:, 64:].mean(axis=(0, 1))
+    assert column.max() > 20 * np.median(column), "a vertical"
+    mass = -np.sort(-p.reshape(4, 1024, 64, 16).sum(-1), axis=-1)
+    assert mass[..., :16].sum(-1).mean() > 0.9, "a quarter of the blocks holds almost everything"
+
+
+def test_normals_have_no_sparsity_to_find():
+    p = attention_of(Workload(**(STRUCTURED | {"inputs": "normal"})), 3)
+    mass = -np.sort(-p.reshape(4, 1024, 64, 16).sum(-1), axis=-1)
+    assert mass[..., :16].sum(-1).mean() < 0.55
+
+
+def test_structured_directions_stay_and_content_changes():
+    w = Workload(**STRUCTURED)
+    first, again, other = draw(w, 3), draw(w, 3), draw(w, 4)
+    np.testing.assert_array_equal(first.q, again.q)
+    assert not np.any(first.k == other.k)
+    sinks = [x.k[0, :4, 0].mean(axis=0) for x in (first, other)]
+    cosine = sinks[0] @ sinks[1] / np.linalg.norm(sinks[0]) / np.linalg.norm(sinks[1])
+    assert cosine > 0.8, "a head's sink direction is the head's, not the draw's"
+    assert all(np.isfinite(a).all() for a in first)
+    half = draw(Workload(**(STRUCTURED | {"q_len": 7, "kv_len": 40})), 0)
+    assert half.q.shape == (1, 7, 4, 64)
+
+
+def test_structured_needs_room():
+    with pytest.raises(InvalidWorkload, match="head_dim 16 or more"):
+        draw(Workload(batch=1, q_len=8, heads=1, head_dim=8, inputs="structured"), 0)

@@ -12,7 +12,9 @@ from attnbench.workloads import cost, masks, suites
 from attnbench.workloads.grid import grid
 from attnbench.workloads.masks import MaskShape
 
-ALL = ["quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode", "long", "models", "dilated", "edge"]
+ALL = [
+    "quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode", "long", "dilated", "block-sparse", "models", "edge",
+]  # fmt: skip
 
 
 def workloads(name: str) -> tuple[Workload, ...]:
@@ -180,6 +182,8 @@ TEXTS = {
     "documents:50,46": masks.documents([0] * 50 + [1] * 46),
     "valid:0-9,95": masks.valid([j < 10 or j == 95 for j in range(96)]),
     "causal & lengths:96,3": masks.causal() & masks.lengths([96, 3]),
+    "blocks:local:50:32": masks.blocks([[True, True, False], [False, True, True]], 32),
+    "blocks:local:50:32:causal": masks.causal() & masks.blocks([[False, True, False], [False, True, True]], 32),
 }
 
 
@@ -208,6 +212,10 @@ WRONG_TEXTS = [
     ("valid:90-96", "do not lie in 0-95"),
     ("dilated:16", "write dilated:"),
     ("dilated:16r1", "self-attention"),
+    ("blocks:random", "write blocks:PATTERN:PERCENT[:SIZE][:causal]"),
+    ("blocks:randm:50", "Near: random"),
+    ("blocks:random:100", "less than 1"),
+    ("blocks:random:half", "write blocks:"),
     ("dense", "no text form"),
     ("", "no mask called"),
 ]

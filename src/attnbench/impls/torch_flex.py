@@ -15,6 +15,7 @@ from attnbench.impls.conditions import first_reason, needs_device, needs_dtype, 
 from attnbench.impls.torch_compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.impls.torch_masks import block_mask, score_mod
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.workloads.masks.block_layout import split_blocks
 
 SMALLEST_GPU_DIM = 16
 
@@ -43,9 +44,7 @@ class Flex(Implementation):
         )
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        # The backward kernels' own blocks are 128 wide, which a table of 64 does not allow.
-        sizes = (128,) if workload.needs_gradients else (128, 64)
-        return tuple({"block_size": size} for size in sizes)
+        return tuple({"block_size": size} for size in _block_sizes(workload))
 
     def build(self, workload: Workload, config: Config) -> Call:
         return CompiledCall(_attend(workload, config, lse=False))
@@ -56,8 +55,16 @@ class Flex(Implementation):
         return CompiledCall(_attend(workload, config, lse=True)) if torch.accelerator.is_available() else None
 
 
+def _block_sizes(workload: Workload) -> tuple[int, ...]:
+    # The backward kernels' own blocks are 128 wide, which a table of 64 does not allow.
+    sizes = (128,) if workload.needs_gradients else (128, 64)
+    split = split_blocks(workload.visible_mask)
+    # Blocks larger than the mask's own would undo its sparsity.
+    return sizes[::-1] if split is not None and split[0].block_size % 128 else sizes
+
+
 def _attend(workload: Workload, config: Config, lse: bool) -> Call:
-    block_size = int(config.get("block_size", 128))
+    block_size = int(config.get("block_size", _block_sizes(workload)[0]))
     compiled = once_per_device(lambda device: _compile(workload, device, block_size, lse))
 
     def call(q: Array, k: Array, v: Array) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from attnbench.frameworks.torch_plain import TorchNamespace, mask_tensors
 from attnbench.spec import Workload
 from attnbench.workloads.masks import Blocks, Dense, Full
+from attnbench.workloads.masks.block_layout import block_layout
 
 if TYPE_CHECKING:
     import torch
@@ -108,8 +109,9 @@ def additive(attn_mask: torch.Tensor | None, dtype: torch.dtype, hidden: float =
 def block_mask(workload: Workload, device: torch.device, block_size: int) -> BlockMask | None:
     """FlexAttention's table of blocks and its mask_mod; None when everything is visible.
 
-    The table is made from the predicate in chunks of rows: memory stays bounded, nothing is compiled, and partial and
-    full blocks never share a tensor (FlexAttention does not compile when they do).
+    The table is made from the blocks of the mask where it has them, else from the predicate in chunks of rows: memory
+    stays bounded, nothing is compiled, and partial and full blocks never share a tensor (FlexAttention does not compile
+    when they do).
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -131,6 +133,11 @@ def _seen_blocks(workload: Workload, device: torch.device, size: int) -> tuple[t
     import torch
 
     mask, shape = workload.visible_mask, workload.mask_shape
+    layout = block_layout(mask, shape, size)
+    if layout is not None:
+        whole_rows = np.arange(1, layout.kept.shape[2] + 1)[:, None] * size <= shape.q_len
+        found = (layout.kept, layout.whole & whole_rows)
+        return tuple(torch.from_numpy(blocks).to(device) for blocks in found)  # pyright: ignore[reportReturnType]
     batch, heads = shape.batch if mask.per_batch else 1, shape.heads if mask.per_head else 1
     visible = mask.predicate(shape, TorchNamespace(device))
     b = torch.arange(batch, device=device).view(-1, 1, 1, 1)

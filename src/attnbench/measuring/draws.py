@@ -19,6 +19,7 @@ from attnbench.frameworks import Framework, Inputs
 from attnbench.measuring.truths import Shelf, Truth
 from attnbench.spec import Array, Layout, Workload
 from attnbench.workloads import inputs as drawing
+from attnbench.workloads.masks.block_layout import split_blocks
 
 SETS = 2
 FORWARD_FLOPS = {"cpu": 4e8}
@@ -136,6 +137,16 @@ class Draws:
                 lambda: [self._truth(inputs, head, rows, gradients) for head in heads],
             )
         return self._truths[key]
+
+    @cached_property
+    def without_blocks(self) -> Draws | None:
+        """The same inputs and sample under the mask without its `blocks` part; None when it has not exactly one."""
+        split = split_blocks(self.workload.visible_mask)
+        if split is None:
+            return None
+        other = Draws(self.framework, self.device, msgspec.structs.replace(self.workload, mask=split[1]), self.seed)
+        other._canonical = self._canonical
+        return other
 
     def _first_values(self, inputs: Inputs, at: tuple[int, int]) -> np.ndarray:
         """A few numbers of each input, to tell whether another worker drew the same."""

@@ -21,22 +21,26 @@ class Ceilings(Struct, frozen=True):
     """Data up to this size may be served from cache, where the copy ceiling does not hold."""
 
 
-def cost_of(workload: Workload, time_ns: float | None, ceilings: Ceilings | None) -> Cost:
-    """The demand of a workload and, when it was timed, the rates it was met with."""
+def cost_of(workload: Workload, time_ns: float | None, ceilings: Ceilings | None, work: float = 1.0) -> Cost:
+    """The demand of a workload and, when it was timed, the rates it was met with.
+
+    `work` is the share of the products that an implementation which leaves some out really computes.
+    """
     need = demand(workload)
+    flops = round(need.flops * work)
     if time_ns is None:
-        return Cost(flops=need.flops, bytes=need.bytes, reason="not timed")
+        return Cost(flops=flops, bytes=need.bytes, reason="not timed")
     seconds = time_ns * 1e-9
     cost = Cost(
-        flops=need.flops,
+        flops=flops,
         bytes=need.bytes,
-        tflops=need.flops / seconds / 1e12,
+        tflops=flops / seconds / 1e12,
         gb_per_s=need.bytes / seconds / 1e9,
         reason="no ceiling was measured for this device and dtype" if ceilings is None else None,
     )
     if ceilings is None:
         return cost
-    compute = need.flops / ceilings.flops_per_s
+    compute = flops / ceilings.flops_per_s
     memory = need.bytes / ceilings.bytes_per_s if need.bytes > ceilings.cache_bytes else 0.0
     bound = "compute" if compute >= memory else "memory"
     return msgspec.structs.replace(cost, roofline=max(compute, memory) / seconds, bound=bound)

@@ -20,6 +20,7 @@ from attnbench.frameworks import OUTPUTS, Framework, Inputs, Program, Programs
 from attnbench.measuring.block import take_block
 from attnbench.measuring.disguise import Wardrobe
 from attnbench.measuring.draws import Draws
+from attnbench.measuring.quality import quality_of
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.subject import Subject, Wrong
 from attnbench.measuring.verify import examine, examine_again
@@ -106,6 +107,7 @@ class Session:
             again = self._options.again
             self.findings = examine_again(subject) if again else examine(subject, self._options.thorough)
             verified_at = self.findings.verified_at if again else self._verify_gradients_smaller()
+            figures = {} if again else quality_of(subject, self._implementation, self.cell.config, self.findings.errors)
         with stages.timed("profile"):
             kernels, kernels_reason = (None, SEEN_BEFORE) if again else self._profiled()
             memory = Memory(peak_bytes=None, reason=SEEN_BEFORE) if again else self._weigh()
@@ -118,12 +120,13 @@ class Session:
             verified_at=verified_at,
             deterministic=self.findings.deterministic,
             memory=memory,
-            cost=cost_of(self.cell.workload, None, None),
+            cost=cost_of(self.cell.workload, None, None, figures.get("work", 1.0)),
             compile_ns=self.programs.compile_ns,
             first_call_ns=first_call_ns,
             kernels=None if kernels is None else tuple(kernels),
             kernels_reason=kernels_reason,
             approximate=self._implementation.approximate,
+            quality=figures,
             notes=self._notes(),
         )
         return msgspec.structs.replace(record, spent_ns=stages.spent_ns)

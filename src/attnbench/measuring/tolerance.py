@@ -42,6 +42,11 @@ class _Norms(NamedTuple):
     rows: np.ndarray
 
 
+def relative_error(got: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
+    """Relative Frobenius norm of the difference of arrays [..., rows, width]."""
+    return _norms(got, exact).relative
+
+
 def _norms(got: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> _Norms:
     """Norms over arrays [..., rows, width]; a row that should be 0 is measured against a typical row."""
     differences = [g - e for g, e in zip(got, exact)]

@@ -17,7 +17,7 @@ from attnbench.measuring import properties
 from attnbench.measuring.subject import Subject, Wrong, run
 from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, compare, compare_lse
 from attnbench.measuring.whereabouts import Compass, describe
-from attnbench.spec import Array, Errors, VerifiedAt, Workload
+from attnbench.spec import Array, Call, Errors, VerifiedAt, Workload
 
 SETTLE_S = 0.004
 """How long an output is watched for changes after its call has returned."""
@@ -193,20 +193,23 @@ def _require(
 
 
 def _check_lse(subject: Subject) -> Compared | None:
-    if subject.lse is None:
+    if subject.lse is None or subject.declared_error is not None:  # of an approximate one, quality takes the recall
         return None
-    call, sample = subject.lse, subject.draws.sample
-    inputs = subject.draws.inputs(subject.layout)[0]
-    programs = subject.framework.programs(lambda q, k, v: call(q, k, v)[1], "forward", inputs)
-    lse = subject.framework.numpy(run(programs.main, inputs)[0])
-    w = subject.workload
-    if lse.shape != (w.batch, w.heads, w.q_len):
-        raise Wrong(f"lse has shape {lse.shape}, {(w.batch, w.heads, w.q_len)} was asked for")
     truths = subject.draws.truths(0, gradients=False)
-    got = [lse[at[0], _groups(subject, at)[0]][:, sample.rows].astype(np.float64) for at in sample.heads]
+    got = sampled_lse(subject, subject.lse)
     result = compare_lse(got, [t.lse for t in truths], [t.plain_lse for t in truths])
     _require(result, 0)
     return result
+
+
+def sampled_lse(subject: Subject, call: Call) -> list[np.ndarray]:
+    """[g, rows] of each sampled head, on the first input set, from a call that returns (out, lse)."""
+    w, sample, inputs = subject.workload, subject.draws.sample, subject.draws.inputs(subject.layout)[0]
+    programs = subject.framework.programs(lambda q, k, v: call(q, k, v)[1], "forward", inputs)
+    lse = subject.framework.numpy(run(programs.main, inputs)[0])
+    if lse.shape != (w.batch, w.heads, w.q_len):
+        raise Wrong(f"lse has shape {lse.shape}, {(w.batch, w.heads, w.q_len)} was asked for")
+    return [lse[at[0], _groups(subject, at)[0]][:, sample.rows].astype(np.float64) for at in sample.heads]
 
 
 def _repeats(subject: Subject, first: tuple[Array, ...]) -> bool:

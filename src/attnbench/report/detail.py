@@ -100,6 +100,8 @@ def _correctness(record: Ok) -> Iterator[Line]:
         yield "gradient error", f"{units.error(errors.backward)} (allowed {units.error(errors.backward_allowed)})"
     if errors.lse is not None:
         yield "LSE error", units.error(errors.lse)
+    if record.quality:
+        yield "quality", ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in record.quality.items())
     checks = [*errors.properties, *([f"stable at {errors.stability}"] if errors.stability else [])]
     if checks:
         yield "also checked", ", ".join(checks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from attnbench.spec import Workload
+from attnbench.workloads.block_sparse import block_sparse
 from attnbench.workloads.edge import edge
 from attnbench.workloads.grid import grid
 from attnbench.workloads.suite_file import models
@@ -120,6 +121,10 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
     "square-cpu": ("one head, tokens = dim in 32-512, sin/cos/tan and random inputs, float32", square_cpu),
     "decode": ("1-8 queries against 1k-128k keys, 32:8 heads of 128, bfloat16", decode),
     "long": ("32k-1M tokens, 8 heads of 128, bfloat16", long),
+    "block-sparse": (
+        "50-95 % of the blocks dropped, 2k-32k tokens, forward and train; structured inputs for selection by content",
+        block_sparse,
+    ),
     "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", _from_models("models")),
     "dilated": ("LongNet's five branches, 2k-1M tokens, 12 heads of 64 and 128, forward and train, bfloat16", dilated),
     "edge": ("conformance: small shapes at every edge of the semantics", edge),

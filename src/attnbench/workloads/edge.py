@@ -97,6 +97,7 @@ def _patterns() -> list[Workload]:
         *_cases("documents, unsorted", mask=masks.documents(rng.integers(0, 3, (2, 64)))),
         *_cases("blocks", mask=masks.blocks(kept[0, 0], 16)),
         *_cases("blocks per head", mask=masks.blocks(kept, 16), pass_=["forward", "train"]),
+        *_cases("blocks and causal", heads="4:2", mask=masks.causal() & masks.blocks(kept[0], 16), pass_="train"),
         *_cases("blocks, ragged edge", q_len=57, kv_len=57, mask=masks.blocks(np.tri(4, dtype=bool), 16)),
         *_cases("dense boolean", mask=masks.dense(rng.random((1, 1, 64, 64)) < 0.5)),
         *_cases("dense, one row sees nothing", mask=masks.dense(np.arange(64)[:, None] * np.ones((1, 64)) != 7.0)),

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from attnbench.spec import Workload
+from attnbench.workloads.structured import structured
 
 CHUNK = 1 << 22
 """Elements drawn from one stream. Streams are independent, so that big arrays fill on all cores and never repeat."""
@@ -33,6 +34,7 @@ def draw(workload: Workload, seed: int, scale: float = 1.0) -> Drawn:
     `sincostan` is the third founding document's q = 0.1 sin(0.01 i), k = 0.1 cos(0.01 i), v = 0.1 tan(0.01 i), i being
     the flat index in bshd. Seed 0 starts at i = 0 as there; any other seed starts elsewhere on the ramp, so that no two
     seeds share a result. The tangent is kept as it was, poles and all: near them V reaches hundreds. dO is normal.
+    `structured` draws Q and K with sinks, verticals, slashes and needles (see workloads/structured.py), V normal.
     """
     w = workload
     dtype = np.dtype(np.float64 if w.dtype == "float64" else np.float32)
@@ -43,6 +45,9 @@ def draw(workload: Workload, seed: int, scale: float = 1.0) -> Drawn:
         start = 0 if seed == 0 else int(np.random.default_rng(seed).integers(1, 1 << 20))
         waves = zip((q_shape, k_shape, v_shape), (np.sin, np.cos, np.tan))
         q, k, v = (_ramp(shape, dtype, wave, start) for shape, wave in waves)
+    elif w.inputs == "structured":
+        q, k = (array.astype(dtype) for array in structured(w, seed))
+        v = _normal(v_shape, dtype, seed, stream=2)
     else:
         q, k, v = (_normal(shape, dtype, seed, stream) for stream, shape in enumerate((q_shape, k_shape, v_shape)))
     if scale != 1.0:

@@ -12,6 +12,7 @@ import numpy as np
 
 from attnbench.errors import InvalidWorkload, UnknownName
 from attnbench.workloads import masks
+from attnbench.workloads.block_patterns import BLOCK_SIZE, sparse_mask
 from attnbench.workloads.masks import AnyMask, Mask, MaskShape
 
 FORMS = (
@@ -24,9 +25,11 @@ FORMS = (
     "lengths:N,N,...",
     "valid:FIRST-LAST,...",
     "dilated:WrR+WrR[:group]",
+    "blocks:PATTERN:PERCENT[:SIZE][:causal]",
     "A&B",
 )
-"""What `parse_mask` reads, for help texts. Window sides may be `all`; sizes are of consecutive blocks or documents."""
+"""What `parse_mask` reads, for help texts. Window sides may be `all`; sizes are of consecutive blocks or documents;
+PATTERN is local, strided, global_local or random, PERCENT the share of blocks dropped."""
 
 _ALIGNMENTS = ("bottom-right", "top-left")
 
@@ -135,6 +138,15 @@ def _read_dilated(arguments: list[str], shape: MaskShape) -> Mask:
     return masks.dilated(segments, rates, *arguments[1:])  # pyright: ignore[reportArgumentType]
 
 
+def _read_blocks(arguments: list[str], shape: MaskShape) -> Mask:
+    is_causal = arguments[-1:] == ["causal"]
+    words = arguments[:-1] if is_causal else arguments
+    _expect(len(words) in (2, 3))
+    size = _whole(words[2], "block size") if len(words) == 3 else BLOCK_SIZE
+    _expect(words[1].replace(".", "", 1).isdecimal())
+    return sparse_mask(words[0], float(words[1]) / 100, shape, block_size=size, causal=is_causal)
+
+
 def _read_full(arguments: list[str], shape: MaskShape) -> Mask:
     _expect(not arguments)
     return masks.full()
@@ -150,8 +162,9 @@ _READERS: Mapping[str, Callable[[list[str], MaskShape], Mask]] = {
     "lengths": _read_lengths,
     "valid": _read_valid,
     "dilated": _read_dilated,
+    "blocks": _read_blocks,
 }
-_FUNCTIONS: Mapping[str, Callable[..., Mask]] = {name: getattr(masks, name) for name in (*_READERS, "blocks", "dense")}
+_FUNCTIONS: Mapping[str, Callable[..., Mask]] = {name: getattr(masks, name) for name in (*_READERS, "dense")}
 
 
 def _from_table(table: dict[str, Any], shape: MaskShape) -> Mask:

@@ -81,6 +81,7 @@ COLUMNS: Mapping[str, Type] = {
     "max_abs_error": "real",
     "hidden_nan": "text",
     "verified_share": "real",
+    "quality": "text",
     "kernels": "text",
     "notes": "text",
     "isolation": "text",
@@ -101,7 +102,7 @@ COLUMNS: Mapping[str, Type] = {
     "samples_ns": "reals",
     "rounds": "integers",
 }
-"""Every column, in order. `config` and `packages` are JSON; `reals` and `integers` are lists."""
+"""Every column, in order. `config`, `quality` and `packages` are JSON; `reals` and `integers` are lists."""
 
 
 class Source(Struct, frozen=True):
@@ -176,6 +177,7 @@ def _speed(record: Ok) -> Row:
         "compile_ns": record.compile_ns,
         "first_call_ns": record.first_call_ns,
         "kernels": None if record.kernels is None else "; ".join(record.kernels),
+        "quality": _json(record.quality),
         "notes": "; ".join(record.notes),
         **{f"{name}_median_ns": time.median_ns for name, time in record.also.items()},
     }

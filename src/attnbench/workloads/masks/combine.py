@@ -86,6 +86,8 @@ class Both(Mask, frozen=True, tag="both"):
             below = np.clip(high, 0, shape.kv_len)
             one_row = shape._replace(batch=shape.batch // len(below))
             return sum(rest[0].count(one_row, row) for row in below)
+        if len(rest) == 1 and isinstance(rest[0], Blocks) and not keys:
+            return rest[0].count(shape, np.clip(low, 0, shape.kv_len), np.clip(high, 0, shape.kv_len))
         return self._count_pairs(shape)
 
 

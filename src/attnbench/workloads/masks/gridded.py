@@ -57,6 +57,20 @@ class Blocks(Mask, frozen=True, tag="blocks"):
         kept = self.block_mask.array.reshape(axes).astype(np.int64)
         return int(np.einsum("bhqk,q,k->", kept, height, width)) * (shape.batch // axes[0]) * (shape.heads // axes[1])
 
+    def count(self, shape: MaskShape, low: np.ndarray, high: np.ndarray) -> int:
+        """Exact number of pairs in kept blocks whose key lies in the row's interval ([b or 1, q]), never negative."""
+        axes = _axes_of(self.block_mask)
+        kept = self.block_mask.array.reshape(axes)
+        batch = max(axes[0], len(low))
+        edges = np.minimum(np.arange(axes[3] + 1) * self.block_size, shape.kv_len)
+        total = 0
+        for row in range(axes[2]):
+            queries = slice(row * self.block_size, (row + 1) * self.block_size)
+            inside = np.clip(edges, low[:, queries, None], np.maximum(low, high)[:, queries, None])
+            seen = np.diff(inside, axis=-1).sum(axis=1)
+            total += int((kept[:, :, row] * np.broadcast_to(seen, (batch, axes[3]))[:, None]).sum())
+        return total * (shape.batch // batch) * (shape.heads // axes[1])
+
 
 class Dense(Mask, frozen=True, tag="dense"):
     """Any boolean (visible) or additive (bias) array that broadcasts to [b, h, q, kv]."""

@@ -1,0 +1,205 @@
+"""Block-sparse attention as torch modules: fixed patterns, and blocks chosen by content.
+
+All take q [b, t, h, d], k and v [b, s, g, d] and return [b, t, h, d]; one softmax runs over all kept blocks of a row.
+Dropped blocks are neither read nor computed, forward or backward. Gradients flow through the kept blocks; the choice
+itself has none (a gate is trained apart, see sparse_gate). Causal masks are aligned bottom-right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnbench.errors import InvalidWorkload, UnknownName, UsageError
+from attnbench.impls.block_sparse.attend import attend
+from attnbench.impls.block_sparse.content import estimate
+from attnbench.impls.block_sparse.gate import BlockGate
+from attnbench.impls.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
+from attnbench.impls.block_sparse.tables import BlockTables, tables_of
+from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
+from attnbench.workloads.masks import MaskShape, causal, full
+from attnbench.workloads.masks.block_layout import block_layout
+
+BY_CONTENT = ("dynamic_threshold", "learned")
+Kept = tuple[BlockTables, float]
+"""The blocks of a call, and the share that was dropped."""
+
+
+class _SparseAttention(torch.nn.Module):
+    """What the modules share: arrays in, attention over the blocks that `_select` says, arrays out."""
+
+    def __init__(self, *, block_size: int, causal: bool, scale: float | None) -> None:
+        super().__init__()
+        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+            raise UsageError(f"block_size must be a whole number of at least 1, not {block_size!r}.")
+        self.block_size, self.causal, self.scale = block_size, causal, scale
+        self._choices: dict[Any, Choice] = {}
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
+        """out [b, t, h, d]; with `return_lse` also [b, h, t], natural log, float32."""
+        _check_shapes(q, k, v)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        tables, _ = self._select(q, k)
+        out, lse = attend(q, k, v, tables, self._scale(q))
+        return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+
+    def blocks(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """Kept blocks of a call, [b or 1, h or 1, query blocks, key blocks]."""
+        return self._select(q.transpose(1, 2), k.transpose(1, 2))[0].kept
+
+    def achieved_sparsity(self, q: torch.Tensor, k: torch.Tensor) -> float:
+        """Share of the blocks that the mask lets be seen and this call drops."""
+        return self._select(q.transpose(1, 2), k.transpose(1, 2))[1]
+
+    def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
+        """Blocks for q and k in layout bhsd."""
+        raise NotImplementedError
+
+    def _scale(self, q: torch.Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def _choice(self, q: torch.Tensor, k: torch.Tensor) -> Choice:
+        """What may be chosen among for arrays of these sizes, made once."""
+        shape = MaskShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if (shape, q.device) not in self._choices:
+            mask = causal() if self.causal else full()
+            self._choices[shape, q.device] = choice(mask, shape, self.block_size, q.device)
+        return self._choices[shape, q.device]
+
+
+class BlockSparseAttention(_SparseAttention):
+    """One of the patterns at a sparsity.
+
+    Fixed patterns (local, strided, global_local, random) drop that share in every row of blocks, within one block.
+    For `dynamic_threshold` and `learned` sparsity is a mean: `calibrate(q, k)` sets the threshold on typical inputs.
+    """
+
+    threshold: torch.Tensor
+
+    def __init__(
+        self,
+        sparsity: float,
+        pattern: str,
+        *,
+        block_size: int = BLOCK_SIZE,
+        causal: bool = False,
+        scale: float | None = None,
+        seed: int | None = None,
+        pool: int | None = None,
+        gate: BlockGate | None = None,
+        threshold: float | None = None,
+    ) -> None:
+        super().__init__(block_size=block_size, causal=causal, scale=scale)
+        known = (*PATTERNS, *BY_CONTENT)
+        if pattern not in known:
+            raise UnknownName("block pattern", pattern, known, "attnbench.nn.create_block_sparse_attention")
+        check_sparsity(sparsity)
+        _refuse("seed", seed, pattern, ("random",))
+        _refuse("pool", pool, pattern, ("dynamic_threshold",))
+        _refuse("gate", gate, pattern, ("learned",))
+        _refuse("threshold", threshold, pattern, BY_CONTENT)
+        if pattern == "learned" and gate is None:
+            raise UsageError('pattern "learned" needs gate=, a BlockGate(heads, head_dim) trained with train_gate.')
+        self.sparsity, self.pattern, self.seed = sparsity, pattern, seed or 0
+        self.pool, self.gate = POOL if pool is None else pool, gate
+        self.register_buffer("threshold", torch.tensor(float("nan") if threshold is None else float(threshold)))
+        self._fixed: dict[Any, Kept] = {}
+
+    def calibrate(self, q: torch.Tensor, k: torch.Tensor) -> float:
+        """Set the threshold so that the mean sparsity on these inputs is the requested one; returns it."""
+        if self.pattern not in BY_CONTENT:
+            raise UsageError(f'pattern "{self.pattern}" has no threshold to calibrate.')
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        threshold = calibrated(self._mass(q, k), self._choice(q, k), self.sparsity)
+        self.threshold.fill_(threshold)
+        return threshold
+
+    def _mass(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return estimate(q, k, self._choice(q, k), self._scale(q), self.pool, self.gate)
+
+    def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
+        if self.pattern not in BY_CONTENT:
+            return self._pattern(q, k)
+        threshold = float(self.threshold)
+        if threshold != threshold:
+            raise UsageError(
+                f'pattern "{self.pattern}" needs a threshold: calibrate(q, k) on typical inputs, or give threshold=.'
+            )
+        chosen = self._choice(q, k)
+        tables = chosen.keeping(by_threshold(self._mass(q, k), threshold))
+        return tables, chosen.sparsity(tables.kept)
+
+    def _pattern(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
+        shape = MaskShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if (shape, q.device) not in self._fixed:
+            mask = sparse_mask(
+                self.pattern, self.sparsity, shape, block_size=self.block_size, causal=self.causal, seed=self.seed
+            )
+            layout = block_layout(mask, shape)
+            assert layout is not None
+            self._fixed[shape, q.device] = tables_of(layout, shape, q.device), layout.sparsity
+        return self._fixed[shape, q.device]
+
+
+class AdaptiveSparseAttention(_SparseAttention):
+    """As few blocks as hold a share of the estimated attention mass, within bounds on what a row of blocks drops.
+
+    Rows whose attention is spread out keep more, down to `min_sparsity`; concentrated ones keep less, up to
+    `max_sparsity` (in both cases within one block, and never less than what the mask cuts).
+    """
+
+    def __init__(
+        self,
+        min_sparsity: float,
+        max_sparsity: float,
+        *,
+        mass: float = 0.95,
+        block_size: int = BLOCK_SIZE,
+        causal: bool = False,
+        scale: float | None = None,
+        pool: int | None = None,
+        gate: BlockGate | None = None,
+    ) -> None:
+        super().__init__(block_size=block_size, causal=causal, scale=scale)
+        check_sparsity(min_sparsity)
+        check_sparsity(max_sparsity)
+        if min_sparsity > max_sparsity:
+            raise UsageError(f"min_sparsity {min_sparsity:g} is more than max_sparsity {max_sparsity:g}.")
+        if not 0 < mass <= 1:
+            raise UsageError(f"mass is the share of attention to keep, above 0 and at most 1, not {mass!r}.")
+        if gate is not None and pool is not None:
+            raise UsageError("pool belongs to the estimate without a gate; a gate has its own.")
+        self.min_sparsity, self.max_sparsity, self.mass = min_sparsity, max_sparsity, mass
+        self.pool, self.gate = POOL if pool is None else pool, gate
+
+    def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
+        chosen = self._choice(q, k)
+        found = estimate(q, k, chosen, self._scale(q), self.pool, self.gate)
+        tables = chosen.keeping(within_budget(found, chosen, self.mass, self.min_sparsity, self.max_sparsity))
+        return tables, chosen.sparsity(tables.kept)
+
+
+def create_block_sparse_attention(sparsity: float, pattern: str, **options: Any) -> BlockSparseAttention:
+    """`BlockSparseAttention(sparsity, pattern, **options)`: an option it does not know raises."""
+    return BlockSparseAttention(sparsity, pattern, **options)
+
+
+def create_adaptive_sparse_attention(
+    min_sparsity: float, max_sparsity: float, **options: Any
+) -> AdaptiveSparseAttention:
+    """`AdaptiveSparseAttention(min_sparsity, max_sparsity, **options)`: an option it does not know raises."""
+    return AdaptiveSparseAttention(min_sparsity, max_sparsity, **options)
+
+
+def _refuse(name: str, value: object, pattern: str, patterns: tuple[str, ...]) -> None:
+    if value is not None and pattern not in patterns:
+        raise UsageError(f'{name}= belongs to {" and ".join(patterns)}, pattern "{pattern}" does not use it.')
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not (q.ndim == k.ndim == v.ndim == 4) or k.shape != v.shape or q.shape[0] != k.shape[0]:
+        raise InvalidWorkload(f"arrays are [batch, tokens, heads, dim], k and v alike, not {shapes}.")
+    if q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise InvalidWorkload(f"heads of k must divide those of q, and their dims agree, not {shapes}.")
