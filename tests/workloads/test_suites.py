@@ -13,7 +13,8 @@ from attnbench.workloads.grid import grid
 from attnbench.workloads.masks import MaskShape
 
 ALL = [
-    "quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode", "long", "dilated", "block-sparse", "models", "edge",
+    "quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu",
+    "decode", "long", "block-sparse", "models", "dilated", "edge",
 ]  # fmt: skip
 
 
