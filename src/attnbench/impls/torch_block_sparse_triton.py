@@ -46,7 +46,7 @@ class BlockSparseTriton(Implementation):
         return first_reason(
             f"{device}; TRITON_INTERPRET=1 verifies it in Triton's interpreter" if device else None,
             missing,
-            needs_capability(environment, (8, 0)),
+            needs_capability(environment, (9, 0)),  # tiles fill the shared memory of a Hopper SM
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
