@@ -23,6 +23,8 @@ Config = Mapping[str, int | float | str | bool]
 Array = Any
 Call = Callable[[Array, Array, Array], Any]
 """q, k, v in the implementation's layout -> out (or (out, lse) where that was asked for)."""
+Partial = tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array, Array]]]
+"""`forward(q, k, v) -> (out, lse)`, `backward(q, k, v, out, lse, dout) -> (dq, dk, dv)`: see Implementation.partial."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PASSES: tuple[Pass, ...] = ("forward", "backward", "train")
@@ -275,9 +277,13 @@ class Implementation(ABC):
         del workload, config
         return None
 
-    def partial(self, workload: Workload, config: Config) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-        """(forward, backward) on parts of a larger whole, or None: `forward(q, k, v) -> (out, lse)`,
-        `backward(q, k, v, out, lse, dout) -> (dq, dk, dv)` where out and lse may be those of the whole."""
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        """(forward, backward) on a part of a larger whole, without autograd; None where it cannot be had.
+
+        Arrays are bshd whatever `layout` says, and may be strided views; LSE is [b, h, q_len], natural log, float32
+        (float64 for float64 inputs); a row that sees no key has output 0 and LSE -inf. The backward's `out` and `lse`
+        may be those of the whole: gradients of parts with the whole's out and lse add up to the whole's gradients.
+        """
         del workload, config
         return None
 

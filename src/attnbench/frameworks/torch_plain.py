@@ -93,10 +93,8 @@ def once_per_device(make: Callable[[torch.device], Made]) -> Callable[[torch.dev
     return get
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskTensors, scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k, v in layout bshd -> (out, logits [b, h, q, kv]); rows that see no key give 0 and have logits 0."""
+def scores(q: torch.Tensor, k: torch.Tensor, mask: MaskTensors, scale: float, softcap: float | None) -> torch.Tensor:
+    """q, k in layout bshd -> logits [b, h, q, kv], -inf where hidden; rows that see no key have logits 0."""
     import torch
 
     (batch, q_len, heads, dim), kv_heads = q.shape, k.shape[2]
@@ -117,17 +115,32 @@ def attend(
     if mask.dead is not None:
         # A softmax over -inf alone is NaN, and so would be its gradient.
         logits = logits.masked_fill(mask.dead, 0.0)
+    return logits
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskTensors, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k, v in layout bshd -> (out, logits [b, h, q, kv]); rows that see no key give 0 and have logits 0."""
+    import torch
+
+    (batch, q_len, heads, _), kv_heads = q.shape, k.shape[2]
+    logits = scores(q, k, mask, scale, softcap)
     weights = torch.softmax(logits, -1)
     if mask.dead is not None:
         weights = weights.masked_fill(mask.dead, 0.0)
-    out = weights.to(q.dtype).reshape(*stacked, -1) @ v.transpose(1, 2)
+    out = weights.to(q.dtype).reshape(batch, kv_heads, heads // kv_heads * q_len, -1) @ v.transpose(1, 2)
     return out.reshape(batch, heads, q_len, -1).transpose(1, 2), logits
 
 
-def log_sum_exp(logits: torch.Tensor, mask: MaskTensors) -> torch.Tensor:
-    """[b, h, q], float32, -inf for rows that see no key."""
+def log_sum_exp(logits: torch.Tensor, mask: MaskTensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[b, h, q], float32 unless a dtype is given, -inf for rows that see no key."""
+    import torch
+
     lse = logits.logsumexp(-1)
-    return (lse if mask.dead is None else lse.masked_fill(mask.dead.squeeze(-1), float("-inf"))).float()
+    return (lse if mask.dead is None else lse.masked_fill(mask.dead.squeeze(-1), float("-inf"))).to(
+        dtype or torch.float32
+    )
 
 
 def plain_call(workload: Workload) -> Call:

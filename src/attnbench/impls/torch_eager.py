@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from attnbench.frameworks.torch_plain import attend, log_sum_exp, mask_tensors, once_per_device, plain_call
+from attnbench.impls.parts.torch_plain import plain_partial
 from attnbench.impls.torch_compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 
 class Eager(Implementation):
@@ -36,6 +37,9 @@ class Eager(Implementation):
             return out, log_sum_exp(logits, mask)
 
         return call
+
+    def partial(self, workload: Workload, config: Config) -> Partial:
+        return plain_partial(workload)
 
 
 class Compiled(Implementation):

@@ -20,10 +20,9 @@ from attnbench.impls import conditions
 from attnbench.impls import torch_fa3_build as fa3
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.torch_bounds import bounds, is_causal, is_windowed, natural_lse, needs_bottom_right, needs_bounds
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 Options = dict[str, Any]
-Partial = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:

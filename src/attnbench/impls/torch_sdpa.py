@@ -23,7 +23,7 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
 )
 from attnbench.impls.torch_masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
 MATH_OPERATOR = r"_scaled_dot_product_attention_math"
@@ -98,7 +98,7 @@ class Sdpa(Implementation):
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
         return torch_sdpa_aten.with_lse(self.backend, workload)
 
-    def partial(self, workload: Workload, config: Config) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
         return torch_sdpa_aten.partial(self.backend, workload)
 
     def _mask(self, workload: Workload, device: Any) -> SdpaMask:

@@ -2,6 +2,7 @@
 
 Only here can `out` and `lse` of a larger whole be handed to a backward pass. Head dims must already suit the kernel
 (SDPA itself pads); the CPU operator wants its mask as floats. Rows without keys: the CPU writes LSE 0, so it is set.
+The pairs below are bhsd as the operators are; `partial` hands them out as bshd.
 """
 
 from __future__ import annotations
@@ -10,29 +11,55 @@ from collections.abc import Callable
 from typing import Any
 
 from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
+from attnbench.impls.parts.torch_merge import NEGATIVE_INFINITY, for_backward
 from attnbench.impls.torch_masks import SdpaMask, additive, may_have_dead_rows, route, sdpa_mask
-from attnbench.spec import Array, Call, Workload
-
-Pair = tuple[Callable[..., Any], Callable[..., Any]]
-NEGATIVE_INFINITY = float("-inf")
+from attnbench.spec import Array, Call, Partial, Workload
 
 
 def with_lse(backend: str, workload: Workload) -> Call | None:
-    """A differentiable call that returns (out, lse), or None."""
-    if backend == "efficient":
-        return _efficient_forward(workload)
-    pair = partial(backend, workload)
-    return None if pair is None else pair[0]
+    """A differentiable call, bhsd, that returns (out, lse), or None."""
+    pair = _pair(backend, workload)
+    if pair is None:
+        return None
+
+    def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse = pair[0](q, k, v)
+        return out, lse.float()
+
+    return call
 
 
-def partial(backend: str, workload: Workload) -> Pair | None:
-    """(forward, backward) on parts of a larger whole, or None where the operators cannot do the workload."""
+def partial(backend: str, workload: Workload) -> Partial | None:
+    """(forward, backward) on parts of a larger whole, bshd, or None where the operators cannot do the workload."""
+    import torch
+
+    pair = _pair(backend, workload)
+    if pair is None:
+        return None
+
+    @torch.no_grad()
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse = pair[0](*(x.transpose(1, 2) for x in (q, k, v)))
+        return out.transpose(1, 2), lse
+
+    @torch.no_grad()
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
+        dq, dk, dv = pair[1](q, k, v, out, for_backward(lse), dout)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    return forward, backward
+
+
+def _pair(backend: str, workload: Workload) -> Partial | None:
     if backend == "flash":
         return _by_device(_cpu_flash(workload), _gpu_flash(workload))
+    if backend == "efficient":
+        return _efficient(workload)
     return _cudnn(workload) if backend == "cudnn" else None
 
 
-def _by_device(cpu: Pair, gpu: Pair | None) -> Pair:
+def _by_device(cpu: Partial, gpu: Partial | None) -> Partial:
     def pick(index: int) -> Callable[..., Any]:
         def run(q: Array, *rest: Array) -> Any:
             pair = cpu if q.device.type == "cpu" else gpu
@@ -47,7 +74,7 @@ def _by_device(cpu: Pair, gpu: Pair | None) -> Pair:
     return pick(0), pick(1)
 
 
-def _cpu_flash(workload: Workload) -> Pair:
+def _cpu_flash(workload: Workload) -> Partial:
     import torch
 
     forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -65,17 +92,17 @@ def _cpu_flash(workload: Workload) -> Pair:
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         bias, causal, dead = masks(q.device)
         out, lse = forward_op(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-        return out, (lse if dead is None else lse.masked_fill(dead, NEGATIVE_INFINITY)).float()
+        return out, lse if dead is None else lse.masked_fill(dead, NEGATIVE_INFINITY)
 
-    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, ...]:
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         bias, causal, _ = masks(q.device)
-        lse = _finite(lse).to(torch.promote_types(q.dtype, torch.float32))
+        lse = lse.to(torch.promote_types(q.dtype, torch.float32))
         return backward_op(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
 
     return forward, backward
 
 
-def _gpu_flash(workload: Workload) -> Pair | None:
+def _gpu_flash(workload: Workload) -> Partial | None:
     """The operator aligns a rectangular causal mask bottom-right."""
     import torch
 
@@ -89,7 +116,7 @@ def _gpu_flash(workload: Workload) -> Pair | None:
         out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
-    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, ...]:
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         offset = torch.zeros((), dtype=torch.uint64, device=q.device)
         sizes = (None, None, q.shape[2], k.shape[2])
@@ -100,7 +127,7 @@ def _gpu_flash(workload: Workload) -> Pair | None:
     return forward, backward
 
 
-def _cudnn(workload: Workload) -> Pair | None:
+def _cudnn(workload: Workload) -> Partial | None:
     import torch
 
     way = route(workload)
@@ -110,20 +137,20 @@ def _cudnn(workload: Workload) -> Pair | None:
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-        return out, lse.view(q.shape[:3])
+        return out, lse.reshape(q.shape[:3])
 
-    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, ...]:
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         sizes = (None, None, q.shape[2], k.shape[2])
         return ops._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, *sizes, 0.0, causal, scale=scale
+            dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, offset, None, *sizes, 0.0, causal, scale=scale
         )
 
     return forward, backward
 
 
-def _efficient_forward(workload: Workload) -> Call:
-    """The operator pads the LSE's rows to a multiple of 32."""
+def _efficient(workload: Workload) -> Partial:
+    """The operators pad the LSE's rows to a multiple of 32, and the backward reads the padding: +inf, as theirs."""
     import torch
 
     def make(device: Any) -> SdpaMask:
@@ -132,21 +159,28 @@ def _efficient_forward(workload: Workload) -> Call:
         full = (workload.batch, workload.heads, workload.q_len, workload.kv_len)
         return mask._replace(attn_mask=None if bias is None else bias.expand(full))
 
-    masks, scale = once_per_device(make), workload.softmax_scale
+    masks, scale, ops = once_per_device(make), workload.softmax_scale, torch.ops.aten
 
-    def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         mask = masks(q.device)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        out, lse, *_ = ops._scaled_dot_product_efficient_attention(
             q, k, v, mask.attn_mask, True, 0.0, mask.is_causal, scale=scale
         )
-        lse = lse[..., : q.shape[2]].float()
+        lse = lse[..., : q.shape[2]]
         if mask.dead is None:
             return out, lse
         return out.masked_fill(mask.dead, 0.0), lse.masked_fill(mask.dead.squeeze(-1), NEGATIVE_INFINITY)
 
-    return call
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        mask = masks(q.device)
+        if mask.dead is not None:  # the kernel is shown all keys there
+            lse = lse.masked_fill(mask.dead.squeeze(-1), float("inf"))
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+        wanted = [True, True, True, False]
+        dq, dk, dv, _ = ops._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, mask.attn_mask, out, padded, seed, offset, 0.0, wanted, mask.is_causal, scale=scale
+        )
+        return dq, dk, dv
 
-
-def _finite(lse: Array) -> Array:
-    """Rows that see nothing in the whole: any finite LSE gives them probability 0."""
-    return lse.masked_fill(lse == NEGATIVE_INFINITY, 0.0)
+    return forward, backward

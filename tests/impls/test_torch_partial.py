@@ -1,0 +1,175 @@
+"""The partial forms of torch's dense kernels and the merge of their results, against float64."""
+
+import numpy as np
+import pytest
+
+from attnbench.spec import Workload
+from attnbench.workloads import masks
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from test_torch_numbers import BASE, CASES, attention_in_float64, draw, workload  # noqa: E402
+
+from attnbench.impls import torch_eager, torch_sdpa  # noqa: E402
+from attnbench.impls.parts.torch_merge import merge_, nothing_yet  # noqa: E402
+
+ON_CPU = [torch_eager.EAGER, torch_sdpa.FLASH]
+ON_GPU = [torch_eager.EAGER, torch_sdpa.FLASH, torch_sdpa.EFFICIENT, torch_sdpa.CUDNN]
+MASKED = [
+    "full", "causal_square", "causal", "causal_top_left", "causal_dead_rows", "causal_top_left_tall", "empty_length",
+    "dilated_dead_rows", "bias", "scale", "mqa",
+]  # fmt: skip
+WIDE = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
+LEAST_ERROR = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
+
+
+def close(got, want, dtype):
+    values = got.double().cpu().numpy()
+    assert np.isfinite(values).all()
+    assert np.linalg.norm(values - want) <= LEAST_ERROR[dtype] * max(np.linalg.norm(want), 1e-3)
+
+
+def part_of(case, keys, dtype):
+    """The same queries over some of the keys."""
+    w = workload(case)
+    bias = w.visible_mask.bias(w.mask_shape)[..., keys]
+    return Workload(**{**BASE, **CASES[case], "dtype": dtype, "kv_len": bias.shape[-1], "mask": masks.dense(bias)})
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("case", MASKED)
+@pytest.mark.parametrize("implementation", ON_CPU, ids=lambda i: i.name)
+def test_a_whole_as_its_only_part(implementation, case, dtype):
+    w = workload(case, dtype=dtype)
+    (q, k, v, dout), exact = draw(w)
+    want_out, want_lse, *want = attention_in_float64(w, *exact)
+    forward, backward = implementation.partial(w, {})
+    out, lse = forward(q, k, v)
+    assert out.shape == (w.batch, w.q_len, w.heads, w.value_dim)
+    assert out.dtype == q.dtype
+    assert lse.dtype == getattr(torch, WIDE[dtype])
+    np.testing.assert_array_equal(np.isneginf(lse.numpy()), np.isneginf(want_lse))
+    seen = np.isfinite(want_lse)
+    np.testing.assert_allclose(lse.numpy()[seen], want_lse[seen], rtol=LEAST_ERROR[dtype], atol=LEAST_ERROR[dtype])
+    close(out, want_out, dtype)
+    for got, expected, like in zip(backward(q, k, v, out, lse, dout), want, (q, k, v)):
+        assert got.shape == like.shape
+        close(got, expected, dtype)
+
+
+@pytest.mark.parametrize("case", ["softcap", "value_dim"])
+def test_plain_takes_what_kernels_refuse(case):
+    w = workload(case, dtype="float64")
+    (q, k, v, dout), exact = draw(w)
+    want_out, _, *want = attention_in_float64(w, *exact)
+    forward, backward = torch_eager.EAGER.partial(w, {})
+    out, lse = forward(q, k, v)
+    close(out, want_out, "float64")
+    for got, expected in zip(backward(q, k, v, out, lse, dout), want):
+        close(got, expected, "float64")
+
+
+@pytest.mark.parametrize("case", ["full", "causal", "causal_dead_rows", "empty_length", "bias", "mqa"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", ON_CPU, ids=lambda i: i.name)
+def test_two_halves_of_the_keys_give_the_whole(implementation, case, dtype):
+    """Forward: the parts merged. Backward: each part with the whole's out and lse, added up."""
+    w = workload(case, dtype=dtype)
+    (q, k, v, dout), exact = draw(w)
+    want_out, want_lse, *want = attention_in_float64(w, *exact)
+    out, lse = nothing_yet(tuple(want_out.shape), q.dtype, q.device)
+    halves = [slice(0, w.kv_len // 2), slice(w.kv_len // 2, None)]
+    pairs = [implementation.partial(part_of(case, keys, dtype), {}) for keys in halves]
+    for keys, (forward, _) in zip(halves, pairs):
+        merge_(out, lse, *forward(q, k[:, keys], v[:, keys]))
+    close(out, want_out, dtype)
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=LEAST_ERROR[dtype], atol=LEAST_ERROR[dtype])
+    grads = [
+        backward(q, k[:, keys], v[:, keys], out.to(q.dtype), lse, dout) for keys, (_, backward) in zip(halves, pairs)
+    ]
+    total = sum(g[0] for g in grads), torch.cat([g[1] for g in grads], 1), torch.cat([g[2] for g in grads], 1)
+    for got, expected in zip(total, want):
+        close(got, expected, dtype)
+
+
+@pytest.mark.parametrize("implementation", ON_CPU, ids=lambda i: i.name)
+def test_strided_views_give_what_copies_give(implementation):
+    """Every third token from the second on, and two of four heads: what dilated attention hands in."""
+    w = Workload(batch=2, q_len=5, heads=2, head_dim=8, mask=masks.causal())
+    q, k, v, dout = (torch.randn(2, 15, 4, 8)[:, 1::3, ::2] for _ in range(4))
+    forward, backward = implementation.partial(w, {})
+    out, lse = forward(q, k, v)
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)]
+    for got, want in zip((out, lse), forward(*copies)):
+        torch.testing.assert_close(got, want)
+    given = backward(q, k, v, out, lse.expand(1, *lse.shape)[0], dout)
+    for got, want in zip(given, backward(*copies, out, lse, dout.contiguous())):
+        torch.testing.assert_close(got, want)
+
+
+def test_merge_in_views_of_a_whole():
+    out, lse = nothing_yet((1, 6, 4, 2), torch.bfloat16, torch.device("cpu"))
+    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+    part, part_lse = torch.randn(1, 3, 2, 2), torch.randn(1, 2, 3)
+    merge_(out[:, 1::2, ::2], lse[:, ::2, 1::2], part, part_lse)
+    torch.testing.assert_close(out[:, 1::2, ::2], part)
+    torch.testing.assert_close(lse[:, ::2, 1::2], part_lse)
+    assert not out[:, ::2].any()
+    assert not out[:, :, 1::2].any()
+    assert torch.isneginf(lse[:, 1::2]).all()
+
+
+def test_merge_of_rows_that_nobody_has_seen_and_of_far_apart_parts():
+    hidden = float("-inf")
+    out, lse = torch.tensor([0.0, 7.0, 1.0, 2.0]).view(1, 4, 1, 1), torch.tensor([[[hidden, 3.0, -900.0, hidden]]])
+    part, part_lse = torch.tensor([0.0, 5.0, 4.0, 6.0]).view(1, 4, 1, 1), torch.tensor([[[hidden, hidden, 900.0, 1.0]]])
+    merge_(out, lse, part, part_lse)
+    assert out.flatten().tolist() == [0.0, 7.0, 4.0, 6.0]
+    assert lse.flatten().tolist() == [hidden, 3.0, 900.0, 1.0]
+
+
+def test_partials_record_no_graph():
+    w = workload("causal_square")
+    (q, k, v, _), _ = draw(w)
+    for implementation in ON_CPU:
+        forward = implementation.partial(w, {})[0]
+        assert not any(x.requires_grad for x in forward(q.requires_grad_(), k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.id)
+@pytest.mark.parametrize("implementation", ON_GPU, ids=lambda i: i.name)
+def test_on_a_gpu(implementation, mask):
+    kv_heads = 4 if implementation is torch_sdpa.EFFICIENT else 2
+    w = Workload(batch=2, q_len=130, heads=4, kv_heads=kv_heads, head_dim=64, dtype="bfloat16", mask=mask)
+    (q, k, v, dout), exact = draw(w)
+    want_out, want_lse, *want = attention_in_float64(w, *exact)
+    q, k, v, dout = (x.cuda() for x in (q, k, v, dout))
+    forward, backward = implementation.partial(w, {})
+    out, lse = forward(q, k, v)
+    np.testing.assert_allclose(lse.cpu().numpy(), want_lse, atol=2e-3)
+    for got, expected in zip((out, *backward(q, k, v, out, lse, dout)), (want_out, *want)):
+        close(got, expected, "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ON_GPU, ids=lambda i: i.name)
+def test_two_halves_on_a_gpu(implementation):
+    """Views of every second token, keys in two halves, one row unseen by the whole."""
+    w = Workload(batch=1, q_len=64, kv_len=128, heads=4, head_dim=64, dtype="bfloat16")
+    (q, k, v, dout), exact = draw(w)
+    want_out, want_lse, *_ = attention_in_float64(w, *exact)
+    q, k, v, dout = (x.cuda().repeat_interleave(2, 1)[:, 1::2] for x in (q, k, v, dout))
+    half = Workload(batch=1, q_len=64, heads=4, head_dim=64, dtype="bfloat16")
+    forward, backward = implementation.partial(half, {})
+    out, lse = nothing_yet(tuple(want_out.shape), q.dtype, q.device)
+    halves = [slice(0, 64), slice(64, 128)]
+    for keys in halves:
+        merge_(out, lse, *forward(q, k[:, keys], v[:, keys]))
+    np.testing.assert_allclose(lse.cpu().numpy(), want_lse, atol=2e-3)
+    close(out, want_out, "bfloat16")
+    lse[:, :, 5], out[:, 5] = float("-inf"), 0.0
+    grads = [backward(q, k[:, keys], v[:, keys], out.bfloat16(), lse, dout) for keys in halves]
+    assert all(bool(g.isfinite().all()) for pair in grads for g in pair)
+    assert not any(bool(pair[0][:, 5].any()) for pair in grads)
