@@ -76,7 +76,7 @@ def _joined(tiles: Iterable[Tile]) -> list[Tile]:
     for tile in tiles:
         while (neighbour := next((other for other in done if _union(other, tile)), None)) is not None:
             done.remove(neighbour)
-            tile = _union(neighbour, tile) or tile  # noqa: PLW2901
+            tile = _union(neighbour, tile) or tile
         done.append(tile)
     return done
 
