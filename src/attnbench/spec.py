@@ -253,6 +253,8 @@ class Implementation(ABC):
     """Regular expressions of operators or kernels that mean a silent fall-back."""
     untested: tuple[str, ...] = ()
     """Device kinds this adapter ought to run on but never has."""
+    tunables: Config = {}
+    """What may be asked for in brackets, `torch.ring[world=4]`, with the defaults."""
 
     def available(self, environment: Environment) -> str | None:
         """None when it can run on this machine at all; else why not and what would make it run."""
@@ -286,6 +288,11 @@ class Implementation(ABC):
         """
         del workload, config
         return None
+
+    def apparatus(self, framework: Any, config: Config) -> Any:
+        """The Framework that builds, times and weighs its calls: another one where the work is done elsewhere."""
+        del config
+        return framework
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -396,6 +403,36 @@ class VerifiedAt(Struct, frozen=True, kw_only=True, omit_defaults=True):
     backward_share: float | None = None
 
 
+class Ranks(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a cell over several ranks showed of each; tuples are in order of rank, null with the reason."""
+
+    world: int
+    how: str
+    """processes over gloo, processes over nccl, virtual, or devices of one process."""
+    layout: str
+    inner: tuple[str, ...] = ()
+    """Kernels that computed the tiles."""
+    devices: int = 1
+    """Over which the work was spread."""
+    tokens: tuple[int, ...]
+    """Queries held."""
+    pairs: tuple[int, ...]
+    """Visible pairs computed."""
+    shard_bytes: tuple[int, ...]
+    """Inputs held."""
+    peak_bytes: tuple[int, ...] | None = None
+    """Extra memory at the peak, beyond the inputs held."""
+    compute_ns: tuple[float, ...] | None = None
+    waiting_ns: tuple[float, ...] | None = None
+    """Communication that computation did not hide."""
+    communication_ns: tuple[float, ...] | None = None
+    """All communication, done without computation."""
+    balance: float
+    """Mean over the largest of the ranks' compute times (of their visible pairs where no time is known)."""
+    reason: str | None = None
+    """Why something is null, and what else the figures do not say."""
+
+
 class _Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="status"):
     implementation: str
     workload: Workload
@@ -432,6 +469,8 @@ class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
     kernels: tuple[str, ...] | None = None
     kernels_reason: str | None = None
     approximate: bool = False
+    ranks: Ranks | None = None
+    """Of a cell over several ranks."""
     notes: tuple[str, ...] = ()
     """Honest warnings, such as unstable samples."""
     spent_ns: dict[str, int] = {}

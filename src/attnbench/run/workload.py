@@ -320,11 +320,12 @@ class WorkloadRun:
             assert one.lost is not None
             return one.lost
         device = ok.environment.device
-        cost = cost_of(self._workload, main.median_ns, self._ceilings.get(device))
+        devices = ok.ranks.devices if ok.ranks is not None else 1
+        cost = cost_of(self._workload, main.median_ns, self._ceilings.get(device), devices)
         if implausible(cost) is not None:
             # The ceiling may have been measured in a bad moment: look again before accusing anyone.
             self._ceilings[device] = self._crew.ceilings(self._workload.dtype, device, again=True)
-            cost = cost_of(self._workload, main.median_ns, self._ceilings[device])
+            cost = cost_of(self._workload, main.median_ns, self._ceilings[device], devices)
         if (reason := implausible(cost)) is not None:
             facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
             return Failed(reason=reason, **facts)

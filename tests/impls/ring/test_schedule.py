@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from attnbench.errors import UsageError
 from attnbench.impls.ring import layouts
-from attnbench.impls.ring.schedule import Problem, idle_share, pairs, schedule
 from attnbench.impls.ring.layouts import Run
+from attnbench.impls.ring.schedule import Problem, idle_share, pairs, schedule
 from attnbench.impls.ring.tiles import block_tiles, causal_tiles
 
 LAYOUTS = st.sampled_from(layouts.LAYOUTS)

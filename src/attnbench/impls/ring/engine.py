@@ -1,7 +1,7 @@
 """One rank's part of ring attention, forward and backward, over any transport and any kernel with a partial form.
 
-Results are merged and gradients summed in float32 (float64 for float64). K and V of the next step are on their way while
-this step is computed; sums of dK and dV follow one step behind, hidden by the computation of the next.
+Results are merged and gradients summed in float32 (float64 for float64). K and V of the next step are on their way
+while this step is computed; sums of dK and dV follow one step behind, hidden by the computation of the next.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Engine:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of the rank's queries over all keys of the ring."""
         spans, pair = spans or Untimed(), (k, v)
-        out, lse = nothing_yet((*q.shape[:3], v.shape[-1]), q.dtype, q.device)
+        out, lse = nothing_yet((q.shape[0], q.shape[1], q.shape[2], v.shape[-1]), q.dtype, q.device)
         for turn, step in enumerate(self._steps):
             coming = self._post_keys(turn, pair, transport)
             with spans.timed("compute"):
@@ -58,7 +58,7 @@ class Engine:
         """(dq, dk, dv) of the rank's own tokens; `inputs` are q, k, v, and out and lse what forward gave."""
         q, k, v = inputs
         spans, pair, sums = spans or Untimed(), (k, v), None
-        dq = _wide_zeros(q)
+        dq, mine = _wide_zeros(q), (k, v)
         for turn, step in enumerate(self._steps):
             coming = self._post_keys(turn, pair, transport)
             with spans.timed("compute"):
@@ -111,9 +111,7 @@ class Engine:
     ) -> None:
         out, lse, dout = whole
         rows, columns = slice(tile.row, tile.row_end), slice(tile.key, tile.key_end)
-        grads = self.kernels.at(tile)[1](
-            q[:, rows], *_keys(pair, tile), out[:, rows], lse[:, :, rows], dout[:, rows]
-        )
+        grads = self.kernels.at(tile)[1](q[:, rows], *_keys(pair, tile), out[:, rows], lse[:, :, rows], dout[:, rows])
         for total, part in zip((dq[:, rows], sums[0][:, columns], sums[1][:, columns]), grads):
             total.add_(part)
 

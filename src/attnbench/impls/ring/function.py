@@ -1,4 +1,4 @@
-"""`ring_attention`: attention over a sequence that is sharded over a process group, for use under torchrun or any group.
+"""`ring_attention`: attention over a sequence that is sharded over a process group, torchrun's or any other.
 
 Every rank passes its own tokens, laid out as `layouts.positions` says, and gets its own rows of the result.
 """
@@ -36,9 +36,9 @@ def ring_attention(
 ) -> Any:
     """The rank's rows [b, tokens, heads, dim] of attention over all ranks' keys; differentiable.
 
-    A causal mask of unequal lengths is aligned bottom-right. `lengths` are the global numbers of queries and keys: given,
-    ranks need not ask each other at every call. `inner` names the kernel, or "auto". LSE [b, heads, tokens] carries no
-    gradient. Without an initialised process group there is one rank.
+    A causal mask of unequal lengths is aligned bottom-right. `lengths` are the global numbers of queries and keys:
+    given, ranks need not ask each other at every call. `inner` names the kernel, or "auto". LSE [b, heads, tokens]
+    carries no gradient. Without an initialised process group there is one rank.
     """
     rank, world = rank_and_world(process_group)
     q_len, kv_len = lengths or global_lengths((q.shape[1], k.shape[1]), layout, process_group, q.device)
@@ -101,9 +101,7 @@ def check_shard(local: tuple[int, int], problem: Problem, rank: int) -> None:
         )
 
 
-def shape_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, softcap: float | None
-) -> Workload:
+def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, softcap: float | None) -> Workload:
     """What a kernel must know besides lengths and mask."""
     return Workload(
         batch=q.shape[0],

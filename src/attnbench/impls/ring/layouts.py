@@ -16,13 +16,13 @@ class Run(NamedTuple):
     """Tokens first, first + stride, ...: so many of them."""
 
     first: int
-    count: int
+    size: int
     stride: int = 1
 
     @property
     def positions(self) -> np.ndarray:
         """Global positions in order."""
-        return self.first + self.stride * np.arange(self.count)
+        return self.first + self.stride * np.arange(self.size)
 
 
 def check_layout(layout: str) -> None:
@@ -46,7 +46,7 @@ def runs(layout: str, length: int, world: int, rank: int) -> tuple[Run, ...]:
         found = [_chunk(length, world, rank)]
     else:
         found = [_chunk(length, 2 * world, n) for n in (rank, 2 * world - 1 - rank)]
-    return tuple(run for run in found if run.count)
+    return tuple(run for run in found if run.size)
 
 
 def _chunk(length: int, parts: int, n: int) -> Run:
@@ -62,7 +62,7 @@ def positions(layout: str, length: int, world: int, rank: int) -> np.ndarray:
 
 def sizes(layout: str, length: int, world: int) -> tuple[int, ...]:
     """Tokens of each rank."""
-    return tuple(sum(run.count for run in runs(layout, length, world, rank)) for rank in range(world))
+    return tuple(sum(run.size for run in runs(layout, length, world, rank)) for rank in range(world))
 
 
 def order(layout: str, length: int, world: int) -> np.ndarray:

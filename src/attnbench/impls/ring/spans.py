@@ -1,4 +1,4 @@
-"""Where a rank's time goes. Nothing is timed unless somebody wants to know: that takes a wait for the device each time."""
+"""Where a rank's time goes. Nothing is timed unless somebody wants to know, since that takes waiting for the device."""
 
 from __future__ import annotations
 

@@ -59,10 +59,10 @@ def block_tiles(queries: Sequence[Run], keys: Sequence[Run], causal: bool, shift
     for q in queries:
         key = 0
         for k in keys:
-            offset = (q.first + shift - k.first) // q.stride if causal else k.count
-            found += [_moved(tile, row, key) for tile in causal_tiles(q.count, k.count, offset)]
-            key += k.count
-        row += q.count
+            offset = (q.first + shift - k.first) // q.stride if causal else k.size
+            found += [_moved(tile, row, key) for tile in causal_tiles(q.size, k.size, offset)]
+            key += k.size
+        row += q.size
     return tuple(_joined(found))
 
 

@@ -45,7 +45,6 @@ class GroupTransport:
         return self._pass_on(pair, length)
 
     def _pass_on(self, pair: Pair, length: int) -> Arrival:
-        import torch
         import torch.distributed as dist
 
         sent = [array.contiguous() for array in pair]

@@ -1,0 +1,107 @@
+"""What a rank process can be asked to compute: our ring, or the one in torch. Each takes shards and returns shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attnbench.frameworks import torch_profile
+from attnbench.frameworks.base import Inputs, Peak, Program
+from attnbench.impls.ring.engine import Engine
+from attnbench.impls.ring.kernels import Kernels
+from attnbench.impls.ring.messages import Open
+from attnbench.impls.ring.schedule import schedule
+from attnbench.impls.ring.spans import Spans
+from attnbench.impls.ring.transport import GroupTransport
+from attnbench.spec import Pass
+
+if TYPE_CHECKING:
+    import torch
+
+Arrays = Sequence["torch.Tensor"]
+
+
+class Method(Protocol):
+    """One way to attend over a sharded sequence, as a rank sees it."""
+
+    @property
+    def used(self) -> Iterable[str]:
+        """Names of the kernels."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of the rank's own rows."""
+        ...
+
+    def backward(
+        self, inputs: Arrays, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, spans: Spans | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) of the rank's own tokens."""
+        ...
+
+    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> None:
+        """The communication alone."""
+        ...
+
+
+class Ours:
+    """The engine of this package over one transport."""
+
+    def __init__(self, engine: Engine, transport: Any) -> None:
+        self.used = engine.kernels.used
+        self._engine, self._transport = engine, transport
+
+    @classmethod
+    def open(cls, question: Open, rank: int, device: torch.device) -> Ours:
+        """In a rank process. Every kernel is chosen now: a refusal must come before the first message."""
+        kernels = Kernels(question.shape, question.inner, device)
+        for step in schedule(question.problem, rank):
+            for tile in step.tiles:
+                kernels.at(tile)
+        transport = GroupTransport(None) if question.problem.world > 1 else None
+        return cls(Engine(question.problem, rank, kernels), transport)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Through the engine."""
+        return self._engine.forward(q, k, v, self._transport, spans)
+
+    def backward(
+        self, inputs: Arrays, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, spans: Spans | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Through the engine."""
+        return self._engine.backward(inputs, out, lse, dout, self._transport, spans)
+
+    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> None:
+        """Through the engine."""
+        self._engine.rotate(k, v, self._transport, gradients)
+
+
+METHODS: dict[str, Callable[[Open, int, Any], Method]] = {"ring": Ours.open}
+
+
+def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Program:
+    """A rank's part of a pass, its time sorted into spans."""
+
+    def ahead(x: Inputs) -> Any:
+        return x, *method.forward(x.q, x.k, x.v)
+
+    def back(state: Any) -> tuple[torch.Tensor, ...]:
+        x, out, lse = state
+        return method.backward((x.q, x.k, x.v), out, lse, x.dout, spans)
+
+    if pass_ == "forward":
+        return Program(run=lambda x: method.forward(x.q, x.k, x.v, spans))
+    if pass_ == "backward":
+        return Program(run=back, prepare=ahead)
+    return Program(run=lambda x: back((x, *method.forward(x.q, x.k, x.v, spans))))
+
+
+def peak_of(program: Program, inputs: Inputs, device: torch.device) -> Peak:
+    """Extra memory of a rank's part."""
+    if device.type == "cpu":
+        return torch_profile.cpu_peak(program, inputs)
+    return torch_profile.accelerator_peak(program, inputs, str(device))

@@ -1,0 +1,61 @@
+"""What may be asked of a ring, `torch.ring[world=4,layout=striped]`, and where its ranks live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from attnbench.errors import UsageError
+from attnbench.impls.ring.layouts import check_layout
+from attnbench.impls.ring.schedule import Problem
+from attnbench.spec import DTYPE_BYTES, Config, Workload
+from attnbench.workloads.masks import Causal
+from attnbench.workloads.masks.base import query_offset
+
+TUNABLES: Config = {"world": 2, "layout": "zigzag", "inner": "auto", "timeout_s": 120.0}
+MASKS = ("full", "causal")
+
+
+class Settings(NamedTuple):
+    """A config with its defaults, checked."""
+
+    world: int
+    layout: str
+    inner: str
+    timeout_s: float
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """Raises for what cannot be."""
+        unknown = sorted(set(config) - set(TUNABLES))
+        if unknown:
+            raise UsageError(f"a ring has no setting {', '.join(unknown)}; it has {', '.join(TUNABLES)}.")
+        given = {**TUNABLES, **config}
+        world, timeout_s = given["world"], given["timeout_s"]
+        if not isinstance(world, int) or world < 1:
+            raise UsageError(f"world must be a whole number of at least 1, not {world!r}.")
+        if isinstance(timeout_s, str) or not timeout_s > 0:
+            raise UsageError(f"timeout_s must be positive, not {timeout_s!r}.")
+        check_layout(str(given["layout"]))
+        return cls(world, str(given["layout"]), str(given["inner"]), float(timeout_s))
+
+
+def problem_of(workload: Workload, world: int, layout: str) -> Problem:
+    """The workload as a ring sees it; its mask must be one of MASKS."""
+    mask = workload.visible_mask
+    causal = isinstance(mask, Causal)
+    shift = query_offset(mask.align, workload.mask_shape) if isinstance(mask, Causal) else 0
+    return Problem(workload.q_len, workload.kv_len, world, layout, causal, shift)
+
+
+def shard_bytes(workload: Workload, problem: Problem) -> tuple[int, ...]:
+    """Bytes of q, k and v that each rank holds."""
+    itemsize = DTYPE_BYTES[workload.dtype]
+    per_query = workload.batch * workload.heads * workload.head_dim * itemsize
+    per_key = workload.batch * workload.kv_heads * (workload.head_dim + workload.value_dim) * itemsize
+    return tuple(q * per_query + kv * per_key for q, kv in zip(problem.q_sizes(), problem.kv_sizes()))
+
+
+def balance(work: Sequence[float]) -> float:
+    """Mean over largest: 1 when all ranks have the same to do."""
+    return sum(work) / len(work) / max(work) if max(work) else 1.0

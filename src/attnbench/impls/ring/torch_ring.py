@@ -1,0 +1,56 @@
+"""torch.ring: causal and full attention over a sequence that is sharded over several ranks; see docs/ring.md.
+
+On a CPU, and where there is a GPU for each rank, ranks are processes over gloo or NCCL that this one starts and drives;
+they time themselves, without the way of whole arrays to them and back. On a single GPU they are virtual.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnbench.impls.conditions import first_reason, needs_device, needs_mask
+from attnbench.impls.ring.settings import MASKS, TUNABLES, Settings
+from attnbench.spec import Call, Config, Environment, Implementation, Workload
+
+
+class Ring(Implementation):
+    """`torch.ring[world=4,layout=striped,inner=torch.eager]`."""
+
+    name = "torch.ring"
+    framework = "torch"
+    tunables = TUNABLES
+    untested = ("cuda",)
+
+    def available(self, environment: Environment) -> str | None:
+        return needs_device(environment, "cpu", "cuda")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return first_reason(self.available(environment), needs_mask(workload, *MASKS), _one_mask(workload))
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        return self._call(workload, config, with_lse=False)
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        return self._call(workload, config, with_lse=True)
+
+    def apparatus(self, framework: Any, config: Config) -> Any:
+        from attnbench.impls.ring.apparatus import RingApparatus
+
+        return RingApparatus(Settings.of(config).world)
+
+    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+        from attnbench.impls.ring.apparatus import OverRanks
+        from attnbench.impls.ring.call import RingCall
+        from attnbench.impls.ring.virtual import VirtualRing
+
+        settings = Settings.of(config)
+        processes = RingCall(workload, settings, with_lse=with_lse)
+        return OverRanks(processes, VirtualRing(workload, settings, with_lse))
+
+
+def _one_mask(workload: Workload) -> str | None:
+    several = len(workload.visible_mask.kinds) > 1
+    return "takes one causal mask, not several with different alignments" if several else None
+
+
+RING = Ring()

@@ -1,0 +1,182 @@
+"""Rings of real processes over gloo: the numbers of one device, memory that falls with ranks, and failures that speak."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+
+from attnbench.run import protocol as p
+from attnbench.run.remote import Local
+from attnbench.spec import Cell, Failed, Ok, Unsupported, Workload
+from attnbench.workloads import masks
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from attnbench.impls.ring import pool  # noqa: E402
+from attnbench.impls.ring.call import RingCall  # noqa: E402
+from attnbench.impls.ring.settings import Settings  # noqa: E402
+from attnbench.impls.torch_eager import EAGER  # noqa: E402
+
+WORK = Workload(batch=2, q_len=75, heads=4, kv_heads=2, head_dim=16, mask=masks.causal(), pass_="train")
+CASES = {
+    "causal, grouped, uneven": {},
+    "full": {"mask": masks.full()},
+    "more queries than keys": {"q_len": 80, "kv_len": 37, "mask": masks.causal()},
+    "more keys than queries, top-left": {"q_len": 37, "kv_len": 80, "mask": masks.causal(align="top-left")},
+    "fewer tokens than ranks hold": {"q_len": 3, "kv_len": 3},
+    "narrow values": {"v_head_dim": 8, "mask": masks.full()},
+    "float64": {"dtype": "float64"},
+}
+ROUNDING = {"float32": 2e-6, "float64": 1e-14}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rings():
+    """Started once for all tests of this file."""
+    yield
+    pool.close_all()
+
+
+def settings(**given):
+    return Settings.of({"timeout_s": 60.0, **given})
+
+
+def draws(work):
+    torch.manual_seed(5)
+    dtype = getattr(torch, work.dtype)
+    shapes = [
+        (work.batch, work.q_len, work.heads, work.head_dim),
+        (work.batch, work.kv_len, work.kv_heads, work.head_dim),
+        (work.batch, work.kv_len, work.kv_heads, work.value_dim),
+        (work.batch, work.q_len, work.heads, work.value_dim),
+    ]
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def one_device(work, q, k, v, dout):
+    """out, lse and gradients of the plain implementation in float64."""
+    exact = msgspec.structs.replace(work, dtype="float64")
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = EAGER.build_lse(exact, {})(*leaves)
+    return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout.double())]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world, layout", [(2, "zigzag"), (3, "striped"), (4, "contiguous"), (4, "zigzag")])
+def test_a_ring_gives_what_one_device_gives(world, layout, case):
+    work = msgspec.structs.replace(WORK, **{"kv_len": CASES[case].get("q_len", WORK.q_len), **CASES[case]})
+    q, k, v, dout = draws(work)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    call = RingCall(work, settings(world=world, layout=layout), with_lse=True)
+    out, lse = call(*leaves)
+    found = [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), found, one_device(work, q, k, v, dout)):
+        unseen = torch.isneginf(want)
+        assert torch.equal(torch.isneginf(got), unseen), name
+        apart = (got.double() - want).masked_fill(unseen, 0.0).norm() / want.masked_fill(unseen, 0.0).norm()
+        assert apart <= ROUNDING["float32" if name == "lse" else work.dtype], f"{name} is off by {apart:.1e}"
+
+
+def open_cell(config, **given):
+    work = msgspec.structs.replace(WORK, **{"kv_len": given.get("q_len", WORK.q_len), **given})
+    cell = Cell("torch.ring", work, {"timeout_s": 60.0, **config})
+    worker = Local("torch", "cpu")
+    return worker, cell, worker.ask(p.Open(cell, False, True, None, 3), 60)
+
+
+@pytest.fixture(scope="module")
+def records():
+    """The same workload over 1, 2 and 4 ranks."""
+    shape = {"q_len": 512, "kv_len": 512, "batch": 1}
+    return {world: open_cell({"world": world}, **shape)[2].record for world in (1, 2, 4)}
+
+
+def test_the_record_tells_of_each_rank(records):
+    for world, record in records.items():
+        assert isinstance(record, Ok), record
+        ranks = record.ranks
+        assert (ranks.world, ranks.how, ranks.layout, ranks.inner) == (
+            world, "processes over gloo", "zigzag", ("torch.sdpa-flash",),
+        )  # fmt: skip
+        assert sum(ranks.tokens) == 512
+        assert sum(ranks.pairs) == 512 * 513 // 2
+        for facts in (ranks.peak_bytes, ranks.compute_ns, ranks.waiting_ns, ranks.communication_ns):
+            assert len(facts) == world
+        assert min(ranks.compute_ns) > 0
+        assert (min(ranks.communication_ns) > 1e5) == (world > 1) or world == 1
+        assert 0 < ranks.balance <= 1
+        assert record.memory.peak_bytes == max(ranks.peak_bytes)
+        assert msgspec.json.decode(msgspec.json.encode(record), type=Ok).ranks == ranks
+        assert any("flash_attention" in name for name in record.kernels)
+
+
+def test_memory_per_rank_falls_as_ranks_are_added(records):
+    peaks = [max(records[world].ranks.peak_bytes) for world in (1, 2, 4)]
+    held = [max(records[world].ranks.shard_bytes) for world in (1, 2, 4)]
+    assert peaks[0] > 1.2 * peaks[1] > 1.2 * 1.2 * peaks[2], peaks
+    assert held[0] == 2 * held[1] == 4 * held[2]
+
+
+def test_a_cell_is_timed_by_its_ranks():
+    worker, cell, opened = open_cell({"world": 2})
+    assert isinstance(opened, p.Opened)
+    warm = worker.ask(p.WarmUp(cell.id), 60)
+    assert (warm.clock, warm.parts) == ("ranks", ("main", "forward", "backward"))
+    start = time.perf_counter_ns()
+    sampled = worker.ask(p.Sample(cell.id, "main", 3, 1), 60)
+    assert 0 < sum(sampled.ns) < time.perf_counter_ns() - start
+    assert set(worker.ask(p.TakeBlock(cell.id, 2), 60).block.ns) == {"wall"}
+
+
+@pytest.mark.parametrize("how, words", [(signal.SIGKILL, "crashed with SIGKILL"), (signal.SIGSTOP, "gave no answer")])
+def test_a_rank_that_dies_or_hangs_is_named_within_the_timeout(how, words):
+    worker, cell, opened = open_cell({"world": 3, "timeout_s": 4.0})
+    assert isinstance(opened, p.Opened), opened
+    (ring,) = [one for key, one in pool._rings.items() if key[0] == 3 and key[3] == 4.0]
+    processes = ring.pids
+    os.kill(processes[1], how)
+    start = time.monotonic()
+    record = worker.ask(p.WarmUp(cell.id), 60).record
+    assert time.monotonic() - start < 4.0 + 8.0
+    assert isinstance(record, Failed)
+    assert record.reason.startswith("RankFailed: rank 1 of 3 " + words)
+    assert not any(_runs(pid) for pid in processes)
+    q, k, v, _ = draws(WORK)
+    again = RingCall(WORK, settings(world=3, timeout_s=4.0))(q, k, v)
+    assert again.isfinite().all(), "a fresh ring serves the next cell"
+
+
+def _runs(pid):
+    """Whether a process is alive (an ended one may wait to be reaped)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_what_a_kernel_cannot_do_is_refused_before_anything_is_sent():
+    _, _, answer = open_cell({"inner": "torch.sdpa-flash"}, v_head_dim=8)
+    assert isinstance(answer.record, Unsupported)
+    assert "v_head_dim = head_dim" in answer.record.reason
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [({"layout": "spiral"}, "not one of contiguous"), ({"world": 0}, "at least 1"), ({"speed": 9}, "no setting speed")],
+)
+def test_settings_that_mean_nothing_are_refused(config, words):
+    _, _, answer = open_cell(config)
+    assert isinstance(answer.record, Failed)
+    assert words in answer.record.reason
+
+
+def test_masks_that_a_ring_does_not_know_are_refused():
+    _, _, answer = open_cell({}, mask=masks.window(8))
+    assert isinstance(answer.record, Unsupported)
+    assert "no window mask" in answer.record.reason
