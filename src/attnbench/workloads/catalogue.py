@@ -82,6 +82,13 @@ def long() -> list[Workload]:
     ]
 
 
+def million() -> list[Workload]:
+    """What only linear memory can do: 1M tokens, forward and train, 4 query heads on one key/value head."""
+    return grid(
+        batch=1, q_len=1024 * K, heads="4:1", head_dim=128, dtype="bfloat16", mask="causal", pass_=["forward", "train"]
+    )
+
+
 def _from_models(suite: str) -> Callable[[], list[Workload]]:
     return lambda: [workload for of, _, workloads in models() if of == suite for workload in workloads]
 
@@ -98,6 +105,7 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
     "square-cpu": ("one head, tokens = dim in 32-512, sin/cos/tan and random inputs, float32", square_cpu),
     "decode": ("1-8 queries against 1k-128k keys, 32:8 heads of 128, bfloat16", decode),
     "long": ("32k-1M tokens, 8 heads of 128, bfloat16", long),
+    "million": ("1M tokens, causal, 4:1 heads of 128, bfloat16, forward and train", million),
     "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", _from_models("models")),
     "edge": ("conformance: small shapes at every edge of the semantics", edge),
 }

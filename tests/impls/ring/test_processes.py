@@ -1,4 +1,4 @@
-"""Rings of real processes over gloo: the numbers of one device, memory that falls with ranks, and failures that speak."""
+"""Rings of real processes over gloo: the numbers of one device, less memory with more ranks, failures that speak."""
 
 from __future__ import annotations
 
@@ -11,28 +11,17 @@ import pytest
 
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
-from attnbench.spec import Cell, Failed, Ok, Unsupported, Workload
+from attnbench.spec import Cell, Failed, Ok, Unsupported
 from attnbench.workloads import masks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
+from ring_cases import CASES, WORK, case_of, draws, require_the_numbers_of_one_device, varied  # noqa: E402
+
 from attnbench.impls.ring import pool  # noqa: E402
 from attnbench.impls.ring.call import RingCall  # noqa: E402
 from attnbench.impls.ring.settings import Settings  # noqa: E402
-from attnbench.impls.torch_eager import EAGER  # noqa: E402
-
-WORK = Workload(batch=2, q_len=75, heads=4, kv_heads=2, head_dim=16, mask=masks.causal(), pass_="train")
-CASES = {
-    "causal, grouped, uneven": {},
-    "full": {"mask": masks.full()},
-    "more queries than keys": {"q_len": 80, "kv_len": 37, "mask": masks.causal()},
-    "more keys than queries, top-left": {"q_len": 37, "kv_len": 80, "mask": masks.causal(align="top-left")},
-    "fewer tokens than ranks hold": {"q_len": 3, "kv_len": 3},
-    "narrow values": {"v_head_dim": 8, "mask": masks.full()},
-    "float64": {"dtype": "float64"},
-}
-ROUNDING = {"float32": 2e-6, "float64": 1e-14}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,45 +35,16 @@ def settings(**given):
     return Settings.of({"timeout_s": 60.0, **given})
 
 
-def draws(work):
-    torch.manual_seed(5)
-    dtype = getattr(torch, work.dtype)
-    shapes = [
-        (work.batch, work.q_len, work.heads, work.head_dim),
-        (work.batch, work.kv_len, work.kv_heads, work.head_dim),
-        (work.batch, work.kv_len, work.kv_heads, work.value_dim),
-        (work.batch, work.q_len, work.heads, work.value_dim),
-    ]
-    return [torch.randn(shape, dtype=dtype) for shape in shapes]
-
-
-def one_device(work, q, k, v, dout):
-    """out, lse and gradients of the plain implementation in float64."""
-    exact = msgspec.structs.replace(work, dtype="float64")
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = EAGER.build_lse(exact, {})(*leaves)
-    return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout.double())]
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world, layout", [(2, "zigzag"), (3, "striped"), (4, "contiguous"), (4, "zigzag")])
 def test_a_ring_gives_what_one_device_gives(world, layout, case):
-    work = msgspec.structs.replace(WORK, **{"kv_len": CASES[case].get("q_len", WORK.q_len), **CASES[case]})
-    q, k, v, dout = draws(work)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    work = case_of(case)
     call = RingCall(work, settings(world=world, layout=layout), with_lse=True)
-    out, lse = call(*leaves)
-    found = [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
-    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), found, one_device(work, q, k, v, dout)):
-        unseen = torch.isneginf(want)
-        assert torch.equal(torch.isneginf(got), unseen), name
-        apart = (got.double() - want).masked_fill(unseen, 0.0).norm() / want.masked_fill(unseen, 0.0).norm()
-        assert apart <= ROUNDING["float32" if name == "lse" else work.dtype], f"{name} is off by {apart:.1e}"
+    require_the_numbers_of_one_device(call, work)
 
 
 def open_cell(config, **given):
-    work = msgspec.structs.replace(WORK, **{"kv_len": given.get("q_len", WORK.q_len), **given})
-    cell = Cell("torch.ring", work, {"timeout_s": 60.0, **config})
+    cell = Cell("torch.ring", varied(**given), {"timeout_s": 60.0, **config})
     worker = Local("torch", "cpu")
     return worker, cell, worker.ask(p.Open(cell, False, True, None, 3), 60)
 

@@ -48,6 +48,12 @@ def problem_of(workload: Workload, world: int, layout: str) -> Problem:
     return Problem(workload.q_len, workload.kv_len, world, layout, causal, shift)
 
 
+def one_mask(workload: Workload) -> str | None:
+    """Reason to refuse two causal masks at once."""
+    several = len(workload.visible_mask.kinds) > 1
+    return "takes one mask, not several" if several else None
+
+
 def shard_bytes(workload: Workload, problem: Problem) -> tuple[int, ...]:
     """Bytes of q, k and v that each rank holds."""
     itemsize = DTYPE_BYTES[workload.dtype]

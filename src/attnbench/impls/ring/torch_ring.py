@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnbench.impls.conditions import first_reason, needs_device, needs_mask
-from attnbench.impls.ring.settings import MASKS, TUNABLES, Settings
+from attnbench.impls.ring.settings import MASKS, TUNABLES, Settings, one_mask
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 
@@ -25,7 +25,7 @@ class Ring(Implementation):
         return needs_device(environment, "cpu", "cuda")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return first_reason(self.available(environment), needs_mask(workload, *MASKS), _one_mask(workload))
+        return first_reason(self.available(environment), needs_mask(workload, *MASKS), one_mask(workload))
 
     def build(self, workload: Workload, config: Config) -> Call:
         return self._call(workload, config, with_lse=False)
@@ -46,11 +46,6 @@ class Ring(Implementation):
         settings = Settings.of(config)
         processes = RingCall(workload, settings, with_lse=with_lse)
         return OverRanks(processes, VirtualRing(workload, settings, with_lse))
-
-
-def _one_mask(workload: Workload) -> str | None:
-    several = len(workload.visible_mask.kinds) > 1
-    return "takes one causal mask, not several with different alignments" if several else None
 
 
 RING = Ring()
