@@ -21,7 +21,7 @@ class MeshCall:
         """The problem over the devices of the array's kind; of the default kind while it is only traced."""
         import jax
 
-        traced = isinstance(array, jax.core.Tracer)
+        traced = isinstance(array, jax.core.Tracer)  # pyright: ignore[reportAttributeAccessIssue]
         kind = jax.default_backend() if traced else next(iter(array.devices())).platform
         if kind not in self._made:
             self._made[kind] = Sharded(*self._make(kind))
