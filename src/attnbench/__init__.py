@@ -40,12 +40,14 @@ _HOME = {  # public name -> where it lives
     "Workload": ("attnbench.spec", "Workload"),
 }
 
+_MODULES = {"masks": "attnbench.workloads.masks", "nn": "attnbench.nn"}
+
 __all__ = [*_HOME, "masks"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "masks":
-        return import_module("attnbench.workloads.masks")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'attnbench' has no attribute '{name}'")
     module, attribute = _HOME[name]

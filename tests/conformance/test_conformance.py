@@ -30,6 +30,16 @@ BLOCKS = {  # kernels that are interpreted here take whole blocks, and their tim
     "whole blocks": Workload(batch=1, q_len=128, heads=2, head_dim=32, mask=masks.causal()),
     "whole blocks, grouped": Workload(batch=1, q_len=128, heads=2, kv_heads=1, head_dim=32),
 }
+DILATED = {
+    "dilated": "b2-t64-h4-d32-causal&dilated16r1+32r2+64r4-float32-train",
+    "dilated, skipped rows": "b2-t64-h4-d32-dilated32r2-float32-forward",
+    "dilated, group offsets": "b2-t64-h4-d32-dilated16r1+32r3+64r6-group-float32-forward",
+    "dilated, no rate divides a segment": "b2-t61-h12-d32-dilated16r1+32r6+61r12-float32-train",
+    "dilated, grouped heads": "b2-t64-h6:2-d32-causal&dilated16r1+64r4-float32-train",
+    "dilated, an empty batch row": "b2-t64-h4-d32-dilated16r1+64r3&lengths-aab9928a-float32-train",
+    "dilated, 16 bits": "b2-t64-h4-d32-causal&dilated16r1+64r4-bfloat16-train",
+    "another mask": EDGES["window"],
+}
 INTERPRETED = ("jax.pallas-triton", "jax.splash")
 COMPILED = {"torch.compiled": "softcap", "torch.flex": "window"}
 FOR_JAX = ("primes", "grouped heads, gradients", "an empty batch row", "bias with -inf", "dilated")
@@ -42,6 +52,8 @@ def cases_of(name):
     """Case -> workload."""
     if name in INTERPRETED:
         return BLOCKS
+    if name.startswith("torch.dilated"):
+        return {case: BY_ID[workload] for case, workload in DILATED.items()}
     chosen = [COMPILED[name]] if name in COMPILED else FOR_JAX if name.startswith("jax.") else EDGES
     return {case: BY_ID[EDGES[case]] for case in chosen}
 
@@ -87,5 +99,5 @@ def test_it_is_right_or_refuses_with_a_reason(name, workload, workers):
 
 
 def test_the_edges_are_edges_of_the_suite():
-    assert set(EDGES.values()) <= set(BY_ID)
+    assert {*EDGES.values(), *DILATED.values()} <= set(BY_ID)
     assert len(set(EDGES.values())) == len(EDGES) >= 12

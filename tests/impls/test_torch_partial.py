@@ -11,7 +11,7 @@ pytestmark = pytest.mark.torch
 
 from test_torch_numbers import BASE, CASES, attention_in_float64, draw, workload  # noqa: E402
 
-from attnbench.impls import torch_eager, torch_sdpa  # noqa: E402
+from attnbench.impls import torch_eager, torch_sdpa, torch_sdpa_aten  # noqa: E402
 from attnbench.impls.parts.torch_merge import merge_, nothing_yet  # noqa: E402
 
 ON_CPU = [torch_eager.EAGER, torch_sdpa.FLASH]
@@ -129,6 +129,19 @@ def test_merge_of_rows_that_nobody_has_seen_and_of_far_apart_parts():
     assert lse.flatten().tolist() == [hidden, 3.0, 900.0, 1.0]
 
 
+def test_cudnn_is_never_shown_strides_that_its_graph_was_not_built_for():
+    q, k, v, out, dout = (torch.randn(2, 4, 6, 8) for _ in range(5))
+    kept = torch_sdpa_aten.strided_as_at_first(q, k, v, True, out, dout)
+    assert kept[0] is out
+    assert kept[1] is dout
+    other = torch.randn(2, 6, 4, 8).transpose(1, 2)
+    for given in ((other, dout), (out, other)):
+        seen = torch_sdpa_aten.strided_as_at_first(q, k, v, True, *given)
+        assert [x.stride() for x in seen] == [out.stride(), dout.stride()]
+        assert all(torch.equal(x, y) for x, y in zip(seen, given))
+    assert torch_sdpa_aten.strided_as_at_first(q.transpose(1, 2), k, v, True, other, dout)[0] is other
+
+
 def test_partials_record_no_graph():
     w = workload("causal_square")
     (q, k, v, _), _ = draw(w)
@@ -151,6 +164,21 @@ def test_on_a_gpu(implementation, mask):
     np.testing.assert_allclose(lse.cpu().numpy(), want_lse, atol=2e-3)
     for got, expected in zip((out, *backward(q, k, v, out, lse, dout)), (want_out, *want)):
         close(got, expected, "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ON_GPU, ids=lambda i: i.name)
+def test_out_and_dout_of_any_strides_on_a_gpu(implementation):
+    """Same q, k and v strides; out and dout first as views with holes, then dense."""
+    w = Workload(batch=2, q_len=64, heads=4, head_dim=64, dtype="bfloat16", mask=masks.causal())
+    (q, k, v, dout), exact = draw(w)
+    _, _, *want = attention_in_float64(w, *exact)
+    q, k, v, dout = (x.cuda() for x in (q, k, v, dout))
+    forward, backward = implementation.partial(w, {})
+    out, lse = forward(q, k, v)
+    for given in ([x.repeat_interleave(3, 1)[:, ::3] for x in (out, dout)], [out.contiguous(), dout.contiguous()]):
+        for got, expected in zip(backward(q, k, v, given[0], lse, given[1]), want):
+            close(got, expected, "bfloat16")
 
 
 @pytest.mark.gpu

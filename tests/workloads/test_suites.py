@@ -12,7 +12,9 @@ from attnbench.workloads import cost, masks, suites
 from attnbench.workloads.grid import grid
 from attnbench.workloads.masks import MaskShape
 
-ALL = ["quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode", "long", "million", "models", "edge"]
+ALL = [
+    "quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode", "long", "million", "models", "dilated", "edge",
+]  # fmt: skip
 
 
 def workloads(name: str) -> tuple[Workload, ...]:

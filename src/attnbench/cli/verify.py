@@ -19,8 +19,12 @@ SPREAD = (
     "b2-t64-h4-d32-lengths-f96b0713-float32-train",
     "b2-t64-h4-d32-window7:0-float32-forward",
     "b2-t64-h4-d32-causal-float32-forward-softcap=5",
+    "b2-t64-h4-d32-causal&dilated16r1+32r2+64r4-float32-train",
 )
-"""Of the edge suite: odd sizes, grouped heads, 16 bits, rows that see nothing, a window, a soft cap; about a minute."""
+"""Of the edge suite: odd sizes, grouped heads, 16 bits, rows that see nothing, a window, a soft cap, log-weights; about
+a minute."""
+FAMILY_MASKS = {"dilated": "dilated"}
+"""Families that compute one kind of mask only are checked on all edges with that mask."""
 BROKEN = {"incorrect", "failed", "timeout"}
 
 
@@ -54,7 +58,7 @@ def verify(
 
     settings = load_settings({"device": device, "framework": framework})
     request = launcher.Request(
-        workloads=_workloads(suite, quick, shape, impl),
+        workloads=_workloads(suite, quick, shape, impl, family),
         implementations=_implementations(impl, family, settings.framework),
         framework=settings.framework or "torch",
         device=settings.device,
@@ -75,14 +79,19 @@ def verify(
     return 1 if statuses & BROKEN else 0 if "ok" in statuses else 3
 
 
-def _workloads(suite: str | None, quick: bool, shape: Shape, impl: tuple[str, ...]) -> tuple[Workload, ...]:
+def _workloads(
+    suite: str | None, quick: bool, shape: Shape, impl: tuple[str, ...], family: tuple[str, ...]
+) -> tuple[Workload, ...]:
     from attnbench.cli.selection import OWN_SHAPE, is_reference, load_suite, select_workloads
 
     if suite is not None or shape != Shape():
         return select_workloads(suite, quick, shape, Choice())[1]
     if impl and all(is_reference(name) for name in impl):
         return select_workloads(None, quick, OWN_SHAPE, Choice())[1]
-    return tuple(workload for workload in load_suite("edge", quick=False)[1] if workload.id in SPREAD)
+    edges = load_suite("edge", quick=False)[1]
+    kinds = {FAMILY_MASKS[name] for name in family if name in FAMILY_MASKS}
+    spread = () if family and kinds and set(family) <= set(FAMILY_MASKS) else SPREAD
+    return tuple(w for w in edges if w.id in spread or kinds & set(w.visible_mask.kinds))
 
 
 def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: str | None) -> tuple[str, ...]:

@@ -7,6 +7,8 @@
 | jax | cudnn, xla, einsum | likewise |
 | numpy | float32, reference | float64 arrays need the second |
 
+Before them all, torch and jax ask an implementation of the dilated mask (dilated-improved, dilated): it takes no other.
+
 The first that supports the workload on its device is used. An implementation asked for by name is used or refused.
 """
 
@@ -20,11 +22,17 @@ from attnbench.errors import Unsupported
 from attnbench.spec import Call, Environment, Implementation, Workload
 
 ORDER: dict[str, tuple[str, ...]] = {
-    "torch": ("torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.flex", "torch.eager"),
-    "jax": ("jax.cudnn", "jax.xla", "jax.einsum"),
+    "torch": (
+        "torch.dilated-improved", "torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.flex",
+        "torch.eager",
+    ),
+    "jax": ("jax.dilated", "jax.cudnn", "jax.xla", "jax.einsum"),
     "numpy": ("numpy.float32", "numpy.reference"),
+}  # fmt: skip
+CPU_ORDER: dict[str, tuple[str, ...]] = {
+    "torch": ("torch.dilated-improved", "torch.sdpa-flash", "torch.eager"),
+    "jax": ("jax.dilated", "jax.xla", "jax.einsum"),
 }
-CPU_ORDER: dict[str, tuple[str, ...]] = {"torch": ("torch.sdpa-flash", "torch.eager"), "jax": ("jax.xla", "jax.einsum")}
 
 
 class Candidate(NamedTuple):

@@ -2,12 +2,15 @@
 
 Only here can `out` and `lse` of a larger whole be handed to a backward pass. Head dims must already suit the kernel
 (SDPA itself pads); the CPU operator wants its mask as floats. Rows without keys: the CPU writes LSE 0, so it is set.
+Strided views: the efficient backward reads `out` as if it were dense, and cuDNN's looks its compiled graph up by the
+strides of q, k and v alone (torch 2.11), so `out` and `dout` of other strides than at first would be read wrongly.
 The pairs below are bhsd as the operators are; `partial` hands them out as bshd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
@@ -142,11 +145,31 @@ def _cudnn(workload: Workload) -> Partial | None:
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         sizes = (None, None, q.shape[2], k.shape[2])
+        out, dout = strided_as_at_first(q, k, v, causal, out, dout)
         return ops._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, offset, None, *sizes, 0.0, causal, scale=scale
         )
 
     return forward, backward
+
+
+_first_strides: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+
+def strided_as_at_first(q: Array, k: Array, v: Array, causal: bool, out: Array, dout: Array) -> tuple[Array, Array]:
+    """out and dout, copied where their strides differ from those of the first call on a q, k and v like these.
+
+    cuDNN's graphs are kept by each thread, and so is what they were built for.
+    """
+    import torch
+
+    key = (get_ident(), q.device, q.dtype, causal, *((x.shape, x.stride()) for x in (q, k, v)))
+    wanted = _first_strides.setdefault(key, (out.stride(), dout.stride()))
+    given = [
+        x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+        for x, strides in zip((out, dout), wanted)
+    ]
+    return given[0], given[1]
 
 
 def _efficient(workload: Workload) -> Partial:
@@ -177,7 +200,7 @@ def _efficient(workload: Workload) -> Partial:
             lse = lse.masked_fill(mask.dead.squeeze(-1), float("inf"))
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
-        wanted = [True, True, True, False]
+        wanted, out = [True, True, True, False], out.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv, _ = ops._scaled_dot_product_efficient_attention_backward(
             dout, q, k, v, mask.attn_mask, out, padded, seed, offset, 0.0, wanted, mask.is_causal, scale=scale
         )

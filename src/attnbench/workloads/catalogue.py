@@ -89,6 +89,28 @@ def million() -> list[Workload]:
     )
 
 
+PAPER_DILATION = "dilated:2048r1+4096r2+8192r4+16384r6+32768r12"
+
+
+def dilated() -> list[Workload]:
+    """LongNet's configuration, 2k to 1M tokens; wider heads, grouped heads, and both directions at a few lengths."""
+    shape = {
+        "batch": 1,
+        "dtype": "bfloat16",
+        "source": "LongNet (arXiv 2307.02486): w = 2048-32768, r = 1-12, 12 heads",
+    }
+    tokens, passes = [2 * K, 8 * K, 32 * K, 128 * K, 512 * K, 1024 * K], ["forward", "train"]
+    causal = f"causal&{PAPER_DILATION}"
+    return [
+        *grid(q_len=tokens, heads=12, head_dim=64, mask=causal, pass_=passes, tags=["paper"], **shape),
+        *grid(q_len=tokens, heads=12, head_dim=128, mask=causal, pass_=passes, tags=["wide"], **shape),
+        *grid(
+            q_len=[32 * K, 128 * K], heads="12:4", head_dim=128, mask=causal, pass_=passes, tags=["grouped"], **shape
+        ),
+        *grid(q_len=[32 * K, 128 * K], heads=12, head_dim=64, mask=PAPER_DILATION, pass_=passes, **shape),
+    ]
+
+
 def _from_models(suite: str) -> Callable[[], list[Workload]]:
     return lambda: [workload for of, _, workloads in models() if of == suite for workload in workloads]
 
@@ -107,5 +129,6 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
     "long": ("32k-1M tokens, 8 heads of 128, bfloat16", long),
     "million": ("1M tokens, causal, 4:1 heads of 128, bfloat16, forward and train", million),
     "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", _from_models("models")),
+    "dilated": ("LongNet's five branches, 2k-1M tokens, 12 heads of 64 and 128, forward and train, bfloat16", dilated),
     "edge": ("conformance: small shapes at every edge of the semantics", edge),
 }

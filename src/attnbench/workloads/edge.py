@@ -115,6 +115,12 @@ def _weights() -> list[Workload]:
         *_cases("dilated and causal", mask="causal&dilated:16r1+32r2+64r4", pass_=["forward", "train"]),
         *_cases("dilated, ragged", q_len=61, mask="dilated:16r1+40r3"),
         *_cases("dilated, rows that see nothing", mask="dilated:32r2"),
+        *_cases(
+            "dilated, no rate divides a segment", q_len=61, heads=12, mask="dilated:16r1+32r6+61r12", pass_="train"
+        ),
+        *_cases("dilated, grouped heads", heads="6:2", mask="causal&dilated:16r1+64r4", pass_="train"),
+        *_cases("dilated, ragged and an empty row", mask="dilated:16r1+64r3&lengths:0,41", pass_=["forward", "train"]),
+        *_cases("dilated, 16 bits", dtype="bfloat16", mask="causal&dilated:16r1+64r4", pass_="train"),
     ]
 
 

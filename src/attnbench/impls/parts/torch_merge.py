@@ -5,6 +5,7 @@ Float32 (float64 for float64 inputs), in place; a row that no part has seen stay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,9 +14,7 @@ if TYPE_CHECKING:
 NEGATIVE_INFINITY = float("-inf")
 
 
-def nothing_yet(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def nothing_yet(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of no parts, for inputs of that dtype: out [b, t, h, d] of zeros and lse [b, h, t] of -inf."""
     import torch
 

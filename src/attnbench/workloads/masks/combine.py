@@ -81,9 +81,10 @@ class Both(Mask, frozen=True, tag="both"):
         if not rest:
             return _interval_pairs(_meet(intervals), reduce(np.logical_and, keys) if keys else None, shape)
         low, high = _meet(intervals)
-        starts_at_zero = len(low) == 1 and not low.clip(min=0).any()
-        if len(rest) == 1 and isinstance(rest[0], Dilated) and not keys and starts_at_zero:
-            return rest[0].count(shape, np.clip(high[0], 0, shape.kv_len))
+        if len(rest) == 1 and isinstance(rest[0], Dilated) and not keys and not low.clip(min=0).any():
+            below = np.clip(high, 0, shape.kv_len)
+            one_row = shape._replace(batch=shape.batch // len(below))
+            return sum(rest[0].count(one_row, row) for row in below)
         return self._count_pairs(shape)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations
-from math import gcd
+from math import gcd, lcm
 from typing import Any, Literal
 
 import numpy as np
@@ -80,20 +81,41 @@ class Dilated(Mask, frozen=True, tag="dilated"):
         return self.count(shape, np.full(shape.q_len, shape.kv_len))
 
     def count(self, shape: MaskShape, below: np.ndarray) -> int:
-        """Visible pairs with j < below[i]: inclusion and exclusion over branches; each row's keys are a progression."""
-        total = 0
-        for head in range(shape.heads):
-            for size in range(1, len(self.segment_lengths) + 1):
-                for branches in combinations(range(len(self.segment_lengths)), size):
-                    total += (-1) ** (size + 1) * self._count_meeting_in_all(branches, head, shape, below)
+        """Visible pairs with j < below[i]: inclusion and exclusion over branches; each row's keys are a progression.
+
+        No key lies beyond the least common multiple of the segments, so rows that far apart count alike where `below`
+        is alike: one such stretch and the rest are counted.
+        """
+        period = lcm(*self.segment_lengths)
+        whole = shape.q_len // period
+        if whole > 1:
+            stretches = below[: whole * period].reshape(whole, period) - np.arange(whole)[:, None] * period
+            stretches = np.clip(stretches, 0, period)
+            if (stretches == stretches[0]).all():
+                one = shape._replace(q_len=period, kv_len=period)
+                rest = shape._replace(q_len=shape.q_len - whole * period, kv_len=shape.kv_len - whole * period)
+                later = below[whole * period :] - whole * period
+                return whole * self._count(one, stretches[0]) + self._count(rest, later)
+        return self._count(shape, below)
+
+    def _count(self, shape: MaskShape, below: np.ndarray) -> int:
+        total, every = 0, range(len(self.segment_lengths))
+        for size in range(1, len(every) + 1):
+            for branches in combinations(sorted(every, key=lambda n: -self.dilation_rates[n]), size):
+                heads = Counter(
+                    tuple(self.head_offset(head, self.dilation_rates[n], shape.heads) for n in branches)
+                    for head in range(shape.heads)
+                )
+                met = (self._meeting_in_all(branches, offsets, below) * times for offsets, times in heads.items())
+                total += (-1) ** (size + 1) * sum(met)
         return total * shape.batch
 
-    def _count_meeting_in_all(self, branches: tuple[int, ...], head: int, shape: MaskShape, below: np.ndarray) -> int:
-        rows = np.arange(shape.q_len)
+    def _meeting_in_all(self, branches: tuple[int, ...], offsets: tuple[int, ...], below: np.ndarray) -> int:
+        """Pairs of one head with these offsets that meet in every one of the branches, the sparsest first."""
+        rows = np.arange(len(below))
         low, high, first, step = np.zeros_like(rows), below.astype(np.int64), np.zeros_like(rows), 1
-        for branch in sorted(branches, key=lambda n: -self.dilation_rates[n]):  # the sparsest first leaves few rows
+        for branch, offset in zip(branches, offsets):
             w, r = self.segment_lengths[branch], self.dilation_rates[branch]
-            offset = self.head_offset(head, r, shape.heads)
             common = gcd(step, r)
             residue = (rows // w * w + offset) % r
             alive = ((rows % w) % r == offset) & ((residue - first) % common == 0)

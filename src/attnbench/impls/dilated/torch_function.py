@@ -1,0 +1,45 @@
+"""Dilated attention as one differentiable torch operation. This module needs torch, so it is imported on first use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from attnbench.impls.dilated import torch_gathered, torch_strided
+from attnbench.impls.dilated.task import Engine, Task
+from attnbench.impls.dilated.torch_views import readable
+
+ENGINES = {
+    "gathered": Engine(torch_gathered.forward, torch_gathered.backward),
+    "strided": Engine(torch_strided.forward, torch_strided.backward),
+}
+
+
+class _Dilated(torch.autograd.Function):
+    """Saves out and LSE of the whole; the backward runs every piece under them, so no branch is mixed twice."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, engine: Engine, task: Task) -> Any:
+        q, k, v = (readable(x) for x in (q, k, v))
+        out, lse, kept = engine.forward(task, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse, *kept)
+        ctx.engine, ctx.task = engine, task
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        gradients = ctx.engine.backward(ctx.task, q, k, v, out, lse, grad_outputs[0].contiguous(), tuple(kept))
+        return *gradients, None, None
+
+
+def dilated(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, engine: str, task: Task
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [b, s, h, d], lse [b, h, s] without gradient) of arrays in layout bshd."""
+    out, lse = _Dilated.apply(q, k, v, ENGINES[engine], task)  # pyright: ignore[reportGeneralTypeIssues]
+    return out, lse.transpose(1, 2)

@@ -1,0 +1,76 @@
+"""The plain way: copy each branch's tokens out, attend, scatter back, and mix all branches at the end.
+
+Every branch's output lies in memory at full size in float32 until it is mixed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnbench.impls.dilated.pieces import Piece, pieces
+from attnbench.impls.dilated.task import Task
+from attnbench.impls.dilated.torch_kernels import partial_of
+from attnbench.impls.dilated.torch_views import folds, key_view, nothing_merged, query_view, row_view
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnbench.impls.dilated.task import Forward
+
+
+def forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Forward:
+    """(out, lse [b, s, h], each branch's own output where the backward will want it)."""
+    import torch
+
+    branches = [_branch(task, n, q, k, v) for n in range(len(task.problem.pattern.segment_lengths))]
+    lse = torch.logsumexp(torch.stack([lse for _, lse in branches]), 0)
+    seen = lse.masked_fill(lse == float("-inf"), 0.0)
+    out = torch.zeros_like(branches[0][0])
+    for branch_out, branch_lse in branches:
+        out += torch.exp(branch_lse - seen).unsqueeze(-1) * branch_out
+    kept = tuple(branch_out.to(q.dtype) for branch_out, _ in branches) if task.detached else ()
+    return out.to(q.dtype), lse, kept
+
+
+def _branch(
+    task: Task, branch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [b, s, h, d] and LSE [b, s, h] of one branch; 0 and -inf where a head skips a token."""
+    out, lse = nothing_merged(q, v)
+    for piece in _plan(task, q, k, v):
+        if piece.branch == branch:
+            a, b, c = query_view(q, piece).contiguous(), *(key_view(x, piece).contiguous() for x in (k, v))
+            part, part_lse = partial_of(task.kernel, a, b, c, piece.causal, task.scale)[0](a, b, c)
+            query_view(out, piece).copy_(part)
+            row_view(lse, piece).copy_(part_lse)
+    return out, lse
+
+
+def backward(
+    task: Task,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    kept: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients, each piece under the whole's LSE and output (its branch's own output where weights are detached)."""
+    import torch
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+    for piece in _plan(task, q, k, v, out, lse, dout):
+        rows = (q, kept[piece.branch] if kept else out, dout)
+        a, whole, cotangent = (query_view(x, piece).contiguous() for x in rows)
+        b, c = (key_view(x, piece).contiguous() for x in (k, v))
+        gradients = partial_of(task.kernel, a, b, c, piece.causal, task.scale)[1]
+        parts = gradients(a, b, c, whole, row_view(lse, piece).contiguous(), cotangent)
+        for total, part, view in zip((dq, dk, dv), parts, (query_view, key_view, key_view)):
+            view(total, piece).add_(part)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _plan(task: Task, *arrays: torch.Tensor) -> tuple[Piece, ...]:
+    return pieces(task.problem, folds(*arrays), diagonal=False)

@@ -1,0 +1,53 @@
+"""Dilated attention by kind. A new kind is one entry of KINDS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from attnbench.errors import UnknownName, UsageError
+from attnbench.nn.dilated import DilatedAttention, ImprovedDilatedAttention
+from attnbench.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
+
+KINDS: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
+    "standard": (DilatedAttention, MultiheadDilatedAttention),
+    "improved": (ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention),
+}
+"""Kind -> the class on projected heads, and the one with projections."""
+NOT_BUILT = {
+    "ring": "RingDilatedAttention and RingMultiheadDilatedAttention",
+    "block_sparse_ring": "BlockSparseRingDilatedAttention and BlockSparseRingMultiheadDilatedAttention",
+}
+AUTO = "improved"
+
+
+def create_dilated_attention(
+    kind: str = "auto", segment_lengths: Sequence[int] = (), dilation_rates: Sequence[int] = (), **options: Any
+) -> nn.Module:
+    """A module on q, k, v of [b, s, h, d]. "auto" is "improved": the same numbers everywhere."""
+    return _classes(kind)[0](segment_lengths, dilation_rates, **options)
+
+
+def create_multihead_dilated_attention(
+    kind: str,
+    embed_dim: int,
+    num_heads: int,
+    segment_lengths: Sequence[int] = (),
+    dilation_rates: Sequence[int] = (),
+    **options: Any,
+) -> nn.Module:
+    """A module on x of [b, s, embed_dim]; an option that the kind does not know is an error."""
+    return _classes(kind)[1](embed_dim, num_heads, segment_lengths, dilation_rates, **options)
+
+
+def _classes(kind: str) -> tuple[type[nn.Module], type[nn.Module]]:
+    if kind in NOT_BUILT:
+        raise UsageError(
+            f'kind "{kind}" needs {NOT_BUILT[kind]}, which this version lacks: use "{AUTO}" on one device.'
+        )
+    name = AUTO if kind == "auto" else kind
+    if name not in KINDS:
+        raise UnknownName("kind of dilated attention", kind, ["auto", *KINDS, *NOT_BUILT], "attnbench.nn.factory.KINDS")
+    return KINDS[name]

@@ -1,0 +1,83 @@
+"""Dilated attention with its projections: x of [b, s, embed_dim] in, [b, s, embed_dim] out.
+
+All variants have the same parameters (`in_proj`: Q, K and V stacked; `out_proj`), so a state dict of one loads in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from attnbench.errors import UsageError
+from attnbench.nn.dilated import DilatedAttention, ImprovedDilatedAttention, Lengths
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """The plain one: three projections, then `DilatedAttention`."""
+
+    attention_class: type[DilatedAttention] = DilatedAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim % num_heads:
+            raise UsageError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}.")
+        if kv_heads < 1 or num_heads % kv_heads:
+            raise UsageError(f"num_kv_heads {kv_heads} does not divide num_heads {num_heads}.")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.widths = (embed_dim, kv_heads * self.head_dim, kv_heads * self.head_dim)
+        self.in_proj = nn.Linear(embed_dim, sum(self.widths), bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
+        self.attention = self.attention_class(
+            segment_lengths,
+            dilation_rates,
+            causal=causal,
+            offset=offset,
+            scale=scale,
+            mix_grad=mix_grad,
+            dropout=dropout,
+        )
+
+    def forward(self, x: torch.Tensor, *, kv_lengths: Lengths = None) -> torch.Tensor:
+        """[b, s, embed_dim]; tokens from kv_lengths[b] on are padding that no token sees."""
+        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+            raise UsageError(f"x is [batch, tokens, {self.embed_dim}], not {tuple(x.shape)}.")
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.projected(x))
+        return self.out_proj(self.attention(q, k, v, kv_lengths=kv_lengths).flatten(-2))
+
+    def projected(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Q, K and V of [b, s, heads * dim]."""
+        weights = self.in_proj.weight.split(self.widths)
+        biases = (None,) * 3 if self.in_proj.bias is None else self.in_proj.bias.split(self.widths)
+        return [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+
+
+class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """One projection to Q, K and V, whose parts the kernels read where they lie."""
+
+    attention_class = ImprovedDilatedAttention
+
+    def projected(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Q, K and V as slices of one array."""
+        return self.in_proj(x).split(self.widths, -1)

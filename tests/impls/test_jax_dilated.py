@@ -1,0 +1,68 @@
+"""jax.dilated: the function against the dense softmax that defines it, jitted, with gradients."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.jax
+
+import dilated_oracle as oracle  # noqa: E402
+
+from attnbench.impls.dilated import jax_attention  # noqa: E402
+from attnbench.impls.dilated.jax_attention import dilated_attention  # noqa: E402
+
+CASES = {
+    "twelve heads, no rate divides a segment": ((1, 61, 12, 12), ([16, 32, 61], [1, 6, 12]), {"causal": True}),
+    "grouped heads and offsets, skipped rows": ((2, 25, 8, 2), ([10, 25], [2, 3]), {"offset": "group"}),
+    "ragged, an empty batch row": ((2, 33, 4, 4), ([8, 33], [1, 2]), {"kv_lengths": [0, 20], "causal": True}),
+    "segments wider than the sequence, one token": ((2, 1, 4, 4), ([8, 64], [1, 12]), {}),
+}
+
+
+def draw(shape):
+    batch, tokens, heads, kv_heads = shape
+    rng = torch.Generator().manual_seed(3)
+    return [torch.randn(batch, tokens, h, 8, generator=rng).double() for h in (heads, kv_heads, kv_heads, heads)]
+
+
+def compiled(arrays, dout, pattern, options):
+    """(out, lse, (dq, dk, dv)) of one jitted program."""
+
+    @jax.jit
+    def run(*given):
+        (out, lse), back = jax.vjp(lambda *a: dilated_attention(*a, *pattern, return_lse=True, **options), *given)
+        return out, lse, back((jax.numpy.asarray(dout, "float32"), jax.numpy.zeros_like(lse)))
+
+    return run(*(np.asarray(x, np.float32) for x in arrays))
+
+
+def same(got, want):
+    np.testing.assert_allclose(np.asarray(got), want.detach().numpy(), atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_lse_and_gradients(case):
+    shape, pattern, options = CASES[case]
+    *arrays, dout = draw(shape)
+    leaves = [x.requires_grad_() for x in arrays]
+    asked = {("lengths" if name == "kv_lengths" else name): value for name, value in options.items()}
+    want, want_lse = oracle.attention(*leaves, oracle.visible_counts(arrays[0], *pattern, **asked))
+    out, lse, grads = compiled([x.detach() for x in arrays], dout, pattern, options)
+    same(out, want)
+    same(lse, want_lse)
+    for got, expected in zip(grads, torch.autograd.grad(want, leaves, dout)):
+        same(got, expected)
+
+
+def test_blocks_and_detached_weights(monkeypatch):
+    """The blocked path, whose blocks do not divide the work, and torchscale's gradient."""
+    monkeypatch.setattr(jax_attention, "BLOCK_PAIRS", 5 * 8**2)
+    *arrays, dout = draw((2, 24, 6, 6))
+    leaves = [x.requires_grad_() for x in arrays]
+    want = oracle.detached(*leaves, [8, 24], [1, 3], True)
+    options = {"causal": True, "mix_grad": "detached"}
+    out, _, grads = compiled([x.detach() for x in arrays], dout, ([8, 24], [1, 3]), options)
+    same(out, want)
+    for got, expected in zip(grads, torch.autograd.grad(want, leaves, dout)):
+        same(got, expected)
