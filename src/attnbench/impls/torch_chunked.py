@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attnbench.errors import UsageError
-from attnbench.impls.conditions import first_reason, needs_device, needs_mask
+from attnbench.impls.conditions import first_reason, needs_device
 from attnbench.impls.parts.torch_merge import merge_, nothing_yet
 from attnbench.impls.ring.kernels import Kernels
 from attnbench.impls.ring.layouts import Run
-from attnbench.impls.ring.settings import MASKS, one_mask, problem_of
+from attnbench.impls.ring.settings import needs_dense_mask, problem_of
 from attnbench.impls.ring.tiles import Tile, block_tiles
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
@@ -38,7 +38,7 @@ class Chunked(Implementation):
         return needs_device(environment, "cpu", "cuda")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return first_reason(self.available(environment), needs_mask(workload, *MASKS), one_mask(workload))
+        return first_reason(self.available(environment), needs_dense_mask(workload))
 
     def build(self, workload: Workload, config: Config) -> Call:
         plan = Plan(workload, {**self.tunables, **config})

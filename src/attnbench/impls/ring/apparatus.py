@@ -9,9 +9,9 @@ from attnbench.frameworks.base import Clock, Inputs, OwnClock, Peak, Program, Pr
 from attnbench.frameworks.torch import TorchFramework
 from attnbench.impls.ring.call import STEPS, RingCall
 from attnbench.impls.ring.messages import Inspected
-from attnbench.impls.ring.schedule import pairs
 from attnbench.impls.ring.settings import balance, shard_bytes
 from attnbench.impls.ring.virtual import VirtualRing
+from attnbench.impls.ring.works import pairs_of
 from attnbench.spec import Call, Pass, Ranks
 
 VIRTUAL = (
@@ -93,7 +93,7 @@ class RingApparatus(TorchFramework):
             inner=one.inner,
             devices=1 if device == "cpu" or virtual else one.settings.world,
             tokens=one.problem.q_sizes(),
-            pairs=pairs(one.problem),
+            pairs=pairs_of(one.workload, one.problem),
             shard_bytes=shard_bytes(one.workload, one.problem),
             peak_bytes=tuple(peaks) if len(peaks) == len(facts) else None,
             compute_ns=compute,

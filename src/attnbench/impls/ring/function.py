@@ -9,12 +9,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attnbench.errors import UsageError
+from attnbench.impls.ring.dilated_work import DilatedWork, Pattern
 from attnbench.impls.ring.engine import Engine
 from attnbench.impls.ring.kernels import Kernels
 from attnbench.impls.ring.layouts import check_layout, sizes
 from attnbench.impls.ring.schedule import Problem
 from attnbench.impls.ring.transport import GroupTransport
+from attnbench.impls.ring.work import DenseWork
 from attnbench.spec import Workload
+from attnbench.workloads.masks import Dilated, MaskShape
 
 if TYPE_CHECKING:
     import torch
@@ -32,28 +35,39 @@ def ring_attention(
     inner: str = "auto",
     process_group: Any = None,
     lengths: tuple[int, int] | None = None,
+    dilated: Dilated | None = None,
+    detached: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """The rank's rows [b, tokens, heads, dim] of attention over all ranks' keys; differentiable.
 
     A causal mask of unequal lengths is aligned bottom-right. `lengths` are the global numbers of queries and keys:
     given, ranks need not ask each other at every call. `inner` names the kernel, or "auto". LSE [b, heads, tokens]
-    carries no gradient. Without an initialised process group there is one rank.
+    carries no gradient. Without an initialised process group there is one rank. `dilated` is LongNet's pattern over the
+    global positions; `detached` takes its mixing weights for constants in the backward pass.
     """
     rank, world = rank_and_world(process_group)
     q_len, kv_len = lengths or global_lengths((q.shape[1], k.shape[1]), layout, process_group, q.device)
     shape = shape_of(q, k, v, scale, softcap)
     problem = Problem(q_len, kv_len, world, layout, causal, kv_len - q_len)
     check_shard((q.shape[1], k.shape[1]), problem, rank)
-    engine = engine_of(problem, rank, shape, inner, q.device)
+    if dilated is not None:
+        dilated.check(MaskShape(q.shape[0], q.shape[2], q_len, kv_len))
+    pattern = None if dilated is None else Pattern(dilated, q.shape[2], k.shape[2], detached)
+    engine = engine_of(problem, rank, shape, inner, q.device, pattern)
     out, lse = _autograd_function().apply(q, k, v, engine, process_group)
-    return (out, lse) if return_lse else out
+    return (out, lse.float()) if return_lse else out
 
 
 @lru_cache(maxsize=256)
-def engine_of(problem: Problem, rank: int, shape: Workload, inner: str, device: torch.device) -> Engine:
+def engine_of(
+    problem: Problem, rank: int, shape: Workload, inner: str, device: torch.device, pattern: Pattern | None = None
+) -> Engine:
     """Plan and kernels, made once."""
-    return Engine(problem, rank, Kernels(shape, inner, device))
+    kernels = Kernels(shape, inner, device)
+    work = DenseWork(problem, rank, kernels) if pattern is None else DilatedWork(problem, rank, kernels, pattern)
+    work.prepare(device)
+    return Engine(problem, rank, work)
 
 
 def rank_and_world(group: Any) -> tuple[int, int]:
@@ -127,17 +141,17 @@ def _autograd_function() -> Any:
         @staticmethod
         def forward(ctx: Any, q: Any, k: Any, v: Any, engine: Engine, group: Any) -> Any:
             transport = _transport(engine, group)
-            out, lse = engine.forward(q, k, v, transport)
-            ctx.save_for_backward(q, k, v, out, lse)
+            out, lse, *own = engine.forward(q, k, v, transport)
+            ctx.save_for_backward(q, k, v, out, lse, *own)
             ctx.engine, ctx.group = engine, group
             ctx.mark_non_differentiable(lse)
             return out, lse
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            q, k, v, out, lse = ctx.saved_tensors
+            q, k, v, *results = ctx.saved_tensors
             transport = _transport(ctx.engine, ctx.group)
-            return *ctx.engine.backward((q, k, v), out, lse, grads[0], transport), None, None
+            return *ctx.engine.backward((q, k, v), results, grads[0], transport), None, None
 
     return Ring
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from attnbench.errors import UsageError
-from attnbench.impls.conditions import first_reason, needs_dtype, needs_mask
+from attnbench.impls.conditions import first_reason, needs_dtype
 from attnbench.impls.ring.jax_blocks import Rule
 from attnbench.impls.ring.jax_movement import AXIS, Gather, Travel
 from attnbench.impls.ring.layouts import check_layout
-from attnbench.impls.ring.settings import MASKS, one_mask, problem_of
+from attnbench.impls.ring.settings import needs_dense_mask, problem_of
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 FORCE = "XLA_FLAGS=--xla_force_host_platform_device_count=8"
@@ -37,8 +37,7 @@ class OverMesh(Implementation):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
             self.available(environment),
-            needs_mask(workload, *MASKS),
-            one_mask(workload),
+            needs_dense_mask(workload),
             needs_dtype(workload, "float64", "float32", "bfloat16"),
         )
 

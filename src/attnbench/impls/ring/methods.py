@@ -10,9 +10,9 @@ from attnbench.frameworks.base import Inputs, Peak, Program
 from attnbench.impls.ring.engine import Engine
 from attnbench.impls.ring.kernels import Kernels
 from attnbench.impls.ring.messages import Open
-from attnbench.impls.ring.schedule import schedule
 from attnbench.impls.ring.spans import Spans
 from attnbench.impls.ring.transport import GroupTransport
+from attnbench.impls.ring.works import work_of
 from attnbench.spec import Pass
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ class Method(Protocol):
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of the rank's own rows."""
+    ) -> tuple[torch.Tensor, ...]:
+        """(out, lse) of the rank's own rows, and what else its backward wants."""
         ...
 
     def backward(
-        self, inputs: Arrays, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, spans: Spans | None = None
+        self, inputs: Arrays, results: Arrays, dout: torch.Tensor, spans: Spans | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dq, dk, dv) of the rank's own tokens."""
         ...
@@ -50,30 +50,28 @@ class Ours:
     """The engine of this package over one transport."""
 
     def __init__(self, engine: Engine, transport: Any) -> None:
-        self.used = engine.kernels.used
+        self.used = engine.work.kernels.used
         self._engine, self._transport = engine, transport
 
     @classmethod
     def open(cls, question: Open, rank: int, device: torch.device) -> Ours:
-        """In a rank process. Every kernel is chosen now: a refusal must come before the first message."""
-        kernels = Kernels(question.shape, question.inner, device)
-        for step in schedule(question.problem, rank):
-            for tile in step.tiles:
-                kernels.at(tile)
+        """In a rank process."""
+        work = work_of(question.shape, question.problem, rank, Kernels(question.shape, question.inner, device))
+        work.prepare(device)
         transport = GroupTransport(None) if question.problem.world > 1 else None
-        return cls(Engine(question.problem, rank, kernels), transport)
+        return cls(Engine(question.problem, rank, work), transport)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Through the engine."""
         return self._engine.forward(q, k, v, self._transport, spans)
 
     def backward(
-        self, inputs: Arrays, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, spans: Spans | None = None
+        self, inputs: Arrays, results: Arrays, dout: torch.Tensor, spans: Spans | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Through the engine."""
-        return self._engine.backward(inputs, out, lse, dout, self._transport, spans)
+        return self._engine.backward(inputs, results, dout, self._transport, spans)
 
     def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> None:
         """Through the engine."""
@@ -86,18 +84,18 @@ METHODS: dict[str, Callable[[Open, int, Any], Method]] = {"ring": Ours.open}
 def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Program:
     """A rank's part of a pass, its time sorted into spans."""
 
-    def ahead(x: Inputs) -> Any:
-        return x, *method.forward(x.q, x.k, x.v)
+    def ahead(x: Inputs, spans: Spans | None = None) -> Any:
+        return x, method.forward(x.q, x.k, x.v, spans)
 
     def back(state: Any) -> tuple[torch.Tensor, ...]:
-        x, out, lse = state
-        return method.backward((x.q, x.k, x.v), out, lse, x.dout, spans)
+        x, results = state
+        return method.backward((x.q, x.k, x.v), results, x.dout, spans)
 
     if pass_ == "forward":
-        return Program(run=lambda x: method.forward(x.q, x.k, x.v, spans))
+        return Program(run=lambda x: ahead(x, spans)[1])
     if pass_ == "backward":
         return Program(run=back, prepare=ahead)
-    return Program(run=lambda x: back((x, *method.forward(x.q, x.k, x.v, spans))))
+    return Program(run=lambda x: back(ahead(x, spans)))
 
 
 def peak_of(program: Program, inputs: Inputs, device: torch.device) -> Peak:

@@ -76,16 +76,16 @@ class Rank:
     def _forward(self, question: m.Forward, given: list[torch.Tensor]) -> tuple[m.Answer, tuple[torch.Tensor, ...]]:
         method = self._methods[question.number]
         start = self._together()
-        out, lse = method.forward(*given)
+        results = method.forward(*given)
         end = self._now()
         if question.kept >= 0:
-            self._kept[question.kept] = (method, given, out, lse)
-        return m.Stepped(start, end), (out, lse)
+            self._kept[question.kept] = (method, given, results)
+        return m.Stepped(start, end), results[:2]
 
     def _backward(self, question: m.Backward, dout: torch.Tensor) -> tuple[m.Answer, tuple[torch.Tensor, ...]]:
-        method, given, out, lse = self._kept[question.kept]
+        method, given, results = self._kept[question.kept]
         start = self._together()
-        grads = method.backward(given, out, lse, dout)
+        grads = method.backward(given, results, dout)
         return m.Stepped(start, self._now()), grads
 
     def _inspect(self, question: m.Inspect, given: list[torch.Tensor]) -> m.Inspected:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from attnbench.errors import UsageError
+from attnbench.impls.conditions import needs_mask
 from attnbench.impls.ring.layouts import check_layout
 from attnbench.impls.ring.schedule import Problem
 from attnbench.spec import DTYPE_BYTES, Config, Workload
-from attnbench.workloads.masks import Causal
+from attnbench.workloads.masks import Both, Causal, Mask
 from attnbench.workloads.masks.base import query_offset
 
 TUNABLES: Config = {"world": 2, "layout": "zigzag", "inner": "auto", "timeout_s": 120.0}
-MASKS = ("full", "causal")
+DENSE = ("full", "causal")
 
 
 class Settings(NamedTuple):
@@ -41,17 +42,29 @@ class Settings(NamedTuple):
 
 
 def problem_of(workload: Workload, world: int, layout: str) -> Problem:
-    """The workload as a ring sees it; its mask must be one of MASKS."""
+    """The workload as a ring sees it: where a causal mask shows query i the keys up to i + shift."""
+    causal = next((part for part in parts_of(workload) if isinstance(part, Causal)), None)
+    shift = 0 if causal is None else query_offset(causal.align, workload.mask_shape)
+    return Problem(workload.q_len, workload.kv_len, world, layout, causal is not None, shift)
+
+
+def parts_of(workload: Workload) -> tuple[Mask, ...]:
+    """The masks that `&` joined."""
     mask = workload.visible_mask
-    causal = isinstance(mask, Causal)
-    shift = query_offset(mask.align, workload.mask_shape) if isinstance(mask, Causal) else 0
-    return Problem(workload.q_len, workload.kv_len, world, layout, causal, shift)
+    return mask.parts if isinstance(mask, Both) else (mask,)
 
 
-def one_mask(workload: Workload) -> str | None:
-    """Reason to refuse two causal masks at once."""
+def needs_dense_mask(workload: Workload) -> str | None:
+    """Full, or one causal mask."""
     several = len(workload.visible_mask.kinds) > 1
-    return "takes one mask, not several" if several else None
+    return needs_mask(workload, *DENSE) or ("takes one mask, not several" if several else None)
+
+
+def needs_ring_mask(workload: Workload) -> str | None:
+    """Full, causal, dilated, or dilated and causal; each once."""
+    kinds = workload.visible_mask.kinds
+    repeated = "takes each kind of mask once" if len(set(kinds)) < len(kinds) else None
+    return needs_mask(workload, *DENSE, "dilated") or repeated
 
 
 def shard_bytes(workload: Workload, problem: Problem) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""torch.ring: causal and full attention over a sequence that is sharded over several ranks; see docs/ring.md.
+"""torch.ring: full, causal and dilated attention over a sequence that is sharded over several ranks; see docs/ring.md.
 
 On a CPU, and where there is a GPU for each rank, ranks are processes over gloo or NCCL that this one starts and drives;
 they time themselves, without the way of whole arrays to them and back. On a single GPU they are virtual.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnbench.impls.conditions import first_reason, needs_device, needs_mask
-from attnbench.impls.ring.settings import MASKS, TUNABLES, Settings, one_mask
+from attnbench.impls.conditions import first_reason, needs_device
+from attnbench.impls.ring.settings import TUNABLES, Settings, needs_ring_mask
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 
@@ -25,7 +25,7 @@ class Ring(Implementation):
         return needs_device(environment, "cpu", "cuda")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return first_reason(self.available(environment), needs_mask(workload, *MASKS), one_mask(workload))
+        return first_reason(self.available(environment), needs_ring_mask(workload))
 
     def build(self, workload: Workload, config: Config) -> Call:
         return self._call(workload, config, with_lse=False)

@@ -19,6 +19,7 @@ from attnbench.impls.ring.schedule import Problem
 from attnbench.impls.ring.settings import Settings, problem_of
 from attnbench.impls.ring.spans import Spans
 from attnbench.impls.ring.transport import Pair, VirtualTransport
+from attnbench.impls.ring.works import work_of
 from attnbench.spec import Pass, Workload
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class VirtualRing:
 
 @lru_cache(maxsize=64)
 def _engine(workload: Workload, problem: Problem, rank: int, inner: str, device: torch.device) -> Engine:
-    return Engine(problem, rank, Kernels(workload, inner, device))
+    return Engine(problem, rank, work_of(workload, problem, rank, Kernels(workload, inner, device)))
 
 
 @lru_cache(maxsize=256)
@@ -105,13 +106,13 @@ def _autograd_function() -> Any:
             parts = []
             for rank, shard in enumerate(shards):
                 engine = ring.engine(rank, q.device)
-                part, part_lse = engine.forward(*shard, VirtualTransport(held))
-                ring.inner = tuple(engine.kernels.used) or ring.inner
+                part, part_lse, *own = engine.forward(*shard, VirtualTransport(held))
+                ring.inner = tuple(engine.work.kernels.used) or ring.inner
                 places = ring.places("q", rank, q.device)
                 lse = part_lse.new_empty(*part_lse.shape[:2], q.shape[1]) if lse is None else lse
                 out.index_copy_(1, places, part)
                 lse.index_copy_(2, places, part_lse)
-                parts.append((part, part_lse))
+                parts.append((part, part_lse, *own))
             if any(ctx.needs_input_grad):
                 ctx.save_for_backward(*(x for shard, part in zip(shards, parts) for x in (*shard, *part)))
             ctx.ring, ctx.lengths = ring, (q.shape[1], k.shape[1])
@@ -122,16 +123,17 @@ def _autograd_function() -> Any:
         def backward(ctx: Any, *grads: Any) -> Any:
             ring, dout = ctx.ring, grads[0]
             saved = ctx.saved_tensors
-            kept = [saved[n : n + 5] for n in range(0, len(saved), 5)]
+            size = len(saved) // ring.settings.world
+            kept = [saved[n : n + size] for n in range(0, len(saved), size)]
             held: Sequence[Pair] = [(one[1], one[2]) for one in kept]
             sums: list[Pair | None] = [None] * len(kept)
             dq, dk, dv = (
                 torch.empty((x.shape[0], n, *x.shape[2:]), dtype=x.dtype, device=x.device)
                 for x, n in zip(kept[0], (ctx.lengths[0], ctx.lengths[1], ctx.lengths[1]))
             )
-            for rank, (q, k, v, out, lse) in enumerate(kept):
+            for rank, (q, k, v, *results) in enumerate(kept):
                 part = ring.engine(rank, q.device).backward(
-                    (q, k, v), out, lse, ring.take(dout, "q", rank), VirtualTransport(held, sums)
+                    (q, k, v), results, ring.take(dout, "q", rank), VirtualTransport(held, sums)
                 )
                 dq.index_copy_(1, ring.places("q", rank, q.device), part[0])
                 if len(kept) == 1:
