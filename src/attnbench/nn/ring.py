@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 
 from attnbench.errors import UsageError
-from attnbench.impls.ring.function import rank_and_world, ring_attention
+from attnbench.impls.ring.function import global_lengths, rank_and_world, ring_attention
 from attnbench.impls.ring.layouts import check_layout, positions
 from attnbench.nn.dilated import DilatedAttention, Lengths
 from attnbench.nn.multihead import MultiheadDilatedAttention
+from attnbench.workloads.masks import Blocks
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 
@@ -46,6 +47,7 @@ class RingDilatedAttention(DilatedAttention):
         """[b, tokens of this rank, h, d]; with `return_lse` also the LSE [b, h, tokens of this rank], float32."""
         if kv_lengths is not None:
             raise UsageError("ring attention has no kv_lengths: cut the padding off before the sequence is sharded.")
+        lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device)
         return ring_attention(
             q,
             k,
@@ -54,10 +56,16 @@ class RingDilatedAttention(DilatedAttention):
             scale=self.scale,
             layout=self.layout,
             process_group=self.process_group,
+            lengths=lengths,
             dilated=self.pattern,
             detached=self.mix_grad == "detached",
+            blocks=self.blocks(lengths[0], q.shape[2]),
             return_lse=return_lse,
         )
+
+    def blocks(self, tokens: int, heads: int) -> Blocks | None:
+        """A block mask over the whole sequence that the pattern is met with: none."""
+        del tokens, heads
 
     def extra_repr(self) -> str:
         """The pattern, the layout, and what differs from the defaults."""
@@ -67,29 +75,23 @@ class RingDilatedAttention(DilatedAttention):
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """x of [b, tokens of this rank, embed_dim] in, the same rows out; parameters are the same on every rank."""
 
+    ring_class: type[RingDilatedAttention] = RingDilatedAttention
+    ring_options: tuple[str, ...] = ("process_group", "layout")
+    """Options beyond those of MultiheadDilatedAttention."""
+
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
-        *,
-        process_group: Any = None,
-        layout: Layout = "zigzag",
         **options: Any,
     ) -> None:
+        ring = {name: options.pop(name) for name in self.ring_options if name in options}
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **options)
-        inner = self.attention
-        self.attention = RingDilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            causal=inner.causal,
-            offset=inner.pattern.offset,
-            scale=inner.scale,
-            mix_grad=inner.mix_grad,
-            process_group=process_group,
-            layout=layout,
-        )
+        plain = self.attention
+        shared = {"causal": plain.causal, "scale": plain.scale, "mix_grad": plain.mix_grad}
+        self.attention = self.ring_class(segment_lengths, dilation_rates, offset=plain.pattern.offset, **shared, **ring)
 
 
 def shard(x: torch.Tensor, layout: Layout = "zigzag", process_group: Any = None, dim: int = 1) -> torch.Tensor:

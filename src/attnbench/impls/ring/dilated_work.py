@@ -13,19 +13,23 @@ from attnbench.impls.ring.schedule import Problem
 from attnbench.impls.ring.transport import Pair
 from attnbench.impls.ring.work import Sums
 from attnbench.spec import Partial
-from attnbench.workloads.masks import Dilated
+from attnbench.workloads.masks import Blocks, Dilated
 
 if TYPE_CHECKING:
     import torch
 
 
 class Pattern(NamedTuple):
-    """A dilated pattern over grouped heads. `detached`: mixing weights count as constants in the backward pass."""
+    """A dilated pattern over grouped heads, met with a block mask or not.
+
+    `detached`: mixing weights count as constants in the backward pass.
+    """
 
     mask: Dilated
     heads: int
     kv_heads: int
     detached: bool = False
+    blocks: Blocks | None = None
 
 
 class DilatedWork:
@@ -84,7 +88,8 @@ def plan(problem: Problem, rank: int, pattern: Pattern) -> tuple[tuple[Call, ...
     problem.check()
     held = [layouts.runs(problem.layout, problem.q_len, problem.world, one) for one in range(problem.world)]
     sources = [(rank - turn) % problem.world for turn in range(problem.world)]
-    return tuple(calls(pattern.mask, pattern.heads, held[rank], held[one], problem.causal) for one in sources)
+    given = (problem.causal, pattern.blocks)
+    return tuple(calls(pattern.mask, pattern.heads, held[rank], held[one], *given) for one in sources)
 
 
 class _Gather:

@@ -17,7 +17,7 @@ from attnbench.impls.ring.schedule import Problem
 from attnbench.impls.ring.transport import GroupTransport
 from attnbench.impls.ring.work import DenseWork
 from attnbench.spec import Workload
-from attnbench.workloads.masks import Dilated, MaskShape
+from attnbench.workloads.masks import Blocks, Dilated, MaskShape
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ def ring_attention(
     lengths: tuple[int, int] | None = None,
     dilated: Dilated | None = None,
     detached: bool = False,
+    blocks: Blocks | None = None,
     return_lse: bool = False,
 ) -> Any:
     """The rank's rows [b, tokens, heads, dim] of attention over all ranks' keys; differentiable.
@@ -44,19 +45,38 @@ def ring_attention(
     A causal mask of unequal lengths is aligned bottom-right. `lengths` are the global numbers of queries and keys:
     given, ranks need not ask each other at every call. `inner` names the kernel, or "auto". LSE [b, heads, tokens]
     carries no gradient. Without an initialised process group there is one rank. `dilated` is LongNet's pattern over the
-    global positions; `detached` takes its mixing weights for constants in the backward pass.
+    global positions; `detached` takes its mixing weights for constants in the backward pass. `blocks` drops the pairs
+    whose block, by global position, its block mask does not keep.
     """
     rank, world = rank_and_world(process_group)
     q_len, kv_len = lengths or global_lengths((q.shape[1], k.shape[1]), layout, process_group, q.device)
     shape = shape_of(q, k, v, scale, softcap)
     problem = Problem(q_len, kv_len, world, layout, causal, kv_len - q_len)
     check_shard((q.shape[1], k.shape[1]), problem, rank)
-    if dilated is not None:
-        dilated.check(MaskShape(q.shape[0], q.shape[2], q_len, kv_len))
-    pattern = None if dilated is None else Pattern(dilated, q.shape[2], k.shape[2], detached)
+    pattern = _pattern(q, k, (q_len, kv_len), dilated, detached, blocks)
     engine = engine_of(problem, rank, shape, inner, q.device, pattern)
     out, lse = _autograd_function().apply(q, k, v, engine, process_group)
     return (out, lse.float()) if return_lse else out
+
+
+def _pattern(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: tuple[int, int],
+    dilated: Dilated | None,
+    detached: bool,
+    blocks: Blocks | None,
+) -> Pattern | None:
+    """Checked against the whole sequence; a block mask alone is one segment that holds everything."""
+    if dilated is None and blocks is None:
+        return None
+    shape = MaskShape(q.shape[0], q.shape[2], *lengths)
+    mask = dilated or Dilated((max(lengths),), (1,))
+    for one in filter(None, (mask, blocks)):
+        one.check(shape)
+    if blocks is not None and blocks.per_batch:
+        raise UsageError("a ring takes one block mask for all batch rows (it may differ by head).")
+    return Pattern(mask, q.shape[2], k.shape[2], detached, blocks)
 
 
 @lru_cache(maxsize=256)
