@@ -9,9 +9,10 @@ import time
 import msgspec
 import pytest
 
+from attnbench.errors import Unsupported as Unsupported_
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
-from attnbench.spec import Cell, Failed, Ok, Unsupported
+from attnbench.spec import Cell, Environment, Failed, Ok, Unsupported
 from attnbench.workloads import masks
 
 torch = pytest.importorskip("torch")
@@ -22,6 +23,7 @@ from ring_cases import CASES, WORK, case_of, draws, require_the_numbers_of_one_d
 from attnbench.impls.ring import pool  # noqa: E402
 from attnbench.impls.ring.call import RingCall  # noqa: E402
 from attnbench.impls.ring.settings import Settings  # noqa: E402
+from attnbench.impls.ring.torch_own import CONTEXT_PARALLEL, TEMPLATED  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,3 +142,35 @@ def test_masks_that_a_ring_does_not_know_are_refused():
     _, _, answer = open_cell({}, mask=masks.window(8))
     assert isinstance(answer.record, Unsupported)
     assert "no window mask" in answer.record.reason
+
+
+@pytest.mark.parametrize("case", ["full", "causal"])
+def test_the_ring_inside_torch_gives_the_same(case):
+    work = varied(q_len=64, mask=masks.full() if case == "full" else masks.causal())
+    call = TEMPLATED.build_lse(work, {"timeout_s": 60.0})
+    require_the_numbers_of_one_device(call, work)
+
+
+def test_what_torch_has_of_context_parallelism_on_a_cpu():
+    """Refused in words that torch itself still uses; unequal shards are refused by the other one."""
+    reason = CONTEXT_PARALLEL.available(Environment(device="cpu", device_name="test"))
+    work = varied(q_len=64)
+    q, k, v, _ = draws(work)
+    with pytest.raises(Unsupported_, match="does not have a sharding strategy"):
+        RingCall(work, settings(), "context-parallel")(q, k, v)
+    assert "has no sharding strategy" in reason
+    with pytest.raises(Unsupported_, match="4 equal parts"):
+        TEMPLATED.build(varied(q_len=66), {})
+
+
+def test_its_record_has_no_times_apart():
+    answer = Local("torch", "cpu").ask(
+        p.Open(
+            Cell("torch.ring-templated", varied(q_len=64, pass_="forward"), {"timeout_s": 60.0}), False, True, None, 3
+        ),
+        60,
+    )
+    ranks = answer.record.ranks
+    assert ranks.compute_ns is ranks.communication_ns is None
+    assert len(ranks.peak_bytes) == 2
+    assert "cannot be told apart" in ranks.reason

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import Clock, Inputs, OwnClock, Peak, Program, Programs
@@ -14,20 +15,26 @@ from attnbench.impls.ring.virtual import VirtualRing
 from attnbench.impls.ring.works import pairs_of
 from attnbench.spec import Call, Pass, Ranks
 
+TOGETHER = "torch's own ring does not part computation from communication: their times cannot be told apart"
 VIRTUAL = (
     "virtual ranks, one after the other on one device: compute and memory per rank are measured, communication is not"
 )
 
 
+Number = TypeVar("Number", int, float)
+
+
 class OverRanks:
     """A call over rank processes, or over virtual ones where one device has to do for all."""
 
-    def __init__(self, processes: RingCall, virtual: VirtualRing) -> None:
+    def __init__(self, processes: RingCall, virtual: VirtualRing | None = None) -> None:
         self.processes, self.virtual = processes, virtual
 
     def on(self, device: str) -> RingCall | VirtualRing:
         """Which of them a device gets."""
-        return self.virtual if is_virtual(device, self.processes.settings.world) else self.processes
+        if self.virtual is not None and is_virtual(device, self.processes.settings.world):
+            return self.virtual
+        return self.processes
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         return self.on(q.device.type)(q, k, v)
@@ -43,8 +50,8 @@ def is_virtual(device: str, world: int) -> bool:
 class RingApparatus(TorchFramework):
     """TorchFramework for one ring cell."""
 
-    def __init__(self, world: int) -> None:
-        self._world = world
+    def __init__(self, world: int, can_be_virtual: bool = True) -> None:
+        self._world, self._can_be_virtual = world, can_be_virtual
         self._calls: dict[int, tuple[OverRanks, Pass]] = {}
         self._seen: dict[int, list[Inspected]] = {}
 
@@ -54,11 +61,14 @@ class RingApparatus(TorchFramework):
             self._calls[id(programs.main)] = (call, pass_)
         return programs
 
+    def _virtual(self, device: str) -> bool:
+        return self._can_be_virtual and is_virtual(device, self._world)
+
     def clocks(self, device: str) -> tuple[str, ...]:
-        return super().clocks(device) if is_virtual(device, self._world) else (OwnClock.name,)
+        return super().clocks(device) if self._virtual(device) else (OwnClock.name,)
 
     def clock(self, name: str, device: str) -> Clock:
-        if is_virtual(device, self._world):
+        if self._virtual(device):
             return super().clock(name, device)
         if name != OwnClock.name:
             raise UsageError(f'ranks time themselves: there is no clock "{name}" for them, only "{OwnClock.name}".')
@@ -73,7 +83,7 @@ class RingApparatus(TorchFramework):
         return Peak(max(known), method=f"the largest of {len(facts)} ranks; {facts[0].peak_method}")
 
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
-        if is_virtual(device, self._world):
+        if self._virtual(device):
             return super().kernels(program, inputs, device)
         facts = self._facts(program, inputs, device)
         names = [name for one in facts for name in one.kernels or ()]
@@ -84,8 +94,9 @@ class RingApparatus(TorchFramework):
         one, facts = call.on(device), self._facts(program, inputs, device)
         virtual = isinstance(one, VirtualRing)
         backend = "gloo" if device == "cpu" else "nccl"
-        peaks = [fact.peak_bytes for fact in facts if fact.peak_bytes is not None]
-        compute = tuple(fact.compute_ns for fact in facts)
+        compute = _all(fact.compute_ns for fact in facts)
+        work = pairs_of(one.workload, one.problem)
+        reason = VIRTUAL if virtual else TOGETHER if compute is None else None
         return Ranks(
             world=one.settings.world,
             how="virtual" if virtual else f"processes over {backend}",
@@ -93,14 +104,14 @@ class RingApparatus(TorchFramework):
             inner=one.inner,
             devices=1 if device == "cpu" or virtual else one.settings.world,
             tokens=one.problem.q_sizes(),
-            pairs=pairs_of(one.workload, one.problem),
+            pairs=work,
             shard_bytes=shard_bytes(one.workload, one.problem),
-            peak_bytes=tuple(peaks) if len(peaks) == len(facts) else None,
+            peak_bytes=_all(fact.peak_bytes for fact in facts),
             compute_ns=compute,
-            waiting_ns=None if virtual else tuple(fact.waiting_ns for fact in facts),
-            communication_ns=None if virtual else tuple(fact.communication_ns for fact in facts),
-            balance=balance(compute),
-            reason=VIRTUAL if virtual else None,
+            waiting_ns=_all(fact.waiting_ns for fact in facts),
+            communication_ns=_all(fact.communication_ns for fact in facts),
+            balance=balance(compute or work),
+            reason=reason,
         )
 
     def _facts(self, program: Program, inputs: Inputs, device: str) -> list[Inspected]:
@@ -115,12 +126,18 @@ class RingApparatus(TorchFramework):
         return self._seen[id(program)]
 
 
+def _all(values: Iterable[Number | None]) -> tuple[Number, ...] | None:
+    """A figure of every rank, or none."""
+    known = tuple(values)
+    return None if None in known else known  # pyright: ignore[reportReturnType]
+
+
 def _virtual(ring: VirtualRing, inputs: Inputs, pass_: Pass, rank: int) -> Inspected:
     peak, compute_ns = ring.weigh(inputs, pass_, rank)
     return Inspected(
         compute_ns=compute_ns,
-        waiting_ns=0.0,
-        communication_ns=0.0,
+        waiting_ns=None,
+        communication_ns=None,
         peak_bytes=peak.bytes,
         peak_reason=peak.reason,
         peak_method=peak.method,

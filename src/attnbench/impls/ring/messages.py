@@ -70,9 +70,9 @@ class Stepped(Struct, tag="stepped"):
 class Inspected(Struct, tag="inspected"):
     """One rank's facts."""
 
-    compute_ns: float
-    waiting_ns: float
-    communication_ns: float
+    compute_ns: float | None
+    waiting_ns: float | None
+    communication_ns: float | None
     peak_bytes: int | None
     peak_reason: str | None
     peak_method: str

@@ -11,6 +11,7 @@ from attnbench.impls.ring.engine import Engine
 from attnbench.impls.ring.kernels import Kernels
 from attnbench.impls.ring.messages import Open
 from attnbench.impls.ring.spans import Spans
+from attnbench.impls.ring.torch_own_methods import ContextParallel, Templated
 from attnbench.impls.ring.transport import GroupTransport
 from attnbench.impls.ring.works import work_of
 from attnbench.spec import Pass
@@ -41,8 +42,8 @@ class Method(Protocol):
         """(dq, dk, dv) of the rank's own tokens."""
         ...
 
-    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> None:
-        """The communication alone."""
+    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> bool:
+        """The communication alone; False where it cannot be had by itself (nor the computation)."""
         ...
 
 
@@ -73,12 +74,17 @@ class Ours:
         """Through the engine."""
         return self._engine.backward(inputs, results, dout, self._transport, spans)
 
-    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> None:
+    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> bool:
         """Through the engine."""
         self._engine.rotate(k, v, self._transport, gradients)
+        return True
 
 
-METHODS: dict[str, Callable[[Open, int, Any], Method]] = {"ring": Ours.open}
+METHODS: dict[str, Callable[[Open, int, Any], Method]] = {
+    "ring": Ours.open,
+    "templated": Templated,
+    "context-parallel": ContextParallel,
+}
 
 
 def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Program:

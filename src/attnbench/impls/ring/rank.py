@@ -103,13 +103,13 @@ class Rank:
             timed.run(state)
             looks.append(spans.ns)
             start = self._together()
-            for gradients in ROTATIONS[question.pass_]:
-                method.rotate(inputs.k, inputs.v, gradients)
-            rotations.append(self._now() - start)
+            apart = [method.rotate(inputs.k, inputs.v, gradients) for gradients in ROTATIONS[question.pass_]]
+            rotations.append(self._now() - start if all(apart) else None)
+        known = None not in rotations
         return m.Inspected(
-            compute_ns=median(look["compute"] for look in looks),
-            waiting_ns=median(look["waiting"] for look in looks),
-            communication_ns=median(rotations),
+            compute_ns=median(look["compute"] for look in looks) if known else None,
+            waiting_ns=median(look["waiting"] for look in looks) if known else None,
+            communication_ns=median(rotations) if known else None,
             peak_bytes=peak.bytes,
             peak_reason=peak.reason,
             peak_method=peak.method,
