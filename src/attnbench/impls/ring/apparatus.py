@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import Clock, Inputs, OwnClock, Peak, Program, Programs
 from attnbench.frameworks.torch import TorchFramework
+from attnbench.impls.ring import pool
 from attnbench.impls.ring.call import STEPS, RingCall
 from attnbench.impls.ring.messages import Inspected
 from attnbench.impls.ring.settings import balance, shard_bytes
@@ -99,7 +100,7 @@ class RingApparatus(TorchFramework):
         reason = VIRTUAL if virtual else TOGETHER if compute is None else None
         return Ranks(
             world=one.settings.world,
-            how="virtual" if virtual else f"processes over {backend}",
+            how="virtual" if virtual else f"processes over {backend}{', by torchrun' if pool.adopted() else ''}",
             layout=one.settings.layout,
             inner=one.inner,
             devices=1 if device == "cpu" or virtual else one.settings.world,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attnbench.frameworks.base import Inputs, Stopwatch
 from attnbench.impls.ring import layouts, pool
 from attnbench.impls.ring import messages as m
-from attnbench.impls.ring.launcher import RankProcesses, Reply
+from attnbench.impls.ring.launcher import Reply
 from attnbench.impls.ring.settings import Settings, problem_of
 from attnbench.spec import Pass, Workload
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 STEPS = Stopwatch()
-"""Each step of a ring in this process, from the first rank that starts to the last that ends."""
+"""Each step of a ring in this process: of the rank that took longest, all having started together."""
 INSPECTION = 10.0
 """Timeouts that an inspection may take: it computes a dozen times."""
 _numbers = count()
@@ -30,7 +30,7 @@ class RingCall:
     def __init__(self, workload: Workload, settings: Settings, method: str = "ring", with_lse: bool = False) -> None:
         self.workload, self.settings, self._method, self._with_lse = workload, settings, method, with_lse
         self.problem = problem_of(workload, settings.world, settings.layout)
-        self._opened: RankProcesses | None = None
+        self._opened: pool.RingOfRanks | None = None
         self._number, self._forgotten = next(_numbers), []
         self.inner: tuple[str, ...] = ()
 
@@ -72,10 +72,10 @@ class RingCall:
             ring.ask([(forget, ())] * ring.world)
         replies = ring.ask([(question, arrays) for arrays in shards])
         times = [reply.answer for reply in replies if isinstance(reply.answer, m.Stepped)]
-        STEPS.ns += max(one.end_ns for one in times) - min(one.start_ns for one in times)
+        STEPS.ns += max(one.end_ns - one.start_ns for one in times)
         return replies
 
-    def _ring(self, device: torch.device) -> RankProcesses:
+    def _ring(self, device: torch.device) -> pool.RingOfRanks:
         """The living ring, with this problem open in it."""
         import torch
 

@@ -40,16 +40,28 @@ ROTATIONS: dict[Pass, tuple[bool, ...]] = {"forward": (False,), "backward": (Tru
 class Rank:
     """One member of the ring."""
 
-    def __init__(self, rank: int, world: int, device: str, threads: int, timeout_s: float, store: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        device: str,
+        threads: int | None,
+        timeout_s: float,
+        store: str | None,
+        local_rank: int | None = None,
+    ) -> None:
+        """`store` is a file to meet at; None: by the variables that torchrun sets."""
         import torch
         import torch.distributed as dist
 
-        torch.set_num_threads(threads)
-        self.device = torch.device("cpu") if device == "cpu" else torch.device(device, rank)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        place = rank if local_rank is None else local_rank
+        self.device = torch.device("cpu") if device == "cpu" else torch.device(device, place)
         if device != "cpu":
             torch.get_device_module(device).set_device(self.device)
         backend = "gloo" if device == "cpu" else "nccl"
-        found = dist.FileStore(store, world)  # pyright: ignore[reportPrivateImportUsage]
+        found = None if store is None else dist.FileStore(store, world)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=found, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
         self._rank, self._methods, self._kept = rank, {}, {}
 
@@ -143,11 +155,12 @@ def serve(connection: Connection, start: tuple[Any, ...]) -> None:
             rank = rank or Rank(*start)
             answer, results = rank.answer(m.decode_question(message), arrays)
         except Exception as error:
-            answer, results = _broke(error), ()
+            answer, results = broke(error), ()
         m.post(connection, answer, results)
 
 
-def _broke(error: Exception) -> m.Broke:
+def broke(error: Exception) -> m.Broke:
+    """What went wrong, for the driver."""
     from attnbench import frameworks
 
     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
