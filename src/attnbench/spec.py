@@ -198,6 +198,8 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """cpu, cuda, rocm, xpu, mps or tpu."""
     device_name: str
     framework: str = ""
+    devices: int = 1
+    """Of this kind, in one process."""
     memory_bytes: int | None = None
     """What the device has in all."""
     free_bytes: int | None = None

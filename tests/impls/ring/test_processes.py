@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import msgspec
@@ -120,6 +122,23 @@ def _runs(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_ranks_end_with_the_process_that_drives_them():
+    program = (
+        "import time; from attnbench.impls.ring import messages as m, pool; "
+        "ring = pool.ring(2, 'cpu', 1, 30.0); ring.ask([(m.Forget([]), ())] * 2); "
+        "print(*ring.pids, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
+        ranks = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(ranks) == 2
+        assert all(_runs(pid) for pid in ranks)
+        driver.kill()
+    deadline = time.monotonic() + 10
+    while any(_runs(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in ranks)
 
 
 def test_what_a_kernel_cannot_do_is_refused_before_anything_is_sent():

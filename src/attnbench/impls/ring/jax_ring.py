@@ -30,7 +30,7 @@ class OverMesh(Implementation):
         self.name, self._movement = name, movement
 
     def available(self, environment: Environment) -> str | None:
-        count = len(_devices(environment.device))
+        count = environment.devices
         hint = f"; a CPU can be made several: {FORCE}" if environment.device == "cpu" else ""
         return f"needs two or more devices in one process, this one has {count}{hint}" if count < 2 else None
 

@@ -77,14 +77,10 @@ class ContextParallel(TorchOwn):
     def available(self, environment: Environment) -> str | None:
         if environment.device == "cpu":
             return NO_CPU
-        return needs_device(environment, "cuda") or _several_gpus()
-
-
-def _several_gpus() -> str | None:
-    import torch
-
-    count = torch.cuda.device_count()
-    return f"NCCL takes one rank per GPU, and there is {count} here" if count < 2 else None
+        few = (
+            f"NCCL takes one rank per GPU, and there is {environment.devices} here" if environment.devices < 2 else None
+        )
+        return needs_device(environment, "cuda") or few
 
 
 class Templated(TorchOwn):
