@@ -72,6 +72,31 @@ def get(name: str) -> Implementation:
     return implementation
 
 
+def asked(text: str) -> tuple[str, dict[str, int | float | str | bool]]:
+    """`torch.ring[world=4,layout=striped]` -> the name and its settings, checked against what it offers."""
+    name, bracket, rest = text.partition("[")
+    tunables = get(name).tunables
+    if not bracket:
+        return name, {}
+    if not rest.endswith("]"):
+        raise UsageError(f'"{text}" has no closing bracket: write {name}[name=value,name=value].')
+    config: dict[str, int | float | str | bool] = {}
+    for word in rest[:-1].split(","):
+        key, _, value = (part.strip() for part in word.partition("="))
+        if key not in tunables:
+            offered = f"it has {', '.join(tunables)}" if tunables else "it has none"
+            raise UsageError(f'{name} has no setting "{key}"; {offered}.')
+        config[key] = _converted(name, key, value, type(tunables[key]))
+    return name, config
+
+
+def _converted(name: str, key: str, value: str, kind: type) -> int | float | str | bool:
+    try:
+        return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+    except (KeyError, ValueError):
+        raise UsageError(f'{key} of {name} takes a value of type {kind.__name__}, not "{value}".') from None
+
+
 def loadable() -> tuple[list[str], dict[str, str]]:
     """Names that load, and those that do not with the reason: a third party's mistake costs nobody else's run."""
     good, broken = [], {}

@@ -210,7 +210,7 @@ def _lengths(workload: Workload) -> tuple[Workload, ...]:
 def _known(implementation: Subject) -> Subject:
     """Refuse a wrong name at once, not when the benchmark runs."""
     if isinstance(implementation, str) and ":" not in implementation:
-        registry.get(implementation)
+        registry.asked(implementation)
     return implementation
 
 

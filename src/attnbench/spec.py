@@ -199,6 +199,8 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """cpu, cuda, rocm, xpu, mps or tpu."""
     device_name: str
     framework: str = ""
+    devices: int = 1
+    """Of this kind, in one process."""
     memory_bytes: int | None = None
     """What the device has in all."""
     free_bytes: int | None = None
@@ -256,6 +258,8 @@ class Implementation(ABC):
     """Regular expressions of operators or kernels that mean a silent fall-back."""
     untested: tuple[str, ...] = ()
     """Device kinds this adapter ought to run on but never has."""
+    tunables: Config = {}
+    """What may be asked for in brackets, `torch.ring[world=4]`, with the defaults."""
 
     def available(self, environment: Environment) -> str | None:
         """None when it can run on this machine at all; else why not and what would make it run."""
@@ -294,6 +298,11 @@ class Implementation(ABC):
         """`(q, k, v) -> figures` of what it chose for these inputs: `sparsity`, `work` (see Ok); None: no choice."""
         del workload, config
         return None
+
+    def apparatus(self, framework: Any, config: Config) -> Any:
+        """The Framework that builds, times and weighs its calls: another one where the work is done elsewhere."""
+        del config
+        return framework
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -404,6 +413,36 @@ class VerifiedAt(Struct, frozen=True, kw_only=True, omit_defaults=True):
     backward_share: float | None = None
 
 
+class Ranks(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a cell over several ranks showed of each; tuples are in order of rank, null with the reason."""
+
+    world: int
+    how: str
+    """processes over gloo, processes over nccl, virtual, or devices of one process."""
+    layout: str
+    inner: tuple[str, ...] = ()
+    """Kernels that computed the tiles."""
+    devices: int = 1
+    """Over which the work was spread."""
+    tokens: tuple[int, ...]
+    """Queries held."""
+    pairs: tuple[int, ...]
+    """Visible pairs computed."""
+    shard_bytes: tuple[int, ...]
+    """Inputs held."""
+    peak_bytes: tuple[int, ...] | None = None
+    """Extra memory at the peak, beyond the inputs held."""
+    compute_ns: tuple[float, ...] | None = None
+    waiting_ns: tuple[float, ...] | None = None
+    """Communication that computation did not hide."""
+    communication_ns: tuple[float, ...] | None = None
+    """All communication, done without computation."""
+    balance: float
+    """Mean over the largest of the ranks' compute times (of their visible pairs where no time is known)."""
+    reason: str | None = None
+    """Why something is null, and what else the figures do not say."""
+
+
 class _Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="status"):
     implementation: str
     workload: Workload
@@ -443,6 +482,8 @@ class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
     quality: dict[str, float] = {}
     """Of sparse attention: achieved `sparsity`, `recall` of dense attention's mass, `output_error` against dense, and
     `work`, the share of the products that was computed, where the implementation chose it."""
+    ranks: Ranks | None = None
+    """Of a cell over several ranks."""
     notes: tuple[str, ...] = ()
     """Honest warnings, such as unstable samples."""
     spent_ns: dict[str, int] = {}

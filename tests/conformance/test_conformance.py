@@ -45,6 +45,8 @@ INTERPRETED = ("jax.pallas-triton", "jax.splash")
 COMPILED = {"torch.compiled": "softcap", "torch.flex": "window"}
 FOR_JAX = ("primes", "grouped heads, gradients", "an empty batch row", "bias with -inf", "dilated")
 """XLA compiles each in seconds; the tests of impls/ and dispatch/ have the rest."""
+FOR_RINGS = ("primes", "grouped heads, gradients", "rows that see nothing, gradients", "window", "dilated")
+"""Every call goes to other processes and back; tests/impls/ring has the rest."""
 COMPUTE_ALL = ("torch.eager", "jax.einsum")
 BY_ID = {workload.id: workload for workload in edge()}
 
@@ -55,6 +57,8 @@ def cases_of(name):
         return BLOCKS
     if name.startswith("torch.dilated"):
         return {case: BY_ID[workload] for case, workload in DILATED.items()}
+    if name.startswith("torch.ring"):
+        return {case: BY_ID[EDGES[case]] for case in FOR_RINGS}
     chosen = [COMPILED[name]] if name in COMPILED else FOR_JAX if name.startswith("jax.") else EDGES
     return {case: BY_ID[EDGES[case]] for case in chosen}
 

@@ -15,7 +15,7 @@ from attnbench.errors import UsageError
 from attnbench.run import instructions
 from attnbench.run.launch import Listener, Request, launch, plan_only
 from attnbench.run.memory_need import does_not_fit, least_bytes
-from attnbench.run.plan import cells_of, distinct, group_of, shard
+from attnbench.run.plan import Asked, cells_of, distinct, group_of, shard
 from attnbench.spec import Environment, Workload
 
 SMALL = Workload(batch=1, q_len=8, heads=2, head_dim=4)
@@ -60,7 +60,7 @@ def test_shards_are_a_partition(lengths, count):
 def test_cells_of_one_workload_stay_together_and_problems_are_distinct():
     other = msgspec.structs.replace(SMALL, q_len=9, kv_len=9)
     same = msgspec.structs.replace(SMALL, source="elsewhere")
-    cells = cells_of(distinct([SMALL, other, same]), ["a", "b"])
+    cells = cells_of(distinct([SMALL, other, same]), [Asked("a"), Asked("b", {"world": 4})])
     assert [(cell.workload.q_len, cell.implementation) for cell in cells] == [(8, "a"), (8, "b"), (9, "a"), (9, "b")]
     assert group_of(registry.get("numpy.float32")) == ("numpy", "", 0)
 

@@ -13,8 +13,8 @@ from attnbench.workloads.grid import grid
 from attnbench.workloads.masks import MaskShape
 
 ALL = [
-    "quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu",
-    "decode", "long", "block-sparse", "models", "dilated", "edge",
+    "quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode",
+    "long", "block-sparse", "million", "models", "dilated", "edge",
 ]  # fmt: skip
 
 
@@ -92,6 +92,9 @@ def test_square_decode_and_long():
     assert {w.q_len for w in decode} == {1, 4, 8}
     assert {min(w.kv_len for w in decode), max(w.kv_len for w in decode)} == {1024, 131072}
     assert {w.q_len for w in workloads("long")} == {2**n * 1024 for n in range(5, 11)}
+    assert [w.id for w in workloads("million")] == [
+        f"b1-t1048576-h4:1-d128-causal-bfloat16-{pass_}" for pass_ in ("forward", "train")
+    ]
 
 
 def test_models_have_their_peculiarities_and_a_source():

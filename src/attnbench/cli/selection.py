@@ -143,8 +143,8 @@ def is_reference(name: str) -> bool:
 
 
 def expand(wanted: str, known: Sequence[str]) -> list[str]:
-    """An exact name, a reference, or every name of a framework or family."""
-    if is_reference(wanted) or wanted in known:
+    """An exact name (its settings in brackets), a reference, or every name of a framework or family."""
+    if is_reference(wanted) or wanted.partition("[")[0] in known:
         return [wanted]
     found = [name for name in known if name.startswith((f"{wanted}.", f"{wanted}-"))]
     if not found:

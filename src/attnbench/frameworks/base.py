@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnbench.spec import Array, Call, Environment, Layout, Pass
+from attnbench.spec import Array, Call, Environment, Layout, Pass, Ranks
 from attnbench.workloads.masks import Namespace
 
 
@@ -110,6 +110,42 @@ class WallClock(Clock):
         return Samples(ns, self._framework.snapshot(output), which)
 
 
+class Stopwatch:
+    """Time that calls measured of themselves: of ranks that start together, without handing them their arrays."""
+
+    def __init__(self) -> None:
+        self.ns = 0.0
+
+    def take(self) -> float:
+        """What has gathered since the last time."""
+        taken, self.ns = self.ns, 0.0
+        return taken
+
+
+class OwnClock(Clock):
+    """Reads what the calls measured."""
+
+    name = "ranks"
+
+    def __init__(self, framework: Framework, stopwatch: Stopwatch) -> None:
+        self._framework, self._stopwatch = framework, stopwatch
+
+    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+        ns: list[float] = []
+        output: tuple[Array, ...] = ()
+        which = 0
+        for sample in range(count):
+            which = sample % len(inputs)
+            prepared = [program.prepare(inputs[which]) for _ in range(calls)]
+            self._framework.wait(prepared)
+            self._stopwatch.take()
+            for state in prepared:
+                output = program.run(state)
+                self._framework.wait(output)
+            ns.append(self._stopwatch.take() / calls)
+        return Samples(ns, self._framework.snapshot(output), which)
+
+
 class Framework(ABC):
     """Adapter of one array library. Instances are stateless and cheap; the library is imported on first use."""
 
@@ -192,6 +228,11 @@ class Framework(ABC):
     @abstractmethod
     def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
         """Peak extra memory of one call."""
+
+    def ranks(self, program: Program, inputs: Inputs, device: str) -> Ranks | None:
+        """What each rank did, where a call is spread over several."""
+        del program, inputs, device
+        return None
 
     @abstractmethod
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:

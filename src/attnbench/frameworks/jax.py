@@ -69,7 +69,7 @@ class JaxFramework(Framework):
         facts["device_name"] = facts["cpu"]
         if device != "cpu":
             facts |= _accelerator_facts(found)
-        packages = versions(*PACKAGES)
+        packages, facts["devices"] = versions(*PACKAGES), len(import_jax().devices(device))
         return Environment(device=device, framework=self.name, threads=facts["cores"], packages=packages, **facts)
 
     def namespace(self, device: str) -> Any:

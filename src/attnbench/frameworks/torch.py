@@ -49,6 +49,7 @@ class TorchFramework(Framework):
         facts["device_name"] = facts["cpu"]
         if device != "cpu":
             facts |= _accelerator_facts(_torch_device(device))
+            facts["devices"] = torch.get_device_module(_torch_device(device)).device_count()
         packages = {"torch": str(torch.__version__), **versions(*PACKAGES)}
         return Environment(
             device=device, framework="torch", threads=torch.get_num_threads(), packages=packages, **facts

@@ -75,7 +75,7 @@ def _take(subject: Subject, array: Array, order: np.ndarray, axis: int) -> Array
 def _ones(subject: Subject) -> None:
     first = subject.draws.inputs(subject.layout)[0]
     batch = int(np.random.default_rng(subject.draws.seed).integers(subject.workload.batch))
-    out = subject.output(first._replace(v=first.v * 0 + 1), batch)
+    out = subject.output(first._replace(v=subject.framework.put(first.v, (...,), 1.0)), batch)
     error = np.abs(out - _row_sees(subject, batch)[..., None]).max()
     if not error <= _tolerance(subject):
         raise Wrong(f"V = 1 does not give 1 on every row that sees a key (off by {error:.1e})")

@@ -21,8 +21,10 @@ class Ceilings(Struct, frozen=True):
     """Data up to this size may be served from cache, where the copy ceiling does not hold."""
 
 
-def cost_of(workload: Workload, time_ns: float | None, ceilings: Ceilings | None, work: float = 1.0) -> Cost:
-    """The demand of a workload and, when it was timed, the rates it was met with.
+def cost_of(
+    workload: Workload, time_ns: float | None, ceilings: Ceilings | None, work: float = 1.0, devices: int = 1
+) -> Cost:
+    """The demand of a workload and, when it was timed, the rates it was met with; ceilings are those of one device.
 
     `work` is the share of the products that an implementation which leaves some out really computes.
     """
@@ -40,8 +42,8 @@ def cost_of(workload: Workload, time_ns: float | None, ceilings: Ceilings | None
     )
     if ceilings is None:
         return cost
-    compute = flops / ceilings.flops_per_s
-    memory = need.bytes / ceilings.bytes_per_s if need.bytes > ceilings.cache_bytes else 0.0
+    compute = flops / ceilings.flops_per_s / devices
+    memory = need.bytes / ceilings.bytes_per_s / devices if need.bytes > ceilings.cache_bytes else 0.0
     bound = "compute" if compute >= memory else "memory"
     return msgspec.structs.replace(cost, roofline=max(compute, memory) / seconds, bound=bound)
 

@@ -24,7 +24,7 @@ from attnbench.measuring.quality import quality_of
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.subject import Subject, Wrong
 from attnbench.measuring.verify import examine, examine_again
-from attnbench.spec import Array, Cell, Environment, Implementation, Memory, Ok, VerifiedAt, Workload
+from attnbench.spec import Array, Cell, Environment, Implementation, Memory, Ok, Ranks, VerifiedAt, Workload
 from attnbench.workloads.cost import demand
 from attnbench.workloads.shrink import shrink
 
@@ -85,6 +85,7 @@ class Session:
         cell: Cell,
         options: Options,
     ) -> None:
+        framework = implementation.apparatus(framework, cell.config)
         self._framework, self._environment, self._device = framework, environment, environment.device
         self._implementation, self.cell, self._options = implementation, cell, options
         self._rng = np.random.default_rng(options.seed)
@@ -111,6 +112,7 @@ class Session:
         with stages.timed("profile"):
             kernels, kernels_reason = (None, SEEN_BEFORE) if again else self._profiled()
             memory = Memory(peak_bytes=None, reason=SEEN_BEFORE) if again else self._weigh()
+            ranks = None if again else self._framework.ranks(self.programs.main, self._inputs[0], self._device)
         record = Ok(
             implementation=self.cell.implementation,
             workload=self.cell.workload,
@@ -127,7 +129,8 @@ class Session:
             kernels_reason=kernels_reason,
             approximate=self._implementation.approximate,
             quality=figures,
-            notes=self._notes(),
+            ranks=ranks,
+            notes=self._notes(ranks),
         )
         return msgspec.structs.replace(record, spent_ns=stages.spent_ns)
 
@@ -248,9 +251,10 @@ class Session:
             method=peak.method,
         )
 
-    def _notes(self) -> tuple[str, ...]:
+    def _notes(self, ranks: Ranks | None) -> tuple[str, ...]:
         why = self._implementation.verify_only
-        return (f"verified, not timed: {why}",) if why else ()
+        notes = (f"verified, not timed: {why}",) if why else ()
+        return notes if ranks is None or ranks.reason is None else (*notes, ranks.reason)
 
     def warm_up(self, clock: str | None = None, brief: bool = False) -> None:
         """Until two successive windows agree within 2 %, and for the least time the device needs; `brief`: it is warm,

@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import nn
 
-from attnbench.errors import UnknownName, UsageError
+from attnbench.errors import UnknownName
+from attnbench.nn.block_sparse_ring import BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention
 from attnbench.nn.dilated import DilatedAttention, ImprovedDilatedAttention
 from attnbench.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
+from attnbench.nn.ring import RingDilatedAttention, RingMultiheadDilatedAttention
 
 KINDS: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "standard": (DilatedAttention, MultiheadDilatedAttention),
     "improved": (ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention),
+    "ring": (RingDilatedAttention, RingMultiheadDilatedAttention),
+    "block_sparse_ring": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
 }
 """Kind -> the class on projected heads, and the one with projections."""
-NOT_BUILT = {
-    "ring": "RingDilatedAttention and RingMultiheadDilatedAttention",
-    "block_sparse_ring": "BlockSparseRingDilatedAttention and BlockSparseRingMultiheadDilatedAttention",
-}
 AUTO = "improved"
 
 
@@ -43,11 +43,7 @@ def create_multihead_dilated_attention(
 
 
 def _classes(kind: str) -> tuple[type[nn.Module], type[nn.Module]]:
-    if kind in NOT_BUILT:
-        raise UsageError(
-            f'kind "{kind}" needs {NOT_BUILT[kind]}, which this version lacks: use "{AUTO}" on one device.'
-        )
     name = AUTO if kind == "auto" else kind
     if name not in KINDS:
-        raise UnknownName("kind of dilated attention", kind, ["auto", *KINDS, *NOT_BUILT], "attnbench.nn.factory.KINDS")
+        raise UnknownName("kind of dilated attention", kind, ["auto", *KINDS], "attnbench.nn.factory.KINDS")
     return KINDS[name]

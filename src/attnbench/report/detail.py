@@ -10,7 +10,7 @@ from rich.table import Table
 
 from attnbench.analyse.ranking import label
 from attnbench.report import units
-from attnbench.spec import Environment, Ok, Record, Time, VerifiedAt
+from attnbench.spec import Environment, Ok, Ranks, Record, Time, VerifiedAt
 
 Line = tuple[str, str]
 
@@ -33,6 +33,7 @@ def cell_lines(record: Record) -> Iterator[Line]:
     if isinstance(record, Ok):
         yield from _times(record)
         yield from _resources(record)
+        yield from () if record.ranks is None else _ranks(record.ranks)
         yield from _correctness(record)
     else:
         yield "reason", record.reason
@@ -90,6 +91,19 @@ def _resources(record: Ok) -> Iterator[Line]:
     yield "cost", f"{cost.flops:,} FLOP, {cost.bytes:,} bytes; {rates}; {roofline}"
     kernels = record.kernels_reason or units.DASH if record.kernels is None else ", ".join(record.kernels)
     yield "kernels", kernels
+
+
+def _ranks(ranks: Ranks) -> Iterator[Line]:
+    """What each rank of a ring did."""
+    kernels = f", by {', '.join(ranks.inner)}" if ranks.inner else ""
+    yield "ranks", f"{ranks.world}, {ranks.how}; {ranks.layout} layout; balance {units.percent(ranks.balance)}{kernels}"
+    yield "held by ranks", ", ".join(f"{n} queries" for n in ranks.tokens)
+    times = {"compute": ranks.compute_ns, "waiting": ranks.waiting_ns, "communication": ranks.communication_ns}
+    for name, values in times.items():
+        told = None if values is None else ", ".join(units.duration(value) for value in values)
+        yield f"{name} by rank", told or f"{units.DASH} ({ranks.reason})"
+    peaks = None if ranks.peak_bytes is None else ", ".join(units.size(value) for value in ranks.peak_bytes)
+    yield "peak by rank", f"{peaks or units.DASH}, beside inputs of {units.size(max(ranks.shard_bytes))}"
 
 
 def _correctness(record: Ok) -> Iterator[Line]:

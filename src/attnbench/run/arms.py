@@ -33,6 +33,8 @@ class Arm(Struct, frozen=True, kw_only=True):
     name: str
     """What its workers call it."""
     framework: str
+    config: dict[str, int | float | str | bool] = {}
+    """What it is set to beyond its defaults."""
     traveller: Traveller | None = None
     path: tuple[str, ...] = ()
     """Folders before all others on the import path of its workers: a git ref's. Its code must come from them."""
@@ -60,9 +62,11 @@ def arm_of(
         traveller = from_reference(what, framework, set())
         return Arm(label=label or what, name=traveller.name, framework=framework, traveller=traveller, **facts)
     if isinstance(what, str):
-        implementation = registry.get(what)
-        if registry.origin(what) != "this process":
-            return Arm(label=label or what, name=what, framework=implementation.framework, **facts)
+        name, config = registry.asked(what)
+        implementation = registry.get(name)
+        if config or registry.origin(name) != "this process":
+            known = {"framework": implementation.framework, "config": config}
+            return Arm(label=label or what, name=name, **known, **facts)
         what = implementation
     implementation = registry.resolve(what, framework)
     traveller = from_object(what, framework, set())

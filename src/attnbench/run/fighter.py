@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attnbench.comparison import Block
 from attnbench.run import protocol as p
 from attnbench.run.arms import Arm
@@ -22,7 +24,7 @@ class Fighter:
 
     def __init__(self, side: str, arm: Arm, worker: Remote | Local, workload: Workload, timeout_s: float) -> None:
         self._side, self._worker, self._timeout_s = side, worker, timeout_s
-        self._cell = Cell(arm.name, workload)
+        self._cell = Cell(arm.name, workload, arm.config)
         self.call_ns, self.clock, self.other_clocks = 0.0, "wall", ()
 
     def describe(self) -> str:
@@ -61,16 +63,20 @@ class Fighter:
             answer = self._worker.ask(question, self._timeout_s)
         except WorkerDied as died:
             kind = {"timeout": Timeout, "out_of_memory": OutOfMemory, "failed": Failed}[died.kind]
-            facts = {"implementation": self._cell.implementation, "workload": self._cell.workload}
-            raise Lost(self._side, kind(reason=died.reason, detail=died.detail, **facts)) from died
+            raise Lost(self._side, kind(reason=died.reason, detail=died.detail, **self._facts)) from died
         if isinstance(answer, p.Closed):
             raise Lost(self._side, answer.record)
         if isinstance(answer, p.Refused):
             raise Lost(self._side, self._failed(answer.reason))
         return answer
 
+    @property
+    def _facts(self) -> dict[str, Any]:
+        cell = self._cell
+        return {"implementation": cell.implementation, "workload": cell.workload, "config": cell.config}
+
     def _failed(self, reason: str) -> Failed:
-        return Failed(implementation=self._cell.implementation, workload=self._cell.workload, reason=reason)
+        return Failed(reason=reason, **self._facts)
 
     def end(self) -> None:
         """The launch is over."""

@@ -15,7 +15,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
-from attnbench.run.plan import Group, Planned, cells_of, distinct
+from attnbench.run.plan import Asked, Group, Planned, cells_of, distinct
 from attnbench.run.travel import Traveller, free_name, from_object, from_reference
 from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Implementation, Record, Unsupported, Workload
@@ -89,23 +89,23 @@ def launch(
     """
     refuse_distortion()
     _check_clock(request)
-    names, travellers = _recruit(request)
+    wanted, travellers = _recruit(request)
     if crew is not None:
-        _run_all(request, names, sink, listener, done, crew)
+        _run_all(request, wanted, sink, listener, done, crew)
         return
     with Crew(travellers, request.device, request.threads, request.in_process) as own:
         own.on_environment = listener.environment
-        _run_all(request, names, sink, listener, done, own)
+        _run_all(request, wanted, sink, listener, done, own)
 
 
 def _run_all(
-    request: Request, names: Sequence[str], sink: Sink, listener: Listener, done: frozenset[str], crew: Crew
+    request: Request, wanted: Sequence[Asked], sink: Sink, listener: Listener, done: frozenset[str], crew: Crew
 ) -> None:
     seed = secrets.randbits(31) if request.seed is None else request.seed
     rng = random.Random(seed)
     workloads = distinct(request.workloads)
     crew.clock = request.clock
-    planned = _planned(request, crew, [cell for cell in cells_of(workloads, names) if cell.id not in done])
+    planned = _planned(request, crew, [cell for cell in cells_of(workloads, wanted) if cell.id not in done])
     listener.planned(planned)
     if request.measure:
         _warn_of_load(listener)
@@ -127,11 +127,11 @@ def _run_all(
 def plan_only(request: Request, listener: Listener) -> list[Planned]:
     """The cells, and the reason of each that would not run."""
     _check_clock(request)
-    names, travellers = _recruit(request)
+    wanted, travellers = _recruit(request)
     with Crew(travellers, request.device, request.threads, request.in_process) as crew:
         crew.on_environment = listener.environment
         crew.clock = request.clock
-        return _planned(request, crew, cells_of(distinct(request.workloads), names))
+        return _planned(request, crew, cells_of(distinct(request.workloads), wanted))
 
 
 def _planned(request: Request, crew: Crew, cells: Sequence[Cell]) -> list[Planned]:
@@ -189,27 +189,28 @@ def _state(implementation: Implementation, crew: Crew) -> ImplementationState:
     )
 
 
-def _recruit(request: Request) -> tuple[list[str], list[Traveller]]:
-    """Names in the order asked, and the travellers among them."""
-    names: list[str] = []
+def _recruit(request: Request) -> tuple[list[Asked], list[Traveller]]:
+    """What is wanted in the order asked, and the travellers among it."""
+    wanted: list[Asked] = []
     travellers: list[Traveller] = []
     for what in request.implementations:
         # What an earlier in-process run registered may be replaced; a rival of this run may not.
-        taken = set(names) if request.in_process else {*names, *registry.names()}
+        names = {one.name for one in wanted}
+        taken = names if request.in_process else {*names, *registry.names()}
         traveller = _traveller(what, request, taken)
         if traveller is not None:
             travellers.append(traveller)
-            names.append(traveller.name)
+            wanted.append(Asked(traveller.name))
         elif isinstance(what, str):
-            names.append(registry.get(what).name)
-    return list(dict.fromkeys(names)), travellers
+            wanted.append(Asked(*registry.asked(what)))
+    return [one for n, one in enumerate(wanted) if one not in wanted[:n]], travellers
 
 
 def _traveller(what: Any, request: Request, taken: set[str]) -> Traveller | None:
     if isinstance(what, str):
         if ":" in what:
             return from_reference(what, request.framework, taken)
-        if registry.origin(what) != "this process":
+        if "[" in what or registry.origin(what) != "this process":
             return None
         what, taken = registry.get(what), set()
     if request.in_process:

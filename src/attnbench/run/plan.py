@@ -37,9 +37,16 @@ def distinct(workloads: Sequence[Workload]) -> list[Workload]:
     return list({workload.id: workload for workload in workloads}.values())
 
 
-def cells_of(workloads: Sequence[Workload], names: Sequence[str]) -> list[Cell]:
+class Asked(NamedTuple):
+    """An implementation, and what it is set to beyond its defaults."""
+
+    name: str
+    config: dict[str, int | float | str | bool] = {}
+
+
+def cells_of(workloads: Sequence[Workload], wanted: Sequence[Asked]) -> list[Cell]:
     """All cells, workload by workload: what ratios are taken over stays together."""
-    return [Cell(name, workload) for workload in workloads for name in names]
+    return [Cell(one.name, workload, one.config) for workload in workloads for one in wanted]
 
 
 def shard(workloads: Sequence[Workload], index: int, count: int) -> list[Workload]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import select
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attnbench import errors, frameworks, registry
+from attnbench.lifeline import die_with_parent
 from attnbench.measuring import anchors
 from attnbench.measuring.draws import Draws
 from attnbench.measuring.session import FellBack, Options, Session, refusal
@@ -228,18 +227,6 @@ class Worker:
         return p.Done()
 
 
-def _die_with_parent(socket: int) -> None:
-    """End this process when its parent is gone, whatever the main thread is busy with."""
-    hung_up = select.poll()
-    hung_up.register(socket, 0)  # no events: only a hang-up wakes it
-
-    def watch() -> None:
-        hung_up.poll()
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> None:
     """Serve one parent over the inherited socket."""
     faulthandler.enable()
@@ -249,7 +236,7 @@ def main() -> None:
 def serve(connection: Connection, framework: str, device: str | None) -> None:
     """Answer the questions of one parent until it hangs up."""
     os.environ["ATTNBENCH_WORKER"] = "1"
-    _die_with_parent(connection.fileno())
+    die_with_parent(connection.fileno())
     try:
         answer = Worker(framework, device).answer
     except errors.AttnBenchError as error:

@@ -22,7 +22,7 @@ from attnbench.run.crew import Crew
 from attnbench.run.memory_need import least_bytes
 from attnbench.run.plan import Group
 from attnbench.run.remote import WorkerDied
-from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Time, Timeout, Workload
+from attnbench.spec import Cell, Cost, Failed, Ok, OutOfMemory, Record, Time, Timeout, Workload
 
 if TYPE_CHECKING:
     from attnbench.run.launch import Listener, Request
@@ -336,6 +336,12 @@ class WorkloadRun:
             return None
         return RemoteCell(cell, group, answer, self._crew, self._request.timeout_s)
 
+    def _cost(self, ok: Ok, median_ns: float) -> Cost:
+        assert ok.environment is not None
+        ceilings = self._ceilings.get(ok.environment.device)
+        devices = 1 if ok.ranks is None else ok.ranks.devices
+        return cost_of(self._workload, median_ns, ceilings, ok.quality.get("work", 1.0), devices)
+
     def _timed_record(self, one: RemoteCell, series: Series) -> Record:
         warm, ok = one.steady, one.opened.record
         assert ok.environment is not None
@@ -351,11 +357,11 @@ class WorkloadRun:
             assert one.lost is not None
             return one.lost
         device = ok.environment.device
-        cost = cost_of(self._workload, main.median_ns, self._ceilings.get(device), ok.quality.get("work", 1.0))
+        cost = self._cost(ok, main.median_ns)
         if implausible(cost) is not None:
             # The ceiling may have been measured in a bad moment: look again before accusing anyone.
             self._ceilings[device] = self._crew.ceilings(self._workload.dtype, device, again=True)
-            cost = cost_of(self._workload, main.median_ns, self._ceilings[device], ok.quality.get("work", 1.0))
+            cost = self._cost(ok, main.median_ns)
         if (reason := implausible(cost)) is not None:
             facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
             return Failed(reason=reason, **facts)

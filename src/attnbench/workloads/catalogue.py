@@ -83,6 +83,13 @@ def long() -> list[Workload]:
     ]
 
 
+def million() -> list[Workload]:
+    """What only linear memory can do: 1M tokens, forward and train, 4 query heads on one key/value head."""
+    return grid(
+        batch=1, q_len=1024 * K, heads="4:1", head_dim=128, dtype="bfloat16", mask="causal", pass_=["forward", "train"]
+    )
+
+
 PAPER_DILATION = "dilated:2048r1+4096r2+8192r4+16384r6+32768r12"
 
 
@@ -125,6 +132,7 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
         "50-95 % of the blocks dropped, 2k-32k tokens, forward and train; structured inputs for selection by content",
         block_sparse,
     ),
+    "million": ("1M tokens, causal, 4:1 heads of 128, bfloat16, forward and train", million),
     "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", _from_models("models")),
     "dilated": ("LongNet's five branches, 2k-1M tokens, 12 heads of 64 and 128, forward and train, bfloat16", dilated),
     "edge": ("conformance: small shapes at every edge of the semantics", edge),

@@ -1,0 +1,181 @@
+"""`ring_attention`: attention over a sequence that is sharded over a process group, torchrun's or any other.
+
+Every rank passes its own tokens, laid out as `layouts.positions` says, and gets its own rows of the result.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from attnbench.errors import UsageError
+from attnbench.impls.ring.dilated_work import DilatedWork, Pattern
+from attnbench.impls.ring.engine import Engine
+from attnbench.impls.ring.kernels import Kernels
+from attnbench.impls.ring.layouts import check_layout, sizes
+from attnbench.impls.ring.schedule import Problem
+from attnbench.impls.ring.transport import GroupTransport
+from attnbench.impls.ring.work import DenseWork
+from attnbench.spec import Workload
+from attnbench.workloads.masks import Blocks, Dilated, MaskShape
+
+if TYPE_CHECKING:
+    import torch
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: str = "zigzag",
+    inner: str = "auto",
+    process_group: Any = None,
+    lengths: tuple[int, int] | None = None,
+    dilated: Dilated | None = None,
+    detached: bool = False,
+    blocks: Blocks | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """The rank's rows [b, tokens, heads, dim] of attention over all ranks' keys; differentiable.
+
+    A causal mask of unequal lengths is aligned bottom-right. `lengths` are the global numbers of queries and keys:
+    given, ranks need not ask each other at every call. `inner` names the kernel, or "auto". LSE [b, heads, tokens]
+    carries no gradient. Without an initialised process group there is one rank. `dilated` is LongNet's pattern over the
+    global positions; `detached` takes its mixing weights for constants in the backward pass. `blocks` drops the pairs
+    whose block, by global position, its block mask does not keep.
+    """
+    rank, world = rank_and_world(process_group)
+    q_len, kv_len = lengths or global_lengths((q.shape[1], k.shape[1]), layout, process_group, q.device)
+    shape = shape_of(q, k, v, scale, softcap)
+    problem = Problem(q_len, kv_len, world, layout, causal, kv_len - q_len)
+    check_shard((q.shape[1], k.shape[1]), problem, rank)
+    pattern = _pattern(q, k, (q_len, kv_len), dilated, detached, blocks)
+    engine = engine_of(problem, rank, shape, inner, q.device, pattern)
+    out, lse = _autograd_function().apply(q, k, v, engine, process_group)
+    return (out, lse.float()) if return_lse else out
+
+
+def _pattern(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: tuple[int, int],
+    dilated: Dilated | None,
+    detached: bool,
+    blocks: Blocks | None,
+) -> Pattern | None:
+    """Checked against the whole sequence; a block mask alone is one segment that holds everything."""
+    if dilated is None and blocks is None:
+        return None
+    shape = MaskShape(q.shape[0], q.shape[2], *lengths)
+    mask = dilated or Dilated((max(lengths),), (1,))
+    for one in filter(None, (mask, blocks)):
+        one.check(shape)
+    if blocks is not None and blocks.per_batch:
+        raise UsageError("a ring takes one block mask for all batch rows (it may differ by head).")
+    return Pattern(mask, q.shape[2], k.shape[2], detached, blocks)
+
+
+@lru_cache(maxsize=256)
+def engine_of(
+    problem: Problem, rank: int, shape: Workload, inner: str, device: torch.device, pattern: Pattern | None = None
+) -> Engine:
+    """Plan and kernels, made once."""
+    kernels = Kernels(shape, inner, device)
+    work = DenseWork(problem, rank, kernels) if pattern is None else DilatedWork(problem, rank, kernels, pattern)
+    work.prepare(device)
+    return Engine(problem, rank, work)
+
+
+def rank_and_world(group: Any) -> tuple[int, int]:
+    """(0, 1) where no process group was initialised."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise UsageError("a process_group was given, but torch.distributed is not initialised.")
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def global_lengths(local: tuple[int, int], layout: str, group: Any, device: torch.device) -> tuple[int, int]:
+    """Sums of all ranks' lengths. Every rank sees every other's, so that a wrong one is refused by all, not by one."""
+    import torch
+    import torch.distributed as dist
+
+    check_layout(layout)
+    _, world = rank_and_world(group)
+    if world == 1:
+        return local
+    mine = torch.tensor(local, dtype=torch.int64, device=device)
+    told = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(told, mine, group=group)
+    q_counts, kv_counts = torch.stack(told, 1).tolist()
+    for what, counts in (("queries", q_counts), ("keys", kv_counts)):
+        wanted = sizes(layout, sum(counts), world)
+        if tuple(counts) != wanted:
+            raise UsageError(
+                f"ranks hold {', '.join(map(str, counts))} {what}; laid out {layout}, "
+                f"{sum(counts)} make {', '.join(map(str, wanted))}."
+            )
+    return sum(q_counts), sum(kv_counts)
+
+
+def check_shard(local: tuple[int, int], problem: Problem, rank: int) -> None:
+    """Raises where the shard is not what the layout gives this rank."""
+    problem.check()
+    wanted = problem.q_sizes()[rank], problem.kv_sizes()[rank]
+    if local != wanted:
+        raise UsageError(
+            f"rank {rank} of {problem.world} holds {local[0]} queries and {local[1]} keys; of {problem.q_len} and "
+            f"{problem.kv_len} laid out {problem.layout} it should hold {wanted[0]} and {wanted[1]}."
+        )
+
+
+def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, softcap: float | None) -> Workload:
+    """What a kernel must know besides lengths and mask."""
+    return Workload(
+        batch=q.shape[0],
+        q_len=1,
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        dtype=str(q.dtype).rpartition(".")[2],
+        pass_="train" if any(x.requires_grad for x in (q, k, v)) else "forward",
+        scale=scale,
+        softcap=softcap,
+    )
+
+
+@lru_cache(maxsize=1)
+def _autograd_function() -> Any:
+    import torch
+
+    class Ring(torch.autograd.Function):
+        """Forward sends K and V round, backward sends them again with the sums of their gradients."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any, engine: Engine, group: Any) -> Any:
+            transport = _transport(engine, group)
+            out, lse, *own = engine.forward(q, k, v, transport)
+            ctx.save_for_backward(q, k, v, out, lse, *own)
+            ctx.engine, ctx.group = engine, group
+            ctx.mark_non_differentiable(lse)
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            q, k, v, *results = ctx.saved_tensors
+            transport = _transport(ctx.engine, ctx.group)
+            return *ctx.engine.backward((q, k, v), results, grads[0], transport), None, None
+
+    return Ring
+
+
+def _transport(engine: Engine, group: Any) -> Any:
+    """None for one rank, which never sends."""
+    return GroupTransport(group) if engine.problem.world > 1 else None

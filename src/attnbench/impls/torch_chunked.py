@@ -1,0 +1,128 @@
+"""torch.chunked: exact attention over very long sequences on one device, chunk by chunk of queries and of keys.
+
+Only a chunk's accumulators and one tile's temporaries live beside inputs and outputs, whatever the length: results are
+merged in float32 by their LSE, dK and dV summed in float32. Tiles are computed by any kernel with a partial form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from attnbench.errors import UsageError
+from attnbench.impls.conditions import first_reason, needs_device
+from attnbench.impls.parts.torch_merge import merge_, nothing_yet
+from attnbench.impls.ring.kernels import Kernels
+from attnbench.impls.ring.layouts import Run
+from attnbench.impls.ring.settings import needs_dense_mask, problem_of
+from attnbench.impls.ring.tiles import Tile, block_tiles
+from attnbench.spec import Call, Config, Environment, Implementation, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+LEAST_CHUNKS = 4
+"""Short sequences are cut too, so that what is verified small is what runs large."""
+
+
+class Chunked(Implementation):
+    """`torch.chunked[chunk=32768,inner=torch.sdpa-flash]`."""
+
+    name = "torch.chunked"
+    framework = "torch"
+    tunables = {"chunk": 65536, "inner": "auto"}
+    untested = ("cuda",)
+
+    def available(self, environment: Environment) -> str | None:
+        return needs_device(environment, "cpu", "cuda")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return first_reason(self.available(environment), needs_dense_mask(workload))
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        plan = Plan(workload, {**self.tunables, **config})
+        return lambda q, k, v: _autograd_function().apply(q, k, v, plan)[0]
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        plan = Plan(workload, {**self.tunables, **config})
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse = _autograd_function().apply(q, k, v, plan)
+            return out, lse.float()
+
+        return call
+
+
+class Plan:
+    """The tiles of a problem, query chunk by query chunk, and their kernels."""
+
+    def __init__(self, workload: Workload, config: Config) -> None:
+        chunk = config["chunk"]
+        if not isinstance(chunk, int) or chunk < 1:
+            raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}.")
+        self._problem = problem_of(workload, 1, "contiguous")
+        self._chunk = min(chunk, -(-max(workload.q_len, workload.kv_len) // LEAST_CHUNKS))
+        self.kernels = lru_cache(lambda device: Kernels(workload, str(config["inner"]), device))
+
+    def chunks(self) -> Iterator[tuple[slice, list[Tile]]]:
+        """Rows of a query chunk, and its tiles with rows counted from the chunk's first."""
+        one = self._problem
+        for row in range(0, one.q_len, self._chunk):
+            queries, tiles = Run(row, min(self._chunk, one.q_len - row)), []
+            for key in range(0, one.kv_len, self._chunk):
+                keys = Run(key, min(self._chunk, one.kv_len - key))
+                found = block_tiles([queries], [keys], one.causal, one.shift)
+                tiles += [tile._replace(key=tile.key + key, key_end=tile.key_end + key) for tile in found]
+            yield slice(row, row + queries.size), tiles
+
+
+@lru_cache(maxsize=1)
+def _autograd_function() -> Any:
+    import torch
+
+    class InChunks(torch.autograd.Function):
+        """Both passes, a chunk of queries at a time."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any, plan: Plan) -> Any:
+            kernels = plan.kernels(q.device)
+            out = q.new_empty(*q.shape[:3], v.shape[-1])
+            wide = torch.promote_types(q.dtype, torch.float32)
+            lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide, device=q.device)
+            for rows, tiles in plan.chunks():
+                part = q[:, rows]
+                total, total_lse = nothing_yet((*part.shape[:3], v.shape[-1]), q.dtype, q.device)
+                for tile in tiles:
+                    mine, keys = slice(tile.row, tile.row_end), slice(tile.key, tile.key_end)
+                    found = kernels.at(tile)[0](part[:, mine], k[:, keys], v[:, keys])
+                    merge_(total[:, mine], total_lse[:, :, mine], *found)
+                out[:, rows], lse[:, :, rows] = total, total_lse
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.plan = plan
+            ctx.mark_non_differentiable(lse)
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            q, k, v, out, lse = ctx.saved_tensors
+            dout, kernels, wide = grads[0], ctx.plan.kernels(q.device), lse.dtype
+            dq = torch.empty_like(q)
+            dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+            for rows, tiles in ctx.plan.chunks():
+                total = torch.zeros_like(q[:, rows], dtype=wide)
+                for tile in tiles:
+                    mine = slice(rows.start + tile.row, rows.start + tile.row_end)
+                    keys = slice(tile.key, tile.key_end)
+                    whole = out[:, mine], lse[:, :, mine], dout[:, mine]
+                    found = kernels.at(tile)[1](q[:, mine], k[:, keys], v[:, keys], *whole)
+                    sums = total[:, tile.row : tile.row_end], dk[:, keys], dv[:, keys]
+                    for one, part in zip(sums, found):
+                        one.add_(part)
+                dq[:, rows] = total
+            return dq, dk.to(k.dtype), dv.to(v.dtype), None
+
+    return InChunks
+
+
+CHUNKED = Chunked()

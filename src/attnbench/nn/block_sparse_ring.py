@@ -1,0 +1,84 @@
+"""Dilated attention met with a block mask, over a sequence sharded over ranks: dropped blocks are not computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from attnbench.errors import UsageError
+from attnbench.nn.ring import RingDilatedAttention, RingMultiheadDilatedAttention
+from attnbench.workloads import masks
+from attnbench.workloads.block_patterns import BLOCK_SIZE, block_pattern, check_sparsity
+from attnbench.workloads.masks import Blocks, MaskShape
+
+
+class BlockSparseRingDilatedAttention(RingDilatedAttention):
+    """A pair counts as often as branches let it meet, and only if its block is kept; one softmax over what is left.
+
+    Either `block_mask`, booleans [q blocks, k blocks] or [heads, q blocks, k blocks] over global positions, or
+    `sparsity`, the share of blocks to drop, by `pattern` (local, strided, global_local, random). A row that keeps no
+    key gives 0.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        block_mask: Any = None,
+        sparsity: float | None = None,
+        pattern: str = "local",
+        block_size: int = BLOCK_SIZE,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, **options)
+        if (block_mask is None) == (sparsity is None):
+            raise UsageError("give either block_mask or sparsity (with pattern), and not both.")
+        if sparsity is not None:
+            check_sparsity(sparsity)
+            block_pattern(pattern, sparsity, MaskShape(1, 1, 1, 1), block_size=block_size)  # refuses what is no pattern
+        self.sparsity, self.block_pattern, self.block_size, self.seed = sparsity, pattern, block_size, seed
+        self._given = None if block_mask is None else _blocks(block_mask, block_size)
+
+    def blocks(self, tokens: int, heads: int) -> Blocks:
+        """The blocks kept of so many tokens."""
+        if self._given is not None:
+            return self._given
+        assert self.sparsity is not None
+        return _patterned(self.block_pattern, self.sparsity, tokens, heads, self.block_size, self.causal, self.seed)
+
+    def achieved_sparsity(self, tokens: int, heads: int) -> float:
+        """Share of blocks really dropped, out of those that the causal mask (if any) lets be seen."""
+        kept = self.blocks(tokens, heads).block_mask.array
+        candidates = np.ones(kept.shape[-2:], bool)
+        candidates = np.tril(candidates) if self.causal else candidates
+        return 1.0 - float((kept & candidates).sum() / (candidates.sum() * (kept.size // candidates.size)))
+
+
+class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):
+    """The same with projections: x of [b, tokens of this rank, embed_dim] in, the same rows out."""
+
+    ring_class = BlockSparseRingDilatedAttention
+    ring_options = ("process_group", "layout", "block_mask", "sparsity", "pattern", "block_size", "seed")
+
+
+def _blocks(block_mask: Any, block_size: int) -> Blocks:
+    found = block_mask if isinstance(block_mask, Blocks) else masks.blocks(block_mask, block_size)
+    if found.per_batch:
+        raise UsageError(
+            "block_mask is [q blocks, k blocks] or [heads, q blocks, k blocks]: the same for all batch rows."
+        )
+    return found
+
+
+@lru_cache(maxsize=64)
+def _patterned(
+    pattern: str, sparsity: float, tokens: int, heads: int, block_size: int, causal: bool, seed: int
+) -> Blocks:
+    shape = MaskShape(1, heads, tokens, tokens)
+    kept = block_pattern(pattern, sparsity, shape, block_size=block_size, causal=causal, seed=seed)
+    return masks.blocks(kept[0] if len(kept) == 1 else kept, block_size)

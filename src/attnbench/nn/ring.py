@@ -1,0 +1,123 @@
+"""Dilated attention over a sequence that is sharded over the ranks of a process group.
+
+Every rank passes its own tokens, as `layout` deals them out, and gets its own rows. Keys and values travel round the
+ring; per-rank memory falls as ranks are added. Without a process group there is one rank, and the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from attnbench.errors import UsageError
+from attnbench.impls.ring.function import global_lengths, rank_and_world, ring_attention
+from attnbench.impls.ring.layouts import check_layout, positions
+from attnbench.nn.dilated import DilatedAttention, Lengths
+from attnbench.nn.multihead import MultiheadDilatedAttention
+from attnbench.workloads.masks import Blocks
+
+Layout = Literal["contiguous", "zigzag", "striped"]
+
+
+class RingDilatedAttention(DilatedAttention):
+    """q, k, v of [b, tokens of this rank, h, d] in, the same rows out.
+
+    `process_group`: None is torch's default group, or one rank where none was initialised. `layout` says which tokens a
+    rank holds: `shard` and `gather` follow it. Every rank must make the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        process_group: Any = None,
+        layout: Layout = "zigzag",
+        **options: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, **options)
+        check_layout(layout)
+        self.process_group, self.layout = process_group, layout
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """[b, tokens of this rank, h, d]; with `return_lse` also the LSE [b, h, tokens of this rank], float32."""
+        if kv_lengths is not None:
+            raise UsageError("ring attention has no kv_lengths: cut the padding off before the sequence is sharded.")
+        lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device)
+        return ring_attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            scale=self.scale,
+            layout=self.layout,
+            process_group=self.process_group,
+            lengths=lengths,
+            dilated=self.pattern,
+            detached=self.mix_grad == "detached",
+            blocks=self.blocks(lengths[0], q.shape[2]),
+            return_lse=return_lse,
+        )
+
+    def blocks(self, tokens: int, heads: int) -> Blocks | None:
+        """A block mask over the whole sequence that the pattern is met with: none."""
+        del tokens, heads
+
+    def extra_repr(self) -> str:
+        """The pattern, the layout, and what differs from the defaults."""
+        return f"{super().extra_repr()}, layout={self.layout}"
+
+
+class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """x of [b, tokens of this rank, embed_dim] in, the same rows out; parameters are the same on every rank."""
+
+    ring_class: type[RingDilatedAttention] = RingDilatedAttention
+    ring_options: tuple[str, ...] = ("process_group", "layout")
+    """Options beyond those of MultiheadDilatedAttention."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        **options: Any,
+    ) -> None:
+        ring = {name: options.pop(name) for name in self.ring_options if name in options}
+        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **options)
+        plain = self.attention
+        shared = {"causal": plain.causal, "scale": plain.scale, "mix_grad": plain.mix_grad}
+        self.attention = self.ring_class(segment_lengths, dilation_rates, offset=plain.pattern.offset, **shared, **ring)
+
+
+def shard(x: torch.Tensor, layout: Layout = "zigzag", process_group: Any = None, dim: int = 1) -> torch.Tensor:
+    """This rank's tokens of a whole array that every rank has."""
+    rank, world = rank_and_world(process_group)
+    places = torch.from_numpy(positions(layout, x.shape[dim], world, rank)).to(x.device)
+    return x.index_select(dim, places)
+
+
+def gather(x: torch.Tensor, layout: Layout = "zigzag", process_group: Any = None, dim: int = 1) -> torch.Tensor:
+    """The whole array, on every rank, of what each of them holds; no gradient flows through it."""
+    import torch.distributed as dist
+
+    _, world = rank_and_world(process_group)
+    if world == 1:
+        return x
+    counts = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(world)]
+    dist.all_gather(counts, torch.tensor([x.shape[dim]], device=x.device), group=process_group)
+    lengths = [int(count) for count in counts]
+    # Ranks may hold different numbers of tokens, and all_gather wants equal ones.
+    padded = x.new_zeros(*x.shape[:dim], max(lengths), *x.shape[dim + 1 :])
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x.detach())
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(parts, padded, group=process_group)
+    whole = x.new_empty(*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :])
+    for rank, (part, length) in enumerate(zip(parts, lengths)):
+        places = torch.from_numpy(positions(layout, sum(lengths), world, rank)).to(x.device)
+        whole.index_copy_(dim, places, part.narrow(dim, 0, length))
+    return whole

@@ -1,0 +1,101 @@
+"""What one device can do of a ring: virtual ranks with their own memory and time, and chunks one after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnbench.run import protocol as p
+from attnbench.run.remote import Local
+from attnbench.spec import Cell, Ok, Workload
+from attnbench.workloads import masks
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from ring_cases import CASES, WORK, case_of, draws, require_the_numbers_of_one_device, varied  # noqa: E402
+
+from attnbench.errors import UsageError  # noqa: E402
+from attnbench.frameworks import Inputs, Program, torch_profile  # noqa: E402
+from attnbench.impls.ring import apparatus  # noqa: E402
+from attnbench.impls.ring.settings import Settings  # noqa: E402
+from attnbench.impls.ring.virtual import VirtualRing  # noqa: E402
+from attnbench.impls.torch_chunked import CHUNKED, Plan  # noqa: E402
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world, layout", [(1, "zigzag"), (2, "striped"), (3, "zigzag"), (5, "contiguous")])
+def test_virtual_ranks_give_what_one_device_gives(world, layout, case):
+    work = case_of(case)
+    ring = VirtualRing(work, Settings.of({"world": world, "layout": layout}), with_lse=True)
+    require_the_numbers_of_one_device(ring, work)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk", [1000, 16])
+def test_chunks_give_what_one_call_gives(chunk, case):
+    work = case_of(case)
+    require_the_numbers_of_one_device(CHUNKED.build_lse(work, {"chunk": chunk}), work)
+
+
+def test_chunks_cover_the_triangle_and_no_more():
+    plan = Plan(Workload(batch=1, q_len=100, heads=1, head_dim=8, mask=masks.causal()), {"chunk": 30, "inner": "auto"})
+    tiles = [tile for _, chunk in plan.chunks() for tile in chunk]
+    assert sum(tile.pairs for tile in tiles) == 100 * 101 // 2
+    assert max(max(tile.shape) for tile in tiles) == 25, "at least four chunks"
+
+
+def test_a_chunk_of_nothing_is_refused():
+    with pytest.raises(UsageError, match="at least 1"):
+        CHUNKED.build(WORK, {"chunk": 0})
+
+
+@pytest.fixture
+def one_accelerator(monkeypatch):
+    """A CPU taken for a device that can host one rank only."""
+    monkeypatch.setattr(apparatus, "is_virtual", lambda device, world: True)
+
+
+def test_the_record_of_virtual_ranks_says_so(one_accelerator):
+    cell = Cell("torch.ring", varied(pass_="forward"), {"world": 3})
+    record = Local("torch", "cpu").ask(p.Open(cell, False, True, None, 3), 60).record
+    assert isinstance(record, Ok), record
+    ranks = record.ranks
+    assert (ranks.how, ranks.devices) == ("virtual", 1)
+    assert ranks.communication_ns is None
+    assert ranks.waiting_ns is None
+    assert "communication is not" in ranks.reason
+    assert ranks.reason in record.notes
+    assert len(ranks.compute_ns) == len(ranks.peak_bytes) == 3
+    assert record.memory.peak_bytes == max(ranks.peak_bytes)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward", "train"])
+def test_memory_per_virtual_rank_falls_as_ranks_are_added(pass_):
+    work = varied(q_len=512, batch=1)
+    inputs = Inputs(*draws(work))
+    rings = [VirtualRing(work, Settings.of({"world": world})) for world in (1, 2, 4)]
+    peaks = [max(ring.weigh(inputs, pass_, rank)[0].bytes for rank in range(ring.settings.world)) for ring in rings]
+    assert peaks[0] > 1.2 * peaks[1] > 1.2 * 1.2 * peaks[2], peaks
+
+
+def test_chunks_need_little_beyond_the_results():
+    """Accumulators of one chunk, not of the sequence."""
+    work = varied(q_len=1024, batch=1, pass_="forward")
+    inputs, peaks = Inputs(*draws(work)), []
+    for chunk in (256, 64):
+        call = CHUNKED.build(work, {"chunk": chunk})
+        program = Program(run=lambda x, call=call: (call(x.q, x.k, x.v),))
+        peaks.append(torch_profile.cpu_peak(program, inputs).bytes)
+    results = 1024 * WORK.heads * (WORK.head_dim + 1) * 4
+    assert results <= peaks[1] < peaks[0]
+    assert peaks[1] - results < 0.45 * (peaks[0] - results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, config", [("torch.ring", {"world": 4}), ("torch.chunked", {"chunk": 300})])
+def test_on_a_gpu(name, config):
+    work = Workload(
+        batch=1, q_len=1111, heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", mask=masks.causal(), pass_="train"
+    )
+    record = Local("torch", "cuda").ask(p.Open(Cell(name, work, config), True, True, None, 3), 120).record
+    assert isinstance(record, Ok), record

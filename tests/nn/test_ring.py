@@ -1,0 +1,179 @@
+"""Dilated attention over ranks: the plan pair by pair, one rank beside the plain module, three under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from dilated_oracle import attention, counts, visible_counts  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+import attnbench as ab  # noqa: E402
+from attnbench.errors import InvalidWorkload, UsageError  # noqa: E402
+from attnbench.impls.ring import layouts  # noqa: E402
+from attnbench.impls.ring.dilated_plan import calls  # noqa: E402
+from attnbench.nn import (  # noqa: E402
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    DilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+)
+from attnbench.workloads import masks  # noqa: E402
+
+HERE = Path(__file__).parent
+PATTERN = ([8, 16, 48], [1, 2, 3])
+WORLD = 3
+
+
+@st.composite
+def problems(draw):
+    branches = draw(st.lists(st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 3, 6])), min_size=1, max_size=3))
+    sizes = draw(st.integers(1, 40)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    blocks = draw(st.none() | st.integers(1, 12))
+    return branches, sizes, draw(st.sampled_from(layouts.LAYOUTS)), draw(st.booleans()), blocks
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_all_ranks_together_compute_each_pair_as_often_as_it_meets(problem):
+    branches, (tokens, heads, world), layout, causal, size = problem
+    segments, rates = zip(*branches)
+    pattern = masks.dilated(segments, rates)
+    want = counts(tokens, heads, segments, rates).numpy().astype(int)
+    want = np.tril(want) if causal else want
+    blocks = None
+    if size is not None:
+        n = -(-tokens // size)
+        kept = np.random.default_rng(0).random((heads, n, n)) < 0.5
+        blocks = masks.blocks(kept, size)
+        want = want * kept.repeat(size, 1).repeat(size, 2)[:, :tokens, :tokens]
+    found = np.zeros_like(want)
+    held = [layouts.runs(layout, tokens, world, rank) for rank in range(world)]
+    places = [layouts.positions(layout, tokens, world, rank) for rank in range(world)]
+    for rank in range(world):
+        for source in range(world):
+            for call in calls(pattern, heads, held[rank], held[source], causal, blocks):
+                assert len(np.unique(call.rows)) == call.rows.size, "a row that occurs twice would lose one of them"
+                for rows, keys in zip(call.rows, call.keys):
+                    m, n = len(rows), len(keys)
+                    seen = np.tri(m, n, dtype=int) if call.causal else 1
+                    found[np.ix_(call.heads, places[rank][rows], places[source][keys])] += seen
+    assert (found == want).all()
+
+
+def draw(heads=6, kv_heads=2, tokens=53):
+    torch.manual_seed(0)
+    return [torch.randn(2, tokens, h, 8) for h in (heads, kv_heads, kv_heads, heads)]
+
+
+@pytest.mark.parametrize("mix_grad", ["full", "detached"])
+def test_one_rank_gives_what_the_plain_module_gives(mix_grad):
+    options = {"causal": True, "mix_grad": mix_grad}
+    q, k, v, dout = draw()
+    results = []
+    for kind in (DilatedAttention, RingDilatedAttention):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = kind(*PATTERN, **options)(*leaves, return_lse=True)
+        results.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other)
+
+
+def test_all_blocks_kept_is_the_ring_and_none_is_nothing():
+    q, k, v, _ = draw()
+    ring = RingDilatedAttention(*PATTERN)(q, k, v)
+    kept = BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.0, block_size=8)
+    torch.testing.assert_close(kept(q, k, v), ring)
+    none = BlockSparseRingDilatedAttention(*PATTERN, block_mask=np.zeros((7, 7), bool), block_size=8)
+    out, lse = none(q, k, v, return_lse=True)
+    assert not out.any()
+    assert torch.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("pattern", ["local", "strided", "global_local", "random"])
+def test_patterns_drop_what_they_say(pattern):
+    q, k, v, _ = draw(4, 4, 64)
+    module = BlockSparseRingDilatedAttention(
+        [64], [1], causal=True, sparsity=0.5, pattern=pattern, block_size=4, seed=2
+    )
+    kept = torch.from_numpy(module.blocks(64, 4).block_mask.array)
+    every = kept.repeat_interleave(4, -2).repeat_interleave(4, -1)
+    want, _ = attention(*(x.double() for x in (q, k, v)), visible_counts(q, [64], [1], causal=True) * every)
+    torch.testing.assert_close(module(q, k, v).double(), want, atol=1e-5, rtol=1e-4)
+    assert abs(module.achieved_sparsity(64, 4) - 0.5) < 0.06
+
+
+def test_multihead_kinds_share_parameters_and_numbers():
+    torch.manual_seed(1)
+    plain = ab.nn.MultiheadDilatedAttention(32, 4, *PATTERN, causal=True)
+    x, states = torch.randn(1, 29, 32), plain.state_dict()
+    for kind, options in (
+        (RingMultiheadDilatedAttention, {"layout": "striped"}),
+        (BlockSparseRingMultiheadDilatedAttention, {"sparsity": 0.0, "block_size": 4}),
+    ):
+        module = kind(32, 4, *PATTERN, causal=True, **options)
+        module.load_state_dict(states)
+        torch.testing.assert_close(module(x), plain(x))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: RingDilatedAttention(*PATTERN, layout="spiral"), "not one of contiguous"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN), "either block_mask or sparsity"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, block_mask=[[True]]), "not both"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=1.0), "less than 1"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, pattern="learned"), "no block pattern"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=np.ones((2, 1, 3, 3), bool)), "all batch rows"),
+        (lambda: RingDilatedAttention(*PATTERN, dropout=0.1), "dropout"),
+        (lambda: RingDilatedAttention(*PATTERN)(*draw()[:3], kv_lengths=[5, 5]), "no kv_lengths"),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_is_refused(make, words):
+    with pytest.raises((UsageError, InvalidWorkload), match=words):
+        make()
+
+
+def test_an_unknown_option_is_an_error():
+    with pytest.raises(TypeError, match="memory_pool"):
+        RingMultiheadDilatedAttention(32, 4, *PATTERN, memory_pool=True)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each of three ranks found, started by torchrun."""
+    folder = tmp_path_factory.mktemp("ranks")
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+    done = subprocess.run(
+        [*command, HERE / "ring_ranks.py", folder],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("what", ["ring", "block sparse", "detached", "multihead", "dense", "subgroup"])
+def test_three_ranks_give_what_one_device_gives(told, what):
+    for rank, found in enumerate(told):
+        values = found[what] if isinstance(found[what], list) else [found[what]]
+        assert max(values) < 1e-13, f"rank {rank}: {values}"
+
+
+def test_a_wrong_shard_is_refused_by_every_rank(told):
+    for found in told:
+        assert found["wrong"] == "ranks hold 16, 17, 16 queries; laid out zigzag, 49 make 17, 16, 16."
