@@ -44,6 +44,11 @@ def is_timed(record: Record) -> TypeGuard[Ok]:
     return isinstance(record, Ok) and record.time is not None
 
 
+def sign(ratio: Ratio) -> int:
+    """Of time of b / time of a: +1 where a is faster for certain, -1 where b is, 0 where neither can be told."""
+    return int(ratio.low > LEAST_DIFFERENCE) - int(ratio.high < 1 / LEAST_DIFFERENCE)
+
+
 def by_workload(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Workload id -> its records, in the order they were made, without the anchors."""
     groups: dict[str, list[Record]] = {}
@@ -94,7 +99,7 @@ def _ranked(timed: Sequence[Ok], reference: Ok | None) -> list[Row]:
     rows: list[Row] = []
     leader, place = None, 0
     for position, record in enumerate(timed, start=1):
-        apart = leader is None or paired_ratio(leader, record, RANK_LEVEL).low > LEAST_DIFFERENCE
+        apart = leader is None or sign(paired_ratio(leader, record, RANK_LEVEL)) > 0
         if apart:
             leader, place = record, position
         rows.append(_row(record, reference, rank=place, tied=not apart))

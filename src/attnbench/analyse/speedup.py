@@ -30,12 +30,12 @@ class Speedup(Struct, frozen=True, kw_only=True):
 
 
 def category(ratio: Ratio) -> Category:
-    """Of a time of the baseline over a time of this one."""
-    if ratio.low <= 1 <= ratio.high or ratio.high > HOPELESS * ratio.low:
+    """Of a time of the baseline over a time of this one: what is certain, so a gain goes by its low edge."""
+    if ratio.low <= 1 <= ratio.high:
         return "no significant difference"
-    if ratio.value > EXCELLENT:
-        return "excellent"
-    return "good" if ratio.value >= GOOD else "measured" if ratio.value > 1 else "investigate"
+    if ratio.high < 1:
+        return "investigate"
+    return "excellent" if ratio.low > EXCELLENT else "good" if ratio.low >= GOOD else "measured"
 
 
 def speedups(records: Iterable[Record], base: str) -> list[Speedup]:
