@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 from msgspec import Struct
 
+from attnbench.analyse.clocks import clock_of, on_one_clock, without_other_clocks
 from attnbench.analyse.ratios import Ratio, paired_ratio
 from attnbench.spec import Ok, Record
 
@@ -76,13 +77,18 @@ def matches(name: str, wanted: str) -> bool:
 
 def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
     """Rows of one workload: exact and timed ones by time, then approximate ones, then the rest with their reasons."""
-    shown = [r for r in records if not r.implementation.startswith(ANCHOR)]
-    timed = sorted((r for r in shown if is_timed(r)), key=_median)
+    shown = on_one_clock(r for r in records if not r.implementation.startswith(ANCHOR))
+    timed = sorted((r for r in without_other_clocks(shown) if is_timed(r)), key=_median)
+    clock = clock_of(timed[0]) if timed else ""
     reference = next((r for r in timed if r.implementation == base), None)
     rows = _ranked([r for r in timed if not r.approximate], reference)
     for record in timed:
         if record.approximate:
             rows.append(_row(record, reference, reason="approximate: not ranked among exact ones"))
+    for record in shown:
+        if is_timed(record) and clock_of(record) != clock:
+            reason = f"timed by another clock ({clock_of(record)}; the others by {clock}): not compared"
+            rows.append(Row(implementation=label(record), record=record, reason=reason))
     for record in shown:
         if not is_timed(record):
             rows.append(Row(implementation=label(record), record=record, reason=_why_no_time(record)))

@@ -87,7 +87,7 @@ def mean_log_ratio(pairs: Sequence[tuple[Ok, Ok]]) -> LogRatio:
     """Geometric mean of ratios b / a over workloads, which are taken as a sample of more.
 
     From 6 workloads on the draws resample workloads and, within each, rounds. Of 2 to 5 the resampled mean would never
-    leave what was seen, so their spread makes a Student's t; where that is less than the noise of the rounds, the noise.
+    leave what was seen, so their spread makes a Student's t, or the noise of the rounds where that is larger.
     """
     each = [log_ratio(a, b, SEED + index) for index, (a, b) in enumerate(pairs)]
     points = np.array([one.point for one in each])

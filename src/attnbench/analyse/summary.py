@@ -36,7 +36,7 @@ def closing(
     """The sentence that answers the question, after what must be said first about ones that are never right.
 
     `focus` names what the user came to look at: where it is not in front, how far behind it is. `ranked` are the
-    records ranked workload by workload, where that was done already.
+    records ranked workload by workload, where that was done already; of several runs each workload by one of them.
     """
     groups = by_workload(records)
     kept = [r for group in groups.values() for r in group]
@@ -47,7 +47,8 @@ def closing(
     rankings = {rows[0].record.workload.id: rows for rows in ordered if rows}
     if not rankings:
         return " ".join([*before, _nothing_timed(kept), *after])
-    return " ".join([*before, _verdict(rankings, baseline(kept, against), focus), *after])
+    ranked_records = [row.record for rows in rankings.values() for row in rows]
+    return " ".join([*before, _verdict(rankings, baseline(ranked_records, against), focus), *after])
 
 
 def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ class Verdict(Struct, frozen=True):
     each: tuple[Ratio, ...]
     """The same on each workload, at the level of the ranking."""
     on_average: bool
-    """Whether the mean alone carries the sign; else it holds on every workload that was measured, and for these only."""
+    """Whether the mean alone carries the sign; else it holds on every workload measured, and for these only."""
 
     @property
     def apart(self) -> bool:
