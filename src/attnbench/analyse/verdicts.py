@@ -19,7 +19,7 @@ class Verdict(Struct, frozen=True):
     """Of a against b."""
 
     ratio: Ratio
-    """Geometric mean of time of b / time of a, at 95 %."""
+    """Geometric mean of time of b / time of a, at 95 %; where nothing is certain, with the wider interval that says so."""
     sign: int
     """+1 where a is faster for certain, -1 where b is, 0 where neither."""
     each: tuple[Ratio, ...]
@@ -31,6 +31,11 @@ class Verdict(Struct, frozen=True):
     def apart(self) -> bool:
         """Whether the two differ for certain on some workload."""
         return any(map(sign, self.each))
+
+    @property
+    def never_behind(self) -> bool:
+        """Whether b is nowhere faster for certain."""
+        return min(map(sign, self.each)) >= 0
 
     @property
     def span(self) -> tuple[float, float]:
@@ -45,4 +50,5 @@ def judge(pairs: Sequence[tuple[Ok, Ok]]) -> Verdict:
     each = tuple(paired_ratio(a, b, RANK_LEVEL) for a, b in pairs)
     overall, signs = sign(mean.ratio(RANK_LEVEL)), {sign(ratio) for ratio in each}
     everywhere = signs.pop() if len(signs) == 1 else 0
-    return Verdict(mean.ratio(), overall or everywhere, each, bool(overall))
+    found = overall or everywhere
+    return Verdict(mean.ratio() if found else mean.ratio(RANK_LEVEL), found, each, bool(overall))

@@ -7,7 +7,7 @@ from math import exp, log
 from attnbench.analyse.advice import Figure, Recommendation, listed, ratio_figure, workloads
 from attnbench.analyse.families import Family
 from attnbench.analyse.fronts import Front
-from attnbench.analyse.ranking import BASELINES
+from attnbench.analyse.ranking import BASELINES, sign
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.summary import format_ratio
 from attnbench.analyse.verdicts import Verdict, judge
@@ -31,6 +31,10 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
     gain = _over_plain(front, champion, rival)
     if verdict.sign > 0:
         kind, told = "winner", f"use {champion}, {_gain(verdict)} as fast as {rival}, the next"
+    elif verdict.apart and verdict.never_behind:
+        ahead = sum(sign(ratio) > 0 for ratio in verdict.each)
+        told = f"{champion} is nowhere behind {rival}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
+        kind = "mixed"
     elif verdict.sign < 0 or verdict.apart:
         kind, told = "mixed", f"no one is fastest everywhere, choose by shape: {champion} leads most often"
     else:
