@@ -19,7 +19,7 @@ class Verdict(Struct, frozen=True):
     """Of a against b."""
 
     ratio: Ratio
-    """Geometric mean of time of b / time of a, at 95 %; where nothing is certain, with the wider interval that says so."""
+    """Geometric mean of time of b / time of a, at 95 %; where nothing is certain, with the interval that says so."""
     sign: int
     """+1 where a is faster for certain, -1 where b is, 0 where neither."""
     each: tuple[Ratio, ...]
