@@ -13,13 +13,15 @@ from attnbench.analyse.speedup import category, speedups
     [
         (Ratio(1.6, 1.55, 1.7), "excellent"),
         (Ratio(1.5, 1.4, 1.6), "good"),
-        (Ratio(1.2, 1.1, 1.3), "good"),
+        (Ratio(1.3, 1.2, 1.4), "good"),
+        (Ratio(1.6, 1.1, 2.3), "measured"),
         (Ratio(1.19, 1.1, 1.3), "measured"),
         (Ratio(1.01, 1.005, 1.02), "measured"),
         (Ratio(0.9, 0.8, 0.99), "investigate"),
         (Ratio(1.6, 0.99, 2.5), "no significant difference"),
         (Ratio(0.9, 0.8, 1.0), "no significant difference"),
-        (Ratio(30, 2, 300), "no significant difference"),
+        (Ratio(30, 2, 300), "excellent"),
+        (Ratio(5, 1.9, 20), "excellent"),
     ],
 )
 def test_categories(ratio, expected):

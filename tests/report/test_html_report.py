@@ -69,7 +69,10 @@ class TestCells:
         assert slow.time is not None
         slow = msgspec.structs.replace(slow, time=msgspec.structs.replace(slow.time, clock="kernel"))
         (note,) = page_of(slow, timed("torch.sdpa", 1e6)).parts[0].notes
-        assert note == "1 shape was timed by different clocks (kernel, wall): compare across them with care"
+        assert (
+            note
+            == "1 shape was timed by different clocks (kernel, wall): shown and compared by one that most of them hold"
+        )
 
     def test_ratios_are_taken_within_a_run(self):
         old = [timed("torch.eager", 4e6), timed("torch.sdpa", 1e6)]
@@ -77,6 +80,38 @@ class TestCells:
         (section,) = gather([source(*old), source(*new)])
         cell = next(c for c in make_cells(section).rows if c["label"] == "torch.sdpa")
         assert "gain0" not in cell
+
+    def test_cells_of_several_runs_are_shown_and_not_ranked(self):
+        old = [timed("torch.eager", 4e6), timed("torch.sdpa", 1e6), timed("torch.eager", 8e6, 256)]
+        page = compose([source(*old), source(timed("torch.sdpa", 2e6))])
+        (part,) = page.parts
+        cells = {(cell["label"], cell["len"]): cell for cell in part.cells.rows}
+        assert cells["torch.sdpa", 128]["ns"] == pytest.approx(2e6, rel=0.2)
+        assert cells["torch.sdpa", 128]["rank"] is None
+        assert cells["torch.eager", 128]["rank"] is None
+        assert cells["torch.eager", 256]["rank"] == 1
+        assert part.cells.pooled == 1
+        assert any("their order is not certain" in note for note in part.notes)
+        assert "too close to call" in summarise(page)
+        assert re.search(r"torch\.sdpa is (3\.9|4\.0)\dx", part.sentence)
+        (winner,) = [one for one in part.advice if one.kind == "winner"]
+        assert winner.figures[0].value == pytest.approx(4, rel=0.05)
+
+    def test_runs_that_share_no_implementation_are_not_compared(self):
+        (part,) = compose([source(timed("torch.eager", 4e6)), source(timed("torch.sdpa", 1e6))]).parts
+        assert part.sentence == "torch.sdpa is the only one that was ranked, over 1 shape."
+        assert part.advice == []
+
+    def test_shapes_of_several_clocks_are_shown_by_one(self):
+        def by(clock, record):
+            return msgspec.structs.replace(record.time, clock=clock)
+
+        slow, fast = timed("torch.eager", 4e6), timed("torch.sdpa", 1e6)
+        events = msgspec.structs.replace(slow, time=by("events", slow), also={"kernel": by("kernel", slow)})
+        kernel = msgspec.structs.replace(fast, time=by("kernel", fast))
+        cells = make_cells(section_of(events, kernel)).rows
+        assert {cell["clock"] for cell in cells} == {"kernel"}
+        assert {cell["rank"] for cell in cells} == {1, 2}
 
     def test_baselines_are_few_when_records_are_many(self, monkeypatch: pytest.MonkeyPatch):
         records = two_frameworks()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from git_repository import Repository
-from page_factory import two_frameworks
+from page_factory import timed, two_frameworks
 from record_factory import CPU, incorrect, unsupported, workload
 from run_history import step_history
 
@@ -205,3 +206,43 @@ class TestAnnotations:
         warnings = lines[1:]
         assert len(warnings) == 10
         assert warnings[-1] == "::warning title=attnbench report::6 more: see the report"
+
+
+class TestPlaces:
+    """Two machines, or two versions on one: the same cells, neither of which may hide the other."""
+
+    @pytest.fixture(params=["machines", "versions"])
+    def folder(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("GITHUB_ACTIONS", "true")
+        changed = {"machines": {"device_name": "Other CPU"}, "versions": {"packages": {"torch": "2.12.0"}}}
+        other = msgspec.structs.replace(CPU, **changed[request.param])
+        for name, environment, fast in (("one", CPU, 1e6), ("two", other, 2e6)):
+            cells = [timed("torch.eager", 4e6), timed("torch.sdpa", fast), incorrect("mine", "wrong row 3")]
+            moved = [msgspec.structs.replace(cell, environment=environment) for cell in cells]
+            write_run(tmp_path / f"{name}.jsonl", moved)
+        return tmp_path
+
+    def test_summaries_hold_both(self, folder: Path):
+        assert execute(["report", "one.jsonl", "two.jsonl", "-o", "page.html", "--summaries", "out"]) == 0
+        documents = {name: msgspec.json.decode((folder / f"out/{name}").read_bytes()) for name in FILES[:3]}
+        for document in documents.values():
+            assert len(document["sections"]) == 2
+            rows = [
+                row for value in document.values() if isinstance(value, list) for row in value if "title" not in row
+            ]
+            assert {row["section"] for row in rows} == {one["title"] for one in document["sections"]}
+            counts = Counter((row["implementation"], row["section"]) for row in document["cells"])
+            assert set(counts.values()) == {1}
+        assert documents["correctness.json"]["statuses"] == {"ok": 4, "incorrect": 2}
+        gains = sorted(one["ratio"]["value"] for one in documents["performance.json"]["speedups"])
+        assert gains == pytest.approx([2, 4], rel=0.05)
+        assert len(documents["performance.json"]["recommendations"]) == 2
+        text = (folder / "out/summary.txt").read_text()
+        for one in documents["performance.json"]["sections"]:
+            assert text.count(f"{one['title']}\n===") == 1
+
+    def test_annotations_name_the_place(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        assert execute(["report", "one.jsonl", "two.jsonl", "-o", "page.html", "--markdown"]) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("::error")]
+        assert len(set(lines)) == 2

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from length_factory import along, out_of_memory
 from record_factory import incorrect, ok, unsupported, workload
 
+from attnbench.analyse.recommend import recommend
+from attnbench.analyse.summary import closing
 from attnbench.errors import UsageError
 from attnbench.report.summaries import write_summaries
+from attnbench.report.summary_documents import Measured
+from attnbench.spec import Record
 from attnbench.store.runfile import read_run
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -22,10 +27,14 @@ RECORDS = [
 ]
 
 
+def measured(*runs: Sequence[Record], title: str = "here") -> Measured:
+    return Measured(title, runs, closing(runs[-1]), recommend(*runs))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out") / "summaries"
-    written = write_summaries(RECORDS, folder)
+    written = write_summaries([measured(RECORDS)], folder)
     assert {path.name for path in written} == {"summary.txt", "performance.json", "memory.json", "correctness.json"}
     assert {path.name for path in folder.iterdir()} == {path.name for path in written}
     return folder
@@ -92,7 +101,7 @@ def test_summary_answers_first_and_names_what_is_missing(folder: Path):
 
 
 def test_nothing_to_say_is_no_error(tmp_path: Path):
-    write_summaries([unsupported("torch.fa3", "needs \x1b[31mcuda")], tmp_path)
+    write_summaries([measured([unsupported("torch.fa3", "needs \x1b[31mcuda")])], tmp_path)
     text = (tmp_path / "summary.txt").read_text()
     assert "Nothing could be measured (1 unsupported)." in text
     assert "Recommendations" not in text
@@ -103,10 +112,10 @@ def test_nothing_to_say_is_no_error(tmp_path: Path):
 def test_a_folder_that_cannot_be_is_one_sentence(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write to"):
-        write_summaries(RECORDS[:1], tmp_path / "file")
+        write_summaries([measured(RECORDS[:1])], tmp_path / "file")
 
 
 @pytest.mark.parametrize("run", ["cpu/quick", "h200/grid-gpu", "h200/gemma"])
 def test_published_runs(run: str, tmp_path: Path):
-    for path in write_summaries(read_run(RESULTS / f"{run}.jsonl").records, tmp_path):
+    for path in write_summaries([measured(read_run(RESULTS / f"{run}.jsonl").records)], tmp_path):
         assert path.stat().st_size > 1000

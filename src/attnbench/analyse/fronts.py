@@ -9,7 +9,7 @@ from math import log
 
 from msgspec import Struct
 
-from attnbench.analyse.ranking import LEAST_DIFFERENCE, RANK_LEVEL, by_workload, is_timed, label
+from attnbench.analyse.ranking import RANK_LEVEL, by_workload, is_timed, label, sign
 from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.spec import Ok, Record
 
@@ -70,7 +70,7 @@ def front_of(records: Iterable[Record]) -> Front:
 def _leaders(group: Sequence[Ok]) -> list[str]:
     """Those that share the first rank: the fastest, and the next ones until one is slower for certain."""
     first, *others = sorted(group, key=_median)
-    near = takewhile(lambda one: paired_ratio(first, one, RANK_LEVEL).low <= LEAST_DIFFERENCE, others)
+    near = takewhile(lambda one: sign(paired_ratio(first, one, RANK_LEVEL)) <= 0, others)
     return [label(one) for one in (first, *near)]
 
 

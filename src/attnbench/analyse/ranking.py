@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 from msgspec import Struct
 
+from attnbench.analyse.clocks import clock_of, on_one_clock, without_other_clocks
 from attnbench.analyse.ratios import Ratio, paired_ratio
 from attnbench.spec import Ok, Record
 
@@ -44,6 +45,11 @@ def is_timed(record: Record) -> TypeGuard[Ok]:
     return isinstance(record, Ok) and record.time is not None
 
 
+def sign(ratio: Ratio) -> int:
+    """Of time of b / time of a: +1 where a is faster for certain, -1 where b is, 0 where neither can be told."""
+    return int(ratio.low > LEAST_DIFFERENCE) - int(ratio.high < 1 / LEAST_DIFFERENCE)
+
+
 def by_workload(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Workload id -> its records, in the order they were made, without the anchors."""
     groups: dict[str, list[Record]] = {}
@@ -71,13 +77,18 @@ def matches(name: str, wanted: str) -> bool:
 
 def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
     """Rows of one workload: exact and timed ones by time, then approximate ones, then the rest with their reasons."""
-    shown = [r for r in records if not r.implementation.startswith(ANCHOR)]
-    timed = sorted((r for r in shown if is_timed(r)), key=_median)
+    shown = on_one_clock(r for r in records if not r.implementation.startswith(ANCHOR))
+    timed = sorted((r for r in without_other_clocks(shown) if is_timed(r)), key=_median)
+    clock = clock_of(timed[0]) if timed else ""
     reference = next((r for r in timed if r.implementation == base), None)
     rows = _ranked([r for r in timed if not r.approximate], reference)
     for record in timed:
         if record.approximate:
             rows.append(_row(record, reference, reason="approximate: not ranked among exact ones"))
+    for record in shown:
+        if is_timed(record) and clock_of(record) != clock:
+            reason = f"timed by another clock ({clock_of(record)}; the others by {clock}): not compared"
+            rows.append(Row(implementation=label(record), record=record, reason=reason))
     for record in shown:
         if not is_timed(record):
             rows.append(Row(implementation=label(record), record=record, reason=_why_no_time(record)))
@@ -94,7 +105,7 @@ def _ranked(timed: Sequence[Ok], reference: Ok | None) -> list[Row]:
     rows: list[Row] = []
     leader, place = None, 0
     for position, record in enumerate(timed, start=1):
-        apart = leader is None or paired_ratio(leader, record, RANK_LEVEL).low > LEAST_DIFFERENCE
+        apart = leader is None or sign(paired_ratio(leader, record, RANK_LEVEL)) > 0
         if apart:
             leader, place = record, position
         rows.append(_row(record, reference, rank=place, tied=not apart))

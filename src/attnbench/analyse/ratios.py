@@ -19,7 +19,9 @@ from attnbench.spec import Ok, Record, Time
 DRAWS = 2000
 SEED = 20240229
 FEW_ROUNDS = 6
-"""Below this a percentile bootstrap of the median is far too narrow; Student's t takes its place."""
+"""Below this, of rounds or of workloads, a percentile bootstrap is far too narrow; Student's t takes its place."""
+LARGEST_LOG = 700.0
+"""Nothing larger has an exponential."""
 
 
 class Ratio(Struct, frozen=True):
@@ -44,7 +46,7 @@ class LogRatio(Struct, frozen=True):
     def ratio(self, level: float = 0.95) -> Ratio:
         """Back from logarithms, at that confidence."""
         tail = (1 - level) / 2
-        low, high = np.quantile(self.draws, [tail, 1 - tail])
+        low, high = np.clip(np.quantile(self.draws, [tail, 1 - tail]), -LARGEST_LOG, LARGEST_LOG)
         return Ratio(*(float(np.exp(x)) for x in (self.point, min(low, self.point), max(high, self.point))))
 
 
@@ -82,12 +84,20 @@ def log_ratio(a: Ok, b: Ok, seed: int = SEED) -> LogRatio:
 
 
 def mean_log_ratio(pairs: Sequence[tuple[Ok, Ok]]) -> LogRatio:
-    """Geometric mean of ratios b / a over workloads; the draws resample workloads and, within each, rounds."""
+    """Geometric mean of ratios b / a over workloads, which are taken as a sample of more.
+
+    From 6 workloads on the draws resample workloads and, within each, rounds. Of 2 to 5 the resampled mean would never
+    leave what was seen, so their spread makes a Student's t, or the noise of the rounds where that is larger.
+    """
     each = [log_ratio(a, b, SEED + index) for index, (a, b) in enumerate(pairs)]
     points = np.array([one.point for one in each])
     draws = np.stack([one.draws for one in each])
-    chosen = np.random.default_rng(SEED).integers(len(each), size=(len(each), DRAWS))
-    return LogRatio(float(points.mean()), draws[chosen, np.arange(DRAWS)].mean(axis=0))
+    count, point = len(each), float(points.mean())
+    if 1 < count < FEW_ROUNDS:
+        error = max(float(points.std(ddof=1)) / count**0.5, float(draws.mean(axis=0).std()))
+        return LogRatio(point, point + error * _student_draws(count - 1))
+    chosen = np.random.default_rng(SEED).integers(count, size=(count, DRAWS))
+    return LogRatio(point, draws[chosen, np.arange(DRAWS)].mean(axis=0))
 
 
 def _paired(logs: np.ndarray, seed: int) -> LogRatio:
@@ -138,6 +148,13 @@ def _median_places(count: int, rng: np.random.Generator) -> tuple[np.ndarray, np
     high = low if count % 2 else low + (1 - low) * rng.beta(1, count - half, DRAWS)
     low_place, high_place = (np.minimum((edge * count).astype(int), count - 1) for edge in (low, high))
     return low_place, high_place
+
+
+@lru_cache(8)
+def _student_draws(freedom: int) -> np.ndarray:
+    """Evenly spread over Student's distribution: the tails of plain draws of one or two degrees of freedom are wild."""
+    many = np.random.default_rng(SEED).standard_t(freedom, 400 * DRAWS)
+    return np.quantile(many, (np.arange(DRAWS) + 0.5) / DRAWS)
 
 
 @lru_cache(256)

@@ -9,29 +9,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnbench.analyse.advice import Recommendation
-from attnbench.analyse.families import Family, Tracks, by_family, tracks_of
+from attnbench.analyse.families import Family, Tracks, tracks, tracks_of
 from attnbench.analyse.fitting import fitting_of
 from attnbench.analyse.flash import flash_of
 from attnbench.analyse.from_length import threshold_of
 from attnbench.analyse.fronts import front_of
 from attnbench.analyse.launch_bound import launch_bound_of
+from attnbench.analyse.together import families_together, newest
 from attnbench.analyse.winners import winner_of
 from attnbench.spec import Record
 
 
-def recommend(records: Sequence[Record]) -> list[Recommendation]:
-    """Winners first, then where flash pays and the lead changes, then what is launch-bound, then what stops fitting."""
-    families = by_family(records)
+def recommend(*runs: Sequence[Record]) -> list[Recommendation]:
+    """Winners first, then where flash pays and the lead changes, then what is launch-bound, then what stops fitting.
+
+    Of several runs, the oldest first, only records of one are held against each other.
+    """
+    families = families_together(runs)
     fronts = {family: front_of(members) for family, members in families.items()}
-    lines = tracks_of(families)
-    within: dict[Family, Tracks] = {}
-    for track, names in lines.items():
-        within.setdefault(track.family, {})[track] = names
+    lines, every = tracks_of(families), tracks(newest(runs))
+    within, waiting = _by_family(lines), _by_family(every)
     found = [
         *(winner_of(family, front) for family, front in fronts.items()),
         *(flash_of(family, members) for family, members in within.items()),
         *(threshold_of(track, names, fronts[track.family]) for track, names in lines.items()),
-        *(launch_bound_of(family, members) for family, members in within.items()),
-        *(fitting_of(track, names) for track, names in lines.items()),
+        *(launch_bound_of(family, members) for family, members in waiting.items()),
+        *(fitting_of(track, names) for track, names in every.items()),
     ]
     return [one for one in found if one is not None]
+
+
+def _by_family(lines: Tracks) -> dict[Family, Tracks]:
+    found: dict[Family, Tracks] = {}
+    for track, names in lines.items():
+        found.setdefault(track.family, {})[track] = names
+    return found

@@ -7,9 +7,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.analyse.ranking import by_workload, is_timed, label
+from attnbench.analyse.clocks import clock_of, on_one_clock
+from attnbench.analyse.ranking import RANK_LEVEL, by_workload, is_timed, label
 from attnbench.analyse.ratios import Ratio, paired_ratio
-from attnbench.analyse.summary import HOPELESS
 from attnbench.spec import Ok, Record
 
 Category = Literal["excellent", "good", "measured", "investigate", "no significant difference"]
@@ -30,16 +30,17 @@ class Speedup(Struct, frozen=True, kw_only=True):
 
 
 def category(ratio: Ratio) -> Category:
-    """Of a time of the baseline over a time of this one."""
-    if ratio.low <= 1 <= ratio.high or ratio.high > HOPELESS * ratio.low:
+    """Of a time of the baseline over a time of this one: what is certain, so a gain goes by its low edge."""
+    if ratio.low <= 1 <= ratio.high:
         return "no significant difference"
-    if ratio.value > EXCELLENT:
-        return "excellent"
-    return "good" if ratio.value >= GOOD else "measured" if ratio.value > 1 else "investigate"
+    if ratio.high < 1:
+        return "investigate"
+    return "excellent" if ratio.low > EXCELLENT else "good" if ratio.low >= GOOD else "measured"
 
 
 def speedups(records: Iterable[Record], base: str) -> list[Speedup]:
-    """Every timed record against the baseline's of the same workload, device and clock, where there is one."""
+    """Every timed record against the baseline's of the same workload, device and clock, where there is one; the
+    category at the level of the ranking."""
     devices: dict[str, dict[str, Record]] = {}
     for record in records:
         device = "" if record.environment is None else record.environment.device_name
@@ -47,10 +48,12 @@ def speedups(records: Iterable[Record], base: str) -> list[Speedup]:
     found: list[Speedup] = []
     for device, members in devices.items():
         for group in by_workload(members.values()).values():
-            timed = [record for record in group if is_timed(record)]
+            timed = [record for record in on_one_clock(group) if is_timed(record)]
             reference = next((record for record in timed if label(record) == base), None)
             if reference is not None:
-                others = [record for record in timed if record is not reference and _clock(record) == _clock(reference)]
+                others = [
+                    record for record in timed if record is not reference and clock_of(record) == clock_of(reference)
+                ]
                 found += [_speedup(record, reference, base, device) for record in others]
     return found
 
@@ -63,10 +66,6 @@ def _speedup(record: Ok, reference: Ok, base: str, device: str) -> Speedup:
         baseline=base,
         device=device,
         ratio=ratio,
-        category=category(ratio),
+        category=category(paired_ratio(record, reference, RANK_LEVEL)),
         approximate=record.approximate,
     )
-
-
-def _clock(record: Ok) -> str:
-    return "" if record.time is None else record.time.clock

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from attnbench.analyse.ranking import NOT_TIMED, Row, baseline, by_workload, is_timed, label, rank
-from attnbench.analyse.ratios import Ratio, mean_log_ratio
+from attnbench.analyse.ratios import Ratio
+from attnbench.analyse.verdicts import judge
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 __all__ = ["ADVICE", "Row", "baseline", "by_workload", "closing", "count_notes", "format_ratio", "not_run", "rank"]
@@ -35,7 +36,7 @@ def closing(
     """The sentence that answers the question, after what must be said first about ones that are never right.
 
     `focus` names what the user came to look at: where it is not in front, how far behind it is. `ranked` are the
-    records ranked workload by workload, where that was done already.
+    records ranked workload by workload, where that was done already; of several runs each workload by one of them.
     """
     groups = by_workload(records)
     kept = [r for group in groups.values() for r in group]
@@ -46,7 +47,8 @@ def closing(
     rankings = {rows[0].record.workload.id: rows for rows in ordered if rows}
     if not rankings:
         return " ".join([*before, _nothing_timed(kept), *after])
-    return " ".join([*before, _verdict(rankings, baseline(kept, against), focus), *after])
+    ranked_records = [row.record for rows in rankings.values() for row in rows]
+    return " ".join([*before, _verdict(rankings, baseline(ranked_records, against), focus), *after])
 
 
 def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
@@ -117,13 +119,16 @@ def _comparison(champion: str, other: str, rankings: Rankings) -> str:
             pairs.append((a, b))
     if not pairs:
         return f"{champion} was never measured where {other} was"
-    ratio = mean_log_ratio(pairs).ratio()
+    verdict = judge(pairs)
+    ratio, (least, most) = verdict.ratio, verdict.span
     shapes = _shapes(len(rankings)) if len(pairs) == len(rankings) else f"{len(pairs)} of {_shapes(len(rankings))}"
-    if ratio.low <= 1 <= ratio.high or ratio.high > HOPELESS * ratio.low:
+    if not verdict.sign:
         return f"{champion} and {other} cannot be told apart ({format_ratio(ratio)}) over {shapes}"
-    if ratio.value < 1:
-        return f"{champion} is {format_ratio(ratio.inverse)} slower than {other} over {shapes}"
-    return f"{champion} is {format_ratio(ratio)} faster than {other} over {shapes}"
+    if verdict.sign < 0:
+        told = format_ratio(ratio.inverse) if verdict.on_average else f"{1 / most:.2f}x to {1 / least:.2f}x"
+        return f"{champion} is {told} slower than {other} over {shapes}"
+    told = format_ratio(ratio) if verdict.on_average else f"{least:.2f}x to {most:.2f}x"
+    return f"{champion} is {told} faster than {other} over {shapes}"
 
 
 def format_ratio(ratio: Ratio) -> str:

@@ -7,9 +7,10 @@ from math import exp, log
 from attnbench.analyse.advice import Figure, Recommendation, listed, ratio_figure, workloads
 from attnbench.analyse.families import Family
 from attnbench.analyse.fronts import Front
-from attnbench.analyse.ranking import BASELINES, LEAST_DIFFERENCE, RANK_LEVEL
-from attnbench.analyse.ratios import Ratio, mean_log_ratio, paired_ratio
+from attnbench.analyse.ranking import BASELINES, sign
+from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.summary import format_ratio
+from attnbench.analyse.verdicts import Verdict, judge
 from attnbench.spec import Ok
 
 LEAST_SAVING = 1.01
@@ -24,12 +25,17 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
     if champion is None or rival is None:
         return None
     pairs = front.pairs(champion, rival)
-    against = mean_log_ratio(pairs).ratio()
+    verdict = judge(pairs)
+    against = verdict.ratio
     figures = [ratio_figure(f"time of {rival} / {champion}", against)]
     gain = _over_plain(front, champion, rival)
-    if against.low > 1:
-        kind, told = "winner", f"use {champion}, {format_ratio(against)} as fast as {rival}, the next"
-    elif against.high < 1 or any(_apart(a, b) for a, b in pairs):
+    if verdict.sign > 0:
+        kind, told = "winner", f"use {champion}, {_gain(verdict)} as fast as {rival}, the next"
+    elif verdict.apart and verdict.never_behind:
+        ahead = sum(sign(ratio) > 0 for ratio in verdict.each)
+        told = f"{champion} is nowhere behind {rival}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
+        kind = "mixed"
+    elif verdict.sign < 0 or verdict.apart:
         kind, told = "mixed", f"no one is fastest everywhere, choose by shape: {champion} leads most often"
     else:
         kind, (told, saving) = "tie", _tie(champion, rival, against, pairs)
@@ -53,14 +59,17 @@ def _over_plain(front: Front, champion: str, rival: str) -> tuple[str, Figure] |
     pairs = [] if base is None else front.pairs(champion, base)
     if not pairs:
         return None
-    gain = mean_log_ratio(pairs).ratio()
-    return f"{format_ratio(gain)} as fast as {base}", ratio_figure(f"time of {base} / {champion}", gain)
+    verdict = judge(pairs)
+    figure = ratio_figure(f"time of {base} / {champion}", verdict.ratio)
+    if verdict.sign > 0:
+        return f"{_gain(verdict)} as fast as {base}", figure
+    return f"{format_ratio(verdict.ratio)} as fast as {base}, which is not certain", figure
 
 
-def _apart(a: Ok, b: Ok) -> bool:
-    """Whether the two differ for certain on a workload."""
-    ratio = paired_ratio(a, b, RANK_LEVEL)
-    return ratio.low > LEAST_DIFFERENCE or ratio.high < 1 / LEAST_DIFFERENCE
+def _gain(verdict: Verdict) -> str:
+    """The mean where it is certain; else, of few workloads with the same winner, from least to most."""
+    least, most = verdict.span
+    return format_ratio(verdict.ratio) if verdict.on_average else f"{least:.2f}x to {most:.2f}x"
 
 
 def _tie(champion: str, rival: str, against: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:

@@ -114,18 +114,19 @@ def _annotate(page: Page) -> None:
     from attnbench.report.annotations import record_commands
 
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in record_commands(page.records):
-            print(line, file=sys.stderr)
+        titled = len(page.parts) > 1
+        for part in page.parts:
+            for line in record_commands(part.cells.newest, part.title if titled else ""):
+                print(line, file=sys.stderr)
 
 
 def _summarise(page: Page, folder: Path, against: Sequence[str], path: Path) -> list[Path]:
-    from attnbench.report.summaries import Said, write_summaries
+    from attnbench.report.summaries import write_summaries
+    from attnbench.report.summary_documents import Measured
 
-    titled = len(page.parts) > 1
-    answers = [f"{part.title}: {part.sentence}" if titled else part.sentence for part in page.parts]
-    said = Said(answers, [one for part in page.parts for one in part.advice])
+    parts = [Measured(part.title, part.cells.runs, part.sentence, part.advice, against) for part in page.parts]
     try:
-        return write_summaries(page.records, folder, against, said)
+        return write_summaries(parts, folder)
     except UsageError as error:
         raise UsageError(f"the page is written to {path}, its summaries are not: {error}") from error
 

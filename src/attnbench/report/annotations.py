@@ -27,9 +27,9 @@ def workflow_commands(report: GateReport) -> list[str]:
     ]
 
 
-def record_commands(records: Iterable[Record]) -> list[str]:
+def record_commands(records: Iterable[Record], place: str = "") -> list[str]:
     """Errors for what is wrong, warnings for what crashed, hung or did not fit, once per reason; what was refused is
-    no event."""
+    no event. `place` names where they were measured, if there are several."""
     found: dict[str, dict[tuple[str, str, str], list[str]]] = {"error": {}, "warning": {}}
     for record in records:
         if not isinstance(record, Ok | Unsupported):
@@ -40,14 +40,15 @@ def record_commands(records: Iterable[Record]) -> list[str]:
         line
         for kind, events in found.items()
         for line in _capped(
-            kind, [_event(kind, *event, shapes) for event, shapes in events.items()], "report", "the report"
+            kind, [_event(kind, *event, shapes, place) for event, shapes in events.items()], "report", "the report"
         )
     ]
 
 
-def _event(kind: str, name: str, status: str, reason: str, shapes: Sequence[str]) -> str:
+def _event(kind: str, name: str, status: str, reason: str, shapes: Sequence[str], place: str) -> str:
     more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
-    return command(kind, f"{name}: {status}", f"{shapes[0]}{more}. {reason}")
+    where = f"{place}: " if place else ""
+    return command(kind, f"{name}: {status}", f"{where}{shapes[0]}{more}. {reason}")
 
 
 def _told(report: GateReport) -> Iterator[tuple[str, str, str]]:

@@ -7,18 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
-from attnbench.analyse.advice import Recommendation
-from attnbench.analyse.families import tracks
-from attnbench.analyse.ranking import ANCHOR, label
-from attnbench.analyse.ratios import condensed
-from attnbench.analyse.recommend import recommend
+from attnbench.analyse.ranking import label
 from attnbench.analyse.scaling import Slope
-from attnbench.analyse.summary import closing, count_notes
+from attnbench.analyse.summary import count_notes
 from attnbench.errors import UsageError
 from attnbench.report.detail import environment_line
-from attnbench.report.summary_documents import Document, correctness, memory, performance
+from attnbench.report.summary_documents import Document, Measured, correctness, memory, performance
 from attnbench.spec import Ok, Record
 from attnbench.store.drafts import write_texts
 
@@ -30,24 +25,12 @@ def folder_of(page: Path) -> Path:
     return page.with_name(f"{page.stem}-summary")
 
 
-class Said(Struct, frozen=True):
-    """What the page says of the same records, so that it need not be found twice."""
-
-    answers: Sequence[str]
-    advice: Sequence[Recommendation]
-
-
-def write_summaries(
-    records: Sequence[Record], folder: Path, against: Sequence[str] = (), said: Said | None = None
-) -> list[Path]:
+def write_summaries(parts: Sequence[Measured], folder: Path) -> list[Path]:
     """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk."""
-    records = list(map(condensed, records))
-    said = said or Said([closing(records, against)], recommend(records))
-    lines = tracks(records)
-    speed, space = performance(records, lines, said.advice, against), memory(records, lines)
-    documents = {"performance.json": speed, "memory.json": space, "correctness.json": correctness(records)}
+    speed, space = performance(parts), memory(parts)
+    documents = {"performance.json": speed, "memory.json": space, "correctness.json": correctness(parts)}
     texts = {name: _json(document) for name, document in documents.items()}
-    texts["summary.txt"] = summary_text(records, speed, space, said)
+    texts["summary.txt"] = "\n".join(_text(part, speed, space, titled=len(parts) > 1) for part in parts)
     try:
         write_texts({folder / name: texts[name] for name in FILES})
     except OSError as error:
@@ -57,15 +40,20 @@ def write_summaries(
     return [folder / name for name in FILES]
 
 
-def summary_text(records: Sequence[Record], speed: Document, space: Document, said: Said) -> str:
+def _text(part: Measured, speed: Document, space: Document, titled: bool) -> str:
     """The answer first, then what it rests on, then what did not run; `speed` and `space` are the documents."""
-    shown = [record for record in records if not record.implementation.startswith(ANCHOR)]
+    shown = part.records
+    heading = [part.title, "=" * len(part.title)] if titled else []
+    speedups, scaling, growth = (
+        [row for row in rows if row["section"] == part.title]
+        for rows in (speed["speedups"], speed["scaling"], space["growth"])
+    )
     sections = {
-        "": [*_machines(shown), _counts(shown), "", *said.answers],
-        "Recommendations": [f"{one.text}\n    rests on: {one.basis}" for one in said.advice],
-        f"Speed-up against {speed['baseline']}": _categories(speed),
-        "Growth of time with length": [_time_line(one) for one in speed["scaling"]],
-        "Growth of memory with length": [_memory_line(one) for one in space["growth"]],
+        "": [*heading, *_machines(shown), _counts(shown), "", part.answer],
+        "Recommendations": [f"{one.text}\n    rests on: {one.basis}" for one in part.advice],
+        f"Speed-up against {part.baseline}": _categories(speedups),
+        "Growth of time with length": [_time_line(one) for one in scaling],
+        "Growth of memory with length": [_memory_line(one) for one in growth],
         "Without a result": _lost(shown),
         "Notes": count_notes(shown),
     }
@@ -103,11 +91,11 @@ def _lost(records: Sequence[Record]) -> list[str]:
     return [f"{status}: {', '.join(names)}: {reason}" for (status, reason), names in groups.items()]
 
 
-def _categories(speed: Document) -> list[str]:
+def _categories(speedups: Sequence[Document]) -> list[str]:
     """Category by category, who is in it how often."""
     groups: dict[str, Counter[str]] = {}
-    for one in speed["speedups"]:
-        groups.setdefault(one.category, Counter())[one.implementation] += 1
+    for one in speedups:
+        groups.setdefault(one["category"], Counter())[one["implementation"]] += 1
     order = ("excellent", "good", "measured", "no significant difference", "investigate")
     return [
         f"{name}: {', '.join(f'{who} ({n})' for who, n in groups[name].most_common())}"

@@ -1,76 +1,115 @@
-"""Records -> the documents beside a report (performance, memory, correctness): each cell, and what follows from all."""
+"""What was measured, place by place -> the documents beside a report (performance, memory, correctness): each cell, and
+what follows from those of its place."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from msgspec import Struct, structs
 
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.crossover import crossover
-from attnbench.analyse.families import Track, Tracks
+from attnbench.analyse.families import Track, tracks, tracks_of
 from attnbench.analyse.memory_limit import fits_until
 from attnbench.analyse.ranking import ANCHOR, baseline, label
 from attnbench.analyse.scaling import compute_bound, exponent, growth, memory_points, time_points
 from attnbench.analyse.speedup import speedups
+from attnbench.analyse.together import families_together, newest, timed_together
 from attnbench.spec import Ok, Record
 
 SCHEMA = 1
 Document = dict[str, Any]
 
 
-def performance(
-    records: Sequence[Record], lines: Tracks, advice: Sequence[Recommendation], against: Sequence[str] = ()
-) -> Document:
-    """Times, rates, speed-ups with their categories, growth with length, crossovers with the baseline, advice; `lines`
-    are the tracks of the records."""
-    base = baseline(records, against)
-    return {
-        "schema": SCHEMA,
-        "baseline": base,
-        "cells": [_cell(r) | _speed(r) for r in _measured(records)],
-        "speedups": [] if base is None else speedups(records, base),
-        "scaling": [one for track, names in lines.items() for one in _growth(track, names)],
-        "crossovers": [] if base is None else _crossovers(lines, base),
-        "recommendations": advice,
+class Measured(Struct, frozen=True):
+    """What was measured in one place with one set of packages, and what is said of it."""
+
+    title: str
+    runs: Sequence[Sequence[Record]]
+    """The oldest first; rounds are paired within a run only."""
+    answer: str
+    advice: Sequence[Recommendation]
+    against: Sequence[str] = ()
+
+    @property
+    def records(self) -> list[Record]:
+        """Of each cell the newest, without the anchors."""
+        return [record for record in newest(self.runs) if not record.implementation.startswith(ANCHOR)]
+
+    @property
+    def baseline(self) -> str | None:
+        """What its speed-ups are against."""
+        return baseline(self.records, self.against)
+
+    def named(self, rows: Iterable[Document]) -> list[Document]:
+        """Rows of a document, each with the place it is from."""
+        return [row | {"section": self.title} for row in rows]
+
+
+def performance(parts: Sequence[Measured]) -> Document:
+    """Times, rates, speed-ups with their categories, growth with length, crossovers with the baseline, advice."""
+    bases = {part.baseline for part in parts}
+    return _document(parts) | {
+        "baseline": bases.pop() if len(bases) == 1 else None,
+        "cells": [row for one in parts for row in one.named(_cell(r) | _speed(r) for r in _measured(one.records))],
+        "speedups": [row for part in parts for row in part.named(_speedups(part))],
+        "scaling": [row for part in parts for row in part.named(_growths(part.records))],
+        "crossovers": [row for part in parts for row in part.named(_crossovers(part))],
+        "recommendations": [row for part in parts for row in part.named(map(structs.asdict, part.advice))],
     }
 
 
-def memory(records: Sequence[Record], lines: Tracks) -> Document:
+def memory(parts: Sequence[Measured]) -> Document:
     """Peaks with theory, how they grow, and the length at which each implementation stops fitting."""
-    return {
-        "schema": SCHEMA,
-        "cells": [_cell(r) | {"memory": r.memory, "reason": r.reason} for r in _without_anchors(records)],
-        "growth": [one for track, names in lines.items() for one in _memory_growth(track, names)],
-    }
-
-
-def correctness(records: Sequence[Record]) -> Document:
-    """What was checked, where, and how far each was off; what did not pass, with the reason."""
-    shown = _without_anchors(records)
-    return {
-        "schema": SCHEMA,
-        "statuses": Counter(record.status for record in shown),
+    return _document(parts) | {
         "cells": [
-            _cell(r)
-            | {
-                "reason": r.reason,
-                "errors": r.errors,
-                "verified_at": r.verified_at,
-                "deterministic": r.deterministic,
-                "approximate": r.approximate if isinstance(r, Ok) else None,
-            }
-            for r in shown
+            row
+            for part in parts
+            for row in part.named(_cell(r) | {"memory": r.memory, "reason": r.reason} for r in part.records)
         ],
+        "growth": [row for part in parts for row in part.named(_memory_growths(part.records))],
     }
 
 
-def _without_anchors(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if not record.implementation.startswith(ANCHOR)]
+def correctness(parts: Sequence[Measured]) -> Document:
+    """What was checked, where, and how far each was off; what did not pass, with the reason."""
+    return _document(parts) | {
+        "statuses": Counter(record.status for part in parts for record in part.records),
+        "cells": [row for part in parts for row in part.named(map(_checked, part.records))],
+    }
+
+
+def _document(parts: Sequence[Measured]) -> Document:
+    return {"schema": SCHEMA, "sections": [{"title": part.title, "baseline": part.baseline} for part in parts]}
+
+
+def _checked(record: Record) -> Document:
+    return _cell(record) | {
+        "reason": record.reason,
+        "errors": record.errors,
+        "verified_at": record.verified_at,
+        "deterministic": record.deterministic,
+        "approximate": record.approximate if isinstance(record, Ok) else None,
+    }
 
 
 def _measured(records: Sequence[Record]) -> list[Ok]:
-    return [record for record in _without_anchors(records) if isinstance(record, Ok)]
+    return [record for record in records if isinstance(record, Ok)]
+
+
+def _speedups(part: Measured) -> list[Document]:
+    base = part.baseline
+    return [] if base is None else [structs.asdict(one) for one in speedups(timed_together(part.runs), base)]
+
+
+def _growths(records: Sequence[Record]) -> list[Document]:
+    return [one for track, names in tracks(records).items() for one in _growth(track, names)]
+
+
+def _memory_growths(records: Sequence[Record]) -> list[Document]:
+    return [one for track, names in tracks(records).items() for one in _memory_growth(track, names)]
 
 
 def _cell(record: Record) -> Document:
@@ -118,12 +157,12 @@ def _memory_growth(track: Track, names: dict[str, list[Record]]) -> list[Documen
     return found
 
 
-def _crossovers(lines: Tracks, base: str) -> list[Document]:
+def _crossovers(part: Measured) -> list[Document]:
     """Of every implementation with the baseline, where one is not ahead at all lengths."""
-    found = []
-    for track, names in lines.items():
+    found, base = [], part.baseline
+    for track, names in tracks_of(families_together(part.runs)).items():
         for name, records in names.items():
-            if name == base or base not in names or not _change_sides(records, names[base]):
+            if base is None or name == base or base not in names or not _change_sides(records, names[base]):
                 continue
             found.append(_line(track, name) | {"against": base, "crossover": crossover(records, names[base])})
     return found

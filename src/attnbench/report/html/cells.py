@@ -7,9 +7,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from attnbench.analyse.ranking import Row, by_workload, is_timed, label, rank
+from attnbench.analyse.clocks import clock_of, on_one_clock
+from attnbench.analyse.ranking import RANK_LEVEL, Row, by_workload, is_timed, label, rank
 from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.analyse.speedup import category
+from attnbench.analyse.together import newest
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.families import Families, find_families, length_text
 from attnbench.report.html.map import lay_out
@@ -18,6 +20,8 @@ from attnbench.report.html.sections import Section
 from attnbench.spec import Ok, Record
 
 Cell = dict[str, Any]
+OTHER_CLOCK = -1
+"""In place of a run: timed beside the others, by a clock that they do not hold."""
 
 
 class Cells(Struct, frozen=True):
@@ -30,13 +34,27 @@ class Cells(Struct, frozen=True):
     """The newest of each cell, whole."""
     families: Families
     baselines: list[str]
+    runs: list[list[Record]]
+    """Run by run, the oldest first, with a sample per round, in the order of the rankings."""
     repeated: int = 0
     """Cells that several runs hold; only the newest of each is shown."""
+    pooled: int = 0
+    """Shapes whose newest cells are of several runs: not timed in the same rounds, so not ranked."""
 
     @property
     def newest(self) -> list[Record]:
-        """Of each cell the newest, with a sample per round, in the order of the rankings."""
-        return list({row.record.cell.id: row.record for group in self.groups for row in group}.values())
+        """Of each cell the newest, with a sample per round."""
+        return newest(self.runs)
+
+    @property
+    def deciding(self) -> list[list[Row]]:
+        """Of each shape one ranking: of the run that ranked most, the newest of such."""
+        best: dict[str, list[Row]] = {}
+        for group in self.groups:
+            key = group[0].record.workload.id
+            if _ranked(group) >= _ranked(best.get(key, ())):
+                best[key] = group
+        return list(best.values())
 
 
 def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
@@ -44,26 +62,40 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
 
     Rounds are paired within a run only, so ratios are taken before runs are put together.
     """
-    records = list({record.cell.id: record for record in section.records}.values())
+    runs = [[on_one_clock(group) for group in by_workload(run).values()] for run in section.runs.values()]
+    records = newest([record for group in run for record in group] for run in runs)
     families = find_families(record.workload for record in records)
     baselines = choose_baselines(records, against)
-    groups = [
-        rank(map(condensed, group), baselines[0] if baselines else None)
-        for run in section.runs.values()
-        for group in by_workload(run).values()
-    ]
+    ranked = [[rank(map(condensed, group), baselines[0] if baselines else None) for group in run] for run in runs]
     kept: dict[str, Cell] = {}
-    for group in groups:
-        others = {name: _timed_record(group, name) for name in baselines[1:]}
-        for row in group:
-            kept[row.record.cell.id] = _cell(row, families, baselines, others)
+    places: dict[str, dict[str, int]] = {}
+    for place, run in enumerate(ranked):
+        for group in run:
+            others = {name: _timed_record(group, name) for name in baselines}
+            for row in group:
+                kept[row.record.cell.id] = _cell(row, families, baselines, others)
+                if is_timed(row.record) and not row.record.approximate:
+                    home = OTHER_CLOCK if row.rank is None else place
+                    places.setdefault(row.record.workload.id, {})[row.record.cell.id] = home
+    for cells in places.values():
+        if len(set(cells.values())) > 1:
+            for name in cells:
+                kept[name]["rank"] = None
+    pooled = sum(len({*cells.values()} - {OTHER_CLOCK}) > 1 for cells in places.values())
     for record in records:
         if record.time is not None:
             kept[record.cell.id]["samples"] = len(record.time.samples_ns)
     rows = list(kept.values())
     lay_out(rows)
     set_beside(rows)
-    return Cells(rows, groups, records, families, baselines, len(section.records) - len(records))
+    groups = [group for run in ranked for group in run]
+    by_run = [[row.record for group in run for row in group] for run in ranked]
+    repeated = len(section.records) - len(records)
+    return Cells(rows, groups, records, families, baselines, by_run, repeated, pooled)
+
+
+def _ranked(group: Iterable[Row]) -> int:
+    return sum(row.rank is not None for row in group)
 
 
 def _timed_record(group: Iterable[Row], name: str) -> Ok | None:
@@ -165,10 +197,11 @@ def _speedups(row: Row, record: Ok, baselines: Sequence[str], others: Mapping[st
         return cell
     for place, name in enumerate(baselines):
         other = others.get(name)
-        ratio = row.speedup if place == 0 else None if other is None else paired_ratio(record, other)
-        if ratio is None:
+        if other is None or clock_of(other) != clock_of(record):
             continue
-        word = "baseline" if record.implementation == name and not record.config else category(ratio)
+        ratio = (row.speedup if place == 0 else None) or paired_ratio(record, other)
+        certain = category(paired_ratio(record, other, RANK_LEVEL))
+        word = "baseline" if record.implementation == name and not record.config else certain
         cell |= {
             f"gain{place}": ratio.value,
             f"gain{place}_low": ratio.low,

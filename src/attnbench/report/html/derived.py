@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from attnbench.analyse.ranking import Row, is_timed, label
+from attnbench.analyse.ranking import RANK_LEVEL, Row, is_timed, label
 from attnbench.analyse.ratios import paired_ratio
 from attnbench.report.html.cells import Cells, framework_of
 from attnbench.report.html.families import Families
@@ -26,7 +26,7 @@ def side_by_side(cells: Cells) -> Rows:
         torch, jax = best["torch"], best["jax"]
         if torch is None or jax is None or torch.time is None or jax.time is None:
             continue
-        ratio = paired_ratio(torch, jax)
+        ratio = paired_ratio(torch, jax, RANK_LEVEL)
         rows[torch.workload.id] = _shape(torch, cells.families) | {
             "torch": label(torch),
             "torch_ns": torch.time.median_ns,

@@ -15,7 +15,8 @@ from markupsafe import Markup
 from msgspec import Struct
 
 from attnbench.analyse.advice import Recommendation
-from attnbench.analyse.ranking import is_timed
+from attnbench.analyse.clocks import clock_of
+from attnbench.analyse.ranking import by_workload, is_timed
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.summary import closing, count_notes
 from attnbench.report.html.answers import group_advice
@@ -27,7 +28,6 @@ from attnbench.report.html.packing import pack, script_json
 from attnbench.report.html.palette import DARK, LIGHT, order_labels, ranges
 from attnbench.report.html.sections import Section, Source, gather
 from attnbench.report.html.views import View, history_view, make_views
-from attnbench.spec import Record
 
 TEMPLATES = files("attnbench.report.html") / "templates"
 SCRIPTS = ("data.js", "format.js", "derive.js", "tables.js", "charts.js", "picks.js", "filters.js", "main.js")
@@ -54,11 +54,6 @@ class Page(Struct, frozen=True):
     labels: list[str]
     """Every implementation that was timed, in the order of its colours."""
 
-    @property
-    def records(self) -> list[Record]:
-        """What is shown: of a repeated cell of a section the newest, with a sample per round."""
-        return [record for part in self.parts for record in part.cells.newest]
-
 
 def compose(sources: Sequence[Source], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
     """Rank, compare and lay out; nothing is drawn yet."""
@@ -82,21 +77,28 @@ def _titles(sections: Sequence[Section], sources: Sequence[Source]) -> list[str]
 
 def _part(section: Section, title: str, cells: Cells, views: list[View], against: Sequence[str]) -> Part:
     newest = cells.newest
-    notes = [*count_notes(newest), *_mixed_clocks(cells)]
+    notes = [*count_notes(newest), *_mixed_clocks(section)]
     if cells.repeated:
         notes.append(f"{cells.repeated} cells were measured in more than one of these runs: the newest is shown")
-    sentence = closing(newest, against, ranked=None if cells.repeated else cells.groups)
-    return Part(section, title, cells, views, sentence, recommend(newest), notes)
+    if cells.pooled:
+        shapes = "1 shape holds" if cells.pooled == 1 else f"{cells.pooled} shapes hold"
+        notes.append(
+            f"{shapes} cells of several runs, which did not share their rounds: their order is not certain, and what "
+            "is said of them rests on the run that timed most there"
+        )
+    sentence = closing(newest, against, ranked=cells.deciding)
+    return Part(section, title, cells, views, sentence, recommend(*cells.runs), notes)
 
 
-def _mixed_clocks(cells: Cells) -> list[str]:
-    found = [{row.record.time.clock for row in group if row.record.time is not None} for group in cells.groups]
+def _mixed_clocks(section: Section) -> list[str]:
+    groups = [group for run in section.runs.values() for group in by_workload(run).values()]
+    found = [{clock_of(record) for record in group if is_timed(record)} for group in groups]
     mixed = [clocks for clocks in found if len(clocks) > 1]
     if not mixed:
         return []
     shapes = "1 shape was" if len(mixed) == 1 else f"{len(mixed)} shapes were"
     names = ", ".join(sorted(set().union(*mixed)))
-    return [f"{shapes} timed by different clocks ({names}): compare across them with care"]
+    return [f"{shapes} timed by different clocks ({names}): shown and compared by one that most of them hold"]
 
 
 def render(page: Page) -> str:

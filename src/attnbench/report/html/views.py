@@ -175,7 +175,7 @@ def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
 def _frameworks(cells: Cells) -> View | None:
     rows = derived.side_by_side(cells)
     note = (
-        "The best exact implementation of each on the same shape, measured in interleaved rounds, with 95 % intervals."
+        "The best exact implementation of each on the same shape, measured in interleaved rounds, with 99 % intervals."
     )
     drawn = [charts_own.side_by_side(rows)] if 0 < len(rows) <= MOST_LINES else []
     table = own(tables.FRAMEWORKS, rows, "gain", True)

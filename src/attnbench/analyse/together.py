@@ -1,0 +1,38 @@
+"""Records of several runs -> those that may be compared: rounds are paired within a run only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attnbench.analyse.clocks import without_other_clocks
+from attnbench.analyse.families import Family, by_family
+from attnbench.analyse.ranking import by_workload, is_timed
+from attnbench.spec import Ok, Record
+
+Runs = Iterable[Iterable[Record]]
+"""The oldest first."""
+
+
+def newest(runs: Runs) -> list[Record]:
+    """Of each cell the newest: to be shown, not to be compared."""
+    return list({record.cell.id: record for run in runs for record in run}.values())
+
+
+def timed_together(runs: Runs) -> list[Ok]:
+    """Of each workload the timed records of one run, by one clock: of the run with most of them, the newest of such."""
+    best: dict[str, list[Ok]] = {}
+    for run in runs:
+        for key, group in by_workload({record.cell.id: record for record in run}.values()).items():
+            found = [record for record in without_other_clocks(filter(is_timed, group)) if is_timed(record)]
+            if found and len(found) >= len(best.get(key, ())):
+                best[key] = found
+    return [record for group in best.values() for record in group]
+
+
+def families_together(runs: Runs) -> dict[Family, list[Record]]:
+    """The same family by family, since each framework of a family may have had a run of its own."""
+    found: dict[Family, list[list[Record]]] = {}
+    for run in runs:
+        for family, members in by_family(run).items():
+            found.setdefault(family, []).append(members)
+    return {family: list(timed_together(members)) for family, members in found.items()}
