@@ -13,12 +13,14 @@ from attnbench.analyse.scaling import (
     Slope,
     compute_bound,
     exponent,
-    growth,
     memory_points,
     time_points,
 )
 from attnbench.report.html.families import Families
 from attnbench.spec import Record
+
+CEILINGS = {"always": "compute", "never": "memory"}
+"""What sets the ceiling at all lengths of a track."""
 
 
 def growth_rows(records: Iterable[Record], families: Families) -> list[dict[str, Any]]:
@@ -63,7 +65,7 @@ def _memory(fit: Fit | None, records: Sequence[Record]) -> dict[str, Any]:
         "memory": fit.overall.exponent,
         "memory_interval": _interval(fit.overall),
         "memory_theory": fit.overall.theory,
-        "memory_is": growth(fit.local.exponent),
+        "memory_is": fit.growth,
         "fits": None if limit is None else limit.length,
     }
 
@@ -75,7 +77,7 @@ def _lengths(fit: Fit) -> str:
 def _bound(regime: Regime | None) -> str | None:
     if regime is None:
         return None
-    return f"from {regime.length:,} tokens" if regime.begins == "from" else f"{regime.begins} (as measured)"
+    return f"compute, from {regime.length:,} tokens" if regime.begins == "from" else CEILINGS[regime.begins]
 
 
 def _interval(slope: Slope) -> str | None:
