@@ -133,7 +133,8 @@ class TestLengths:
     def test_growth_says_where_compute_binds_and_memory_ends(self):
         here = msgspec.structs.replace(CPU, memory_bytes=10**9)
         records = [
-            timed("torch.eager", 1e3 * n**2, n, environment=here, memory=Memory(peak_bytes=5 * n**2, theory_bytes=5 * n**2),
+            timed("torch.eager", 1e3 * n**2, n, environment=here,
+                  memory=Memory(peak_bytes=5 * n**2, theory_bytes=5 * n**2),
                   cost=Cost(flops=n * n, bytes=n, bound="compute" if n > 128 else "memory"))
             for n in (128, 256, 2048)
         ]  # fmt: skip

@@ -64,8 +64,8 @@ class Fit(Struct, frozen=True, kw_only=True):
 
 
 class Regime(Struct, frozen=True):
-    """Where the arithmetic, not the memory traffic, sets the ceiling: of the shapes' FLOPs and bytes alone, whoever runs
-    them. One that stays far below its ceiling is bound by something else."""
+    """Where the arithmetic, not the memory traffic, sets the ceiling: of the shapes' FLOPs and bytes alone, whoever
+    runs them. One that stays far below its ceiling is bound by something else."""
 
     begins: Literal["always", "never", "from"]
     """always and never: at every measured length, at none."""
