@@ -33,7 +33,7 @@ TIMED = "isValid(datum.ns) && datum.exact"
 KEY = "="
 """Before every name that Vega sees as the key of a series."""
 KEYED = f"'{KEY}' + datum.label"
-LONGEST_NAME = 40
+LONGEST_NAME = 48
 SHORT_NAME = (
     f"length(datum.label) > {LONGEST_NAME + 1}"
     f" ? slice(datum.label, 1, {LONGEST_NAME // 2}) + '…' + slice(datum.label, -{LONGEST_NAME // 2})"
@@ -240,7 +240,7 @@ def _roofline_spec(labels: Labels, roofs: tuple[tuple[str, float, float], ...]) 
                 alt.Tooltip("tflops:Q", title="TFLOP/s", format=".4~g"),
                 alt.Tooltip("gbs:Q", title="GB/s", format=".4~g"),
                 alt.Tooltip("roofline:Q", title="share of the ceiling", format=".0%"),
-                alt.Tooltip("bound:N", title="bound by"),
+                alt.Tooltip("bound:N", title="ceiling of the shape"),
                 alt.Tooltip("shape:N", title="shape"),
             ],
         )

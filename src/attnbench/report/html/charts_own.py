@@ -26,12 +26,16 @@ def history(labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Chart:
 
 @drawn_once
 def _history_spec(labels: Labels) -> Spec:
-    base = alt.Chart(ROWS).transform_calculate(key=KEYED).encode(
-        x=alt.X(
-            "when:O",
-            title="Run, the oldest first",
-            sort=alt.EncodingSortField("place", op="min"),
-            axis=alt.Axis(labelAngle=-35, labelLimit=170, labelOverlap="greedy", grid=False),
+    base = (
+        alt.Chart(ROWS)
+        .transform_calculate(key=KEYED)
+        .encode(
+            x=alt.X(
+                "when:O",
+                title="Run, the oldest first",
+                sort=alt.EncodingSortField("place", op="min"),
+                axis=alt.Axis(labelAngle=-35, labelLimit=170, labelOverlap="greedy", grid=False),
+            )
         )
     )
     title = "Time / time of the anchor kernels"

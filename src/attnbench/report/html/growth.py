@@ -30,17 +30,20 @@ def growth_rows(records: Iterable[Record], families: Families) -> list[dict[str,
         for name, members in names.items():
             time, memory = exponent(time_points(members)), exponent(memory_points(members))
             if time is not None or memory is not None:
-                who = _identity(name, track, members[0], families)
+                who = _identity(name, track, members, families)
                 rows.append(who | _time(time, members) | _memory(memory, members))
     return rows
 
 
-def _identity(name: str, track: Track, record: Record, families: Families) -> dict[str, Any]:
+def _identity(name: str, track: Track, records: Sequence[Record], families: Families) -> dict[str, Any]:
+    """`words` is what the filter of shapes looks at, a line per shape."""
+    shapes = [record.workload for record in records]
     return {
         "label": name,
         "framework": track.family.framework,
         "pass": track.family.pass_,
-        "track": families.track(record.workload),
+        "track": families.track(shapes[0]),
+        "words": "\n".join(f"{workload.id} {families.shape(workload)}" for workload in shapes),
     }
 
 

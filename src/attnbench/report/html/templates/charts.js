@@ -139,7 +139,8 @@ function drawLegend(list, charts) {
   list.replaceChildren(...DATA.labels.filter((label) => shown.has(label)).map((label) => {
     const button = make("button");
     button.type = "button";
-    button.append(symbol(label), label);
+    button.append(symbol(label), short(label));
+    button.title = label;
     for (const event of ["mouseenter", "focus"]) button.addEventListener(event, () => pick(label));
     for (const event of ["mouseleave", "blur"]) button.addEventListener(event, () => pick(""));
     const item = make("li");
