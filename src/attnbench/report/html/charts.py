@@ -24,6 +24,7 @@ FIRM, FAINTER = 1, 0.6
 FADED = alt.condition("picked == '' || datum.label == picked", alt.value(FIRM), alt.value(0.12))
 FAINT = alt.condition("picked == '' || datum.label == picked", alt.value(FAINTER), alt.value(0.08))
 HEIGHT = 340
+NEAR_ROOFS = 1.15
 CELL: dict[str, Any] = {"fillOpacity": 0.3, "strokeWidth": 1.5, "cornerRadius": 2}
 FRAMES = {"datum.rank != datum.next_rank": [1, 0], "datum.rank == datum.next_rank": [4, 3]}
 """A dashed frame where the winner is too close to call."""
@@ -255,9 +256,13 @@ def _roofline_spec(labels: Labels, roofs: tuple[tuple[str, float, float], ...]) 
 
 
 def _roof_names(values: list[dict[str, Any]], x: alt.X, y: alt.Y) -> alt.Chart:
-    """What each ceiling is, above its right end."""
-    ends = {one["roof"]: one for one in values}
-    told = [one | {"told": f"ceiling: {one['roof']}"} for one in ends.values()]
+    """What each ceiling is, above its right end; those too near to tell apart share a label."""
+    told: list[dict[str, Any]] = []
+    for end in sorted({one["roof"]: one for one in values}.values(), key=lambda one: -one["tflops"]):
+        if told and told[-1]["tflops"] < NEAR_ROOFS * end["tflops"]:
+            told[-1]["told"] += f" / {end['roof']}"
+        else:
+            told.append(end | {"told": f"ceiling: {end['roof']}"})
     words = alt.Chart(alt.InlineData(values=told)).mark_text(align="right", baseline="bottom", dy=-4, color="#888888")
     return words.encode(x=x, y=y, text="told:N")
 

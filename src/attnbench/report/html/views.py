@@ -15,7 +15,7 @@ from attnbench.report.html.map import column_title
 from attnbench.report.html.picks import family_choices
 from attnbench.report.html.sections import Section
 from attnbench.report.html.tables import Table, own
-from attnbench.report.html.verdicts import add_verdicts
+from attnbench.report.html.verdicts import FARTHEST, add_verdicts
 
 MOST_LINES = 80
 """A chart with a line per shape and more shapes than this is no help."""
@@ -197,14 +197,15 @@ def _compile(cells: Cells, labels: Sequence[str]) -> View | None:
 
 
 def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
-    title = "Error / error allowed (1000: as much or more)"
+    beyond = any(cell.get("share", 0) > FARTHEST for cell in cells.rows)
+    title = "Error / error allowed" + (f" ({FARTHEST:.0f}: as much or more)" if beyond else "")
     drawn = [charts.strip("correctness", labels, "datum.drawn_share", title, "drawn_share", limit=1)]
     if not any("drawn_share" in cell for cell in cells.rows):
         drawn = []
     note = (
         "Relative error against float64, of the output or of the gradients, whichever made more of what it may. What "
-        "is allowed follows from plain attention in the same precision; beyond the dashed line a result is wrong and has "
-        "no time."
+        "is allowed follows from plain attention in the same precision; beyond the dashed line a result is wrong and "
+        "has no time."
     )
     return _if_any(cells, "verdict", View("correctness", "Correctness", note, drawn, tables.CORRECTNESS))
 
