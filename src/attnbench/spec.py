@@ -248,6 +248,8 @@ class Implementation(ABC):
     """Of one that selects what it attends to: the least share of attention mass it finds."""
     verify_only: str = ""
     """Why this one may be checked but not timed (an interpreter, say); empty when it may be timed."""
+    by_name_only: str = ""
+    """Why sweeps over everything leave it out, so that it must be asked for by name; empty: they take it."""
     materialises_scores: bool = False
     """Whether T x S logits are stored, so that the plan can tell what will not fit."""
     process: str = ""

@@ -20,8 +20,9 @@ def test_a_crossing_is_found_between_the_measured_lengths():
     found = crossover(along("flash", flash, seed=1), along("eager", eager, seed=2))
     assert found.kind == "from"
     low, high = found.interval
+    assert 900 < found.length < 1100
+    assert {low, high} <= set(LENGTHS)
     assert low < found.length < high
-    assert 900 < low < high < 1100
     assert found.lengths == LENGTHS
     assert found.ratios[0].value < 1 < found.ratios[-1].value
 
@@ -49,7 +50,29 @@ def test_a_tie_between_the_certain_lengths_is_within_the_interval():
 
     found = crossover(along("a", near, seed=1), along("b", lambda n: 1e6, seed=2))
     low, high = found.interval
-    assert 800 < low < high < 1300
+    assert (low, high) == (512, 2048)
+    assert found.point is None
+
+
+def test_near_neighbours_give_a_point():
+    found = crossover(along("flash", flash, (512, 768, 1280), seed=1), along("eager", eager, (512, 768, 1280), seed=2))
+    assert found.interval == (768, 1280)
+    assert found.point == found.length
+
+
+@pytest.mark.parametrize("truth", [600, 1000, 3000, 7000])
+def test_what_was_not_measured_may_hide_the_crossing_anywhere(truth):
+    """Both curves bend between the two measured lengths, so a straight line through them misses the crossing."""
+    lengths = (256, 512, 8192)
+
+    def bent(n: int) -> float:
+        return 1e6 if n < truth else 1e5
+
+    found = crossover(along("a", bent, lengths, seed=1), along("b", lambda n: 3e5, lengths, seed=2))
+    low, high = found.interval
+    assert (low, high) == (512, 8192)
+    assert low <= truth <= high
+    assert found.point is None
 
 
 @pytest.mark.parametrize(

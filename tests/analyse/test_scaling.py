@@ -46,11 +46,16 @@ def test_a_fixed_cost_bends_the_line_and_the_long_end_shows_the_growth():
     assert high - low > 0.5  # five points that lie on no line say little about a slope
 
 
-def test_two_lengths_give_an_interval_from_the_rounds_alone():
-    fit = exponent(points(lambda n: n**2, lengths=(1000, 2000), spread=0.1))
-    low, high = fit.overall.interval
-    assert high - low == pytest.approx(2 * 1.96 * 0.1 * 2**0.5 / np.log(2))
-    assert fit.overall == fit.local
+def test_two_lengths_give_no_interval_and_no_class():
+    fit = exponent(points(lambda n: n**2, lengths=(1000, 4000)))
+    assert fit.overall.exponent == pytest.approx(2)
+    assert (fit.overall.interval, fit.local.interval) == (None, None)
+    assert (fit.growth, fit.growth_in_theory) == (None, None)
+
+
+def test_two_lengths_that_are_near_give_nothing():
+    assert exponent(points(lambda n: n**2, lengths=(816, 968))) is None
+    assert exponent(points(lambda n: n**2, lengths=(816, 900, 968))).growth == "O(n^2)"
 
 
 def test_too_little_is_said_to_be_so():

@@ -13,7 +13,7 @@ import pytest
 from record_factory import CPU, noisy, ok, unsupported, workload
 from run_history import step_history
 
-from attnbench.spec import Cost, Memory, Record
+from attnbench.spec import Cost, Errors, Incorrect, Memory, Record
 from attnbench.store.runfile import Header, Run
 
 pytest.importorskip("playwright")
@@ -33,7 +33,10 @@ HOSTILE = "<img src=x onerror=window.hacked=1>"
 BREAKER = "</script><script>window.hacked=2</script>"
 JAX = msgspec.structs.replace(CPU, framework="jax", packages={"jax": "0.10.2"})
 COST = Cost(flops=10**9, bytes=10**6, tflops=1.5, gb_per_s=1.5, roofline=0.5, bound="compute")
+INHERITED = ("constructor", "toString", "__proto__")
+"""Names that every JavaScript object knows already."""
 SPEEDS = {"torch.eager": 4e6, "torch.sdpa": 1e6, "jax.xla": 2e6, HOSTILE: 3e6, BREAKER: 5e6}
+SPEEDS |= {name: 6e6 + place * 1e5 for place, name in enumerate(INHERITED)}
 
 
 def records() -> list[Record]:
@@ -53,7 +56,12 @@ def records() -> list[Record]:
                         kernels=(f"kernel of {name}",),
                     )
                 )
-    return [*made, unsupported(HOSTILE, f"because of {BREAKER}", workload(64))]
+    wrong = Errors(forward=0.5, forward_allowed=0.01)
+    return [
+        *made,
+        unsupported(HOSTILE, f"because of {BREAKER}", workload(64)),
+        Incorrect(implementation="jax.wrong", workload=workload(256), reason="wrong", errors=wrong, environment=JAX),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +148,9 @@ def test_a_framework_filters_tables_and_charts(opened: Opened):
     before = opened.page.locator("[data-chart=time] svg .mark-symbol path").count()
     opened.page.select_option("select[name=framework]", "jax")
     assert set(opened.column("speedups", 2)) == {"jax.xla"}
-    assert opened.page.locator("#count").inner_text() == "6 of 31 cells"
+    assert opened.page.locator("#count").inner_text() == "7 of 50 cells"
     opened.page.wait_for_function("document.querySelectorAll('[data-chart=time] svg .mark-symbol path').length == 3")
-    assert before == 15
+    assert before == 24
 
 
 def test_pass_and_shape_filter_together(opened: Opened):
@@ -166,13 +174,132 @@ def test_an_implementation_can_be_hidden(opened: Opened):
 
 def test_regret_follows_the_filters(opened: Opened):
     def regret() -> dict[str, str]:
-        return dict(zip(opened.column("winners", 1), opened.column("winners", 4)))
+        return dict(zip(opened.column("regret", 1), opened.column("regret", 4)))
 
     before = regret()
     assert before["torch.sdpa"] == "0.0 %"
     opened.page.select_option("select[name=framework]", "jax")
     assert regret() == {"jax.xla": "0.0 %"}
     assert before["jax.xla"] != "0.0 %"
+
+
+def test_regret_counts_the_shapes_first(opened: Opened):
+    opened.page.fill("input[name=words]", "t256")
+    assert set(opened.column("regret", 2)) == {"2 of 2"}
+    assert opened.column("regret", 1)[0] == "torch.sdpa"
+
+
+def test_the_table_under_the_map_tells_what_a_tooltip_does(opened: Opened):
+    assert opened.headings("winners")[:6] == [
+        "shape ↑", "fastest", "time", "next best", "regret of the next best", "certain",
+    ]  # fmt: skip
+    assert set(opened.column("winners", 2)) == {"torch.sdpa"}
+    assert set(opened.column("winners", 4)) == {"jax.xla"}
+    assert set(opened.column("winners", 6)) == {"yes"}
+
+
+def rows_of(opened: Opened) -> dict[str, int]:
+    views = opened.page.locator(".part [data-view]:has(.table)")
+    names = views.evaluate_all("all => all.map(one => one.dataset.view)")
+    counts = views.evaluate_all("all => all.map(one => one.querySelectorAll('tbody tr').length)")
+    return dict(zip(names, counts))
+
+
+def words_of(opened: Opened, view: str) -> str:
+    return opened.page.locator(f"[data-view={view}] tbody").inner_text()
+
+
+OF_SHAPES = {"frameworks"}
+"""Views whose rows belong to no implementation and no framework."""
+FEWER_SHAPES = {"regret", "growth-time", "growth-memory", "kernels"}
+"""Views whose rows stand for several shapes: they stay, with what is left."""
+
+
+@pytest.mark.parametrize("words", ["t64", "t256 causal", "no such shape"])
+def test_every_view_follows_the_filter_of_shapes(opened: Opened, words: str):
+    before = rows_of(opened)
+    assert {"growth-time", "growth-memory", "kernels", "not-run", "correctness"} <= before.keys()
+    opened.page.fill("input[name=words]", words)
+    after = rows_of(opened)
+    if words == "no such shape":
+        assert set(after.values()) == {0}
+    elif words == "t64":
+        assert {view for view, count in after.items() if count} == {"not-run"}
+        assert "because of" in words_of(opened, "not-run")
+    else:
+        assert all(0 < after[view] < before[view] for view in before.keys() - FEWER_SHAPES)
+        assert all(after[view] > 0 for view in FEWER_SHAPES)
+        assert set(opened.column("kernels", 3)) == {"1"}
+        assert "because of" not in words_of(opened, "not-run")
+
+
+@pytest.mark.parametrize(("field", "value"), [("framework", "jax"), ("pass", "train")])
+def test_every_view_follows_framework_and_pass(opened: Opened, field: str, value: str):
+    before = rows_of(opened)
+    opened.page.select_option(f"select[name={field}]", value)
+    after = rows_of(opened)
+    unmoved = {view for view in before if after[view] == before[view]}
+    if field == "framework":
+        assert unmoved <= OF_SHAPES | {"winners"}
+        assert "because of" not in words_of(opened, "not-run")
+        assert "torch." not in words_of(opened, "kernels") + words_of(opened, "growth-time")
+    else:
+        assert unmoved <= {"regret"}
+        assert after["not-run"] == 0
+
+
+def test_every_view_follows_the_implementations(opened: Opened):
+    opened.page.locator(".labels summary").click()
+    opened.page.get_by_label("torch.sdpa", exact=True).uncheck()
+    opened.page.get_by_label("jax.wrong", exact=True).uncheck()
+    for view in rows_of(opened).keys() - OF_SHAPES:
+        assert "torch.sdpa" not in words_of(opened, view)
+        assert "jax.wrong" not in words_of(opened, view)
+    opened.page.locator(".labels summary").click()
+
+
+def test_what_is_wrong_is_drawn_beyond_the_line(opened: Opened):
+    assert "wrong" in opened.column("correctness", 3)
+    marks = opened.page.locator("[data-chart=correctness] svg .mark-rect path[aria-label*='jax.wrong']")
+    assert marks.count() == 1
+    assert "50" in (marks.get_attribute("aria-label") or "")
+
+
+def test_a_chart_that_fails_stops_no_other(browser: Any, report: Path, tmp_path: Path):
+    broken = tmp_path / "broken.html"
+    text = report.read_text(encoding="utf-8")
+    assert '"datum.drawn_share"' in text
+    broken.write_text(text.replace('"datum.drawn_share"', '"datum.drawn_share +"'), encoding="utf-8")
+    opened = Opened(browser, broken)
+    assert opened.page.locator("[data-chart=correctness]").inner_text() == "This chart could not be drawn."
+    assert opened.page.locator(".chart[data-drawn=yes]").count() == 7
+    opened.context.close()
+
+
+def test_a_very_long_name_is_cut_and_its_title_is_whole(browser: Any, tmp_path: Path):
+    name = "torch." + "x" * 3000 + ".end"
+    found = [ok(one, noisy(ns, seed=3), on=workload(128)) for one, ns in ((name, 1e6), ("torch.b", 2e6))]
+    header = Header(schema=1, attnbench="0", created="2026-01-01T00:00:00+00:00", suite="s")
+    path = tmp_path / "long.html"
+    path.write_text(render(compose([Source("run", Run(header, {}, tuple(found)))])), encoding="utf-8")
+    opened = Opened(browser, path)
+    assert "x" * 100 not in opened.page.locator("body").inner_text()
+    assert opened.page.locator("[data-view=length] .legend button").first.get_attribute("title") == name
+    assert opened.page.locator("[data-view=speedups] td.label[title]").first.get_attribute("title") == name
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_nothing_timed_gives_the_reasons_and_no_empty_choice(browser: Any, tmp_path: Path):
+    found = [unsupported(f"torch.{n}", f"reason {n % 4}.", workload(128)) for n in range(9)]
+    header = Header(schema=1, attnbench="0", created="2026-01-01T00:00:00+00:00", suite="s")
+    path = tmp_path / "nothing.html"
+    path.write_text(render(compose([Source("run", Run(header, {}, tuple(found)))])), encoding="utf-8")
+    opened = Opened(browser, path)
+    answer = opened.page.locator("#answer").inner_text()
+    assert "reason 0 (3 cells); reason 1 (2 cells); reason 2 (2 cells)." in answer
+    assert opened.page.locator("select.baseline").count() == 0
+    opened.context.close()
 
 
 def test_a_heading_sorts_by_click_and_by_key(opened: Opened):
@@ -217,7 +344,7 @@ def test_a_hostile_name_stays_text(opened: Opened):
     assert HOSTILE in opened.column("speedups", 2)
     assert BREAKER in opened.column("speedups", 2)
     legend = opened.page.locator("[data-view=length] .legend button").all_inner_texts()
-    assert {HOSTILE, BREAKER} <= set(legend)
+    assert {HOSTILE, BREAKER, *INHERITED} <= set(legend)
     assert opened.complaints == []
 
 
@@ -236,7 +363,7 @@ def test_pointing_at_the_legend_fades_the_others(opened: Opened):
     opened.page.locator("[data-view=length] .legend button", has_text="torch.sdpa").focus()
     opened.page.wait_for_function(
         "[...document.querySelectorAll('[data-chart=time] svg .mark-symbol path')]"
-        ".filter(p => Number(p.getAttribute('opacity')) < 0.5).length == 12"
+        ".filter(p => Number(p.getAttribute('opacity')) < 0.5).length == 21"
     )
 
 
@@ -266,7 +393,7 @@ def test_paper_shows_tables_whole_and_no_filters(browser: Any, report: Path):
     assert not opened.page.locator("#filters").is_visible()
     assert opened.page.evaluate("getComputedStyle(document.querySelector('.table')).overflow") == "visible"
     assert len(opened.column("speedups", 1)) == 20
-    assert opened.page.locator("[data-view=speedups] .more").inner_text() == "20 of 30 rows"
+    assert opened.page.locator("[data-view=speedups] .more").inner_text() == "20 of 48 rows"
     cut = (
         "[...document.querySelectorAll('.chart svg')].some(one => one.clientWidth > one.closest('.chart').clientWidth)"
     )
@@ -274,7 +401,7 @@ def test_paper_shows_tables_whole_and_no_filters(browser: Any, report: Path):
     assert not opened.page.evaluate(cut)
     assert opened.page.pdf().startswith(b"%PDF")
     opened.page.emulate_media(media="screen")
-    expect(opened.page.locator("[data-view=speedups] tbody tr")).to_have_count(30)
+    expect(opened.page.locator("[data-view=speedups] tbody tr")).to_have_count(48)
     opened.context.close()
 
 

@@ -13,13 +13,14 @@ from page_factory import BREAKER, HOSTILE, JAX, page_of, section_of, source, tim
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
 from attnbench.analyse.ratios import condensed, paired_ratio
-from attnbench.spec import Cost, Memory
+from attnbench.errors import AttnBenchError
+from attnbench.spec import Cost, Errors, Incorrect, Memory
 
 pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
-from attnbench.report.html import derived
+from attnbench.report.html import derived, images
 from attnbench.report.html.answers import group_advice
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.cells import make_cells
@@ -32,6 +33,7 @@ from attnbench.report.html.page import compose, render
 from attnbench.report.html.palette import SYMBOLS, order_labels, ranges
 from attnbench.report.html.picks import family_choices, set_beside
 from attnbench.report.html.sections import gather
+from attnbench.report.html.verdicts import add_verdicts, share_of_allowed
 
 pytestmark = pytest.mark.usefixtures("no_bundle")
 
@@ -168,12 +170,13 @@ class TestLengths:
     def test_growth_says_where_compute_binds_and_memory_ends(self):
         here = msgspec.structs.replace(CPU, memory_bytes=10**9)
         records = [
-            timed("torch.eager", 1e3 * n**2, n, environment=here, memory=Memory(peak_bytes=5 * n**2),
+            timed("torch.eager", 1e3 * n**2, n, environment=here,
+                  memory=Memory(peak_bytes=5 * n**2, theory_bytes=5 * n**2),
                   cost=Cost(flops=n * n, bytes=n, bound="compute" if n > 128 else "memory"))
-            for n in (128, 256, 512)
+            for n in (128, 256, 2048)
         ]  # fmt: skip
         (row,) = growth_rows(records, find_families(record.workload for record in records))
-        assert row["bound"] == "from 256 tokens"
+        assert row["bound"] == "compute, from 256 tokens"
         assert row["fits"] == pytest.approx((10**9 / 5) ** 0.5, rel=0.05)
 
 
@@ -247,8 +250,27 @@ class TestDerived:
         assert row["gain"] == pytest.approx(2, rel=0.05)
 
     def test_kernels_of_several_shapes_share_a_row(self):
-        (row,) = derived.kernels(two_frameworks())
-        assert (row["label"], row["shapes"], row["kernels"]) == ("torch.sdpa", 2, "flash_fwd")
+        rows = derived.kernels(make_cells(section_of(*two_frameworks())))
+        assert {(row["label"], row["kernels"]) for row in rows} == {("torch.sdpa", "flash_fwd")}
+        assert len({row["workload"] for row in rows}) == 2
+
+    def test_the_larger_share_of_output_and_gradients_counts(self):
+        errors = Errors(forward=0.1, forward_allowed=1.0, backward=0.6, backward_allowed=2.0)
+        assert share_of_allowed(errors) == pytest.approx(0.3)
+        assert share_of_allowed(Errors()) is None
+        assert share_of_allowed(None) is None
+
+    def test_what_is_wrong_has_a_verdict_with_and_without_errors(self):
+        far = Incorrect(implementation="a", workload=workload(128), reason="far", environment=CPU,
+                        errors=Errors(forward=1e9, forward_allowed=1.0))  # fmt: skip
+        silent = Incorrect(implementation="b", workload=workload(128), reason="silent", environment=CPU)
+        cells = make_cells(section_of(far, silent, timed("torch.a", 1e6)))
+        add_verdicts(cells)
+        rows = {row["label"]: row for row in cells.rows}
+        assert (rows["a"]["verdict"], rows["a"]["drawn_share"], rows["a"]["why"]) == ("wrong", 1000, "far")
+        assert rows["b"]["verdict"] == "wrong"
+        assert "share" not in rows["b"]
+        assert rows["torch.a"]["verdict"] == "right"
 
     def test_one_line_per_reason(self):
         records = two_frameworks()
@@ -367,3 +389,22 @@ def test_condensed_records_compare_as_before():
     assert len(condensed(a).time.samples_ns) == 8
     assert paired_ratio(condensed(a), condensed(b)) == paired_ratio(a, b)
     assert make_cells(section_of(a, b)).rows[0]["samples"] == 40
+
+
+def test_a_chart_that_cannot_be_drawn_is_named_and_the_others_are_written(tmp_path: Path, monkeypatch):
+    drawn = images.drawable
+
+    def broken(chart, rows, colours):
+        return {"mark": 1} if chart.name == "time" else drawn(chart, rows, colours)
+
+    monkeypatch.setattr(images, "drawable", broken)
+    with pytest.raises(AttnBenchError, match=r"these charts could not be drawn: time \(") as caught:
+        write_images(page_of(*two_frameworks()), tmp_path)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "winners.png").exists()
+    assert not (tmp_path / "time.png").exists()
+
+
+@pytest.mark.parametrize("name", ["constructor", "toString", "__proto__"])
+def test_names_that_javascript_knows_are_drawn(tmp_path: Path, name: str):
+    assert len(write_images(page_of(*two_frameworks(), timed(name, 3e6)), tmp_path)) >= 6

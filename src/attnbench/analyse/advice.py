@@ -60,8 +60,13 @@ def ratio_figure(name: str, ratio: Ratio) -> Figure:
 
 def tokens(count: float) -> str:
     """A length that was worked out, with two digits and no pretence of more."""
+    return f"{rounded(count):,}"
+
+
+def rounded(count: float) -> int:
+    """A length with two digits."""
     digits = SIGNIFICANT - len(str(int(count)))
-    return f"{round(count, min(digits, 0)):,.0f}"
+    return int(round(count, min(digits, 0)))
 
 
 def workloads(count: int) -> str:

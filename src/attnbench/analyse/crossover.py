@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
@@ -17,6 +18,8 @@ from attnbench.spec import Ok, Record
 Kind = Literal["always", "never", "from", "until", "same", "mixed"]
 """Of a against b, at the measured lengths: faster at all that differ, at none, from a length on, up to a length, no
 difference anywhere, or to and fro."""
+NARROW = 2.0
+"""Measured lengths that are at most so many times apart tell where between them a line through both may be read."""
 
 
 class Crossover(Struct, frozen=True, kw_only=True):
@@ -24,13 +27,20 @@ class Crossover(Struct, frozen=True, kw_only=True):
 
     kind: Kind
     length: float | None = None
-    """Where both take as long, interpolated in logarithms; for `from` and `until` only."""
+    """Where both take as long, interpolated in logarithms; for `from` and `until` only. Tell `point` instead."""
     interval: tuple[float, float] | None = None
-    """At 95 %, from the rounds; never wider than the measured lengths that differ for certain."""
+    """The nearest measured lengths around what the rounds say at 95 %: between two of them anything may happen."""
     lengths: tuple[int, ...]
     """At which both were timed."""
     ratios: tuple[Ratio, ...]
     """Time of b / time of a at each."""
+
+    @property
+    def point(self) -> float | None:
+        """The length, where what was measured around it is near enough to interpolate."""
+        if self.length is None or self.interval is None or self.interval[1] > NARROW * self.interval[0]:
+            return None
+        return self.length
 
 
 def crossover(a_records: Sequence[Record], b_records: Sequence[Record]) -> Crossover | None:
@@ -65,13 +75,17 @@ def _sign(ratio: Ratio) -> int:
 
 
 def _place(lengths: Sequence[int], logs: Sequence[LogRatio], sign: int) -> tuple[float, tuple[float, float]]:
-    """Where the ratio passes 1 between two lengths of certain and opposite sign."""
+    """Where the ratio passes 1 between two lengths of certain and opposite sign, and the measured ones around it."""
     x = np.log(lengths)
     points = sign * np.array([[one.point] for one in logs])
     draws = sign * np.stack([one.draws for one in logs])
     where = float(np.exp(_last_zero(x, points)[0]))
     low, high = (float(np.exp(edge)) for edge in np.quantile(_last_zero(x, draws), [0.025, 0.975]))
-    return where, (min(low, where), max(high, where))
+    below = max(0, bisect_right(lengths, min(low, where)) - 1)
+    above = min(len(lengths) - 1, bisect_left(lengths, max(high, where)))
+    if below == above:
+        below, above = max(0, below - 1), min(len(lengths) - 1, above + 1)
+    return where, (float(lengths[below]), float(lengths[above]))
 
 
 def _last_zero(x: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -69,16 +69,18 @@ def _reach(name: str, lengths: Sequence[int], leaders: Mapping[int, set[str]]) -
 
 
 def _boundary(names: Mapping[str, Sequence[Record]], below: Part, above: Part) -> Figure:
-    """Where the two take as long; the first length of the upper part where that cannot be told."""
+    """Where the two take as long: between two measured lengths, or at the first of the upper part."""
     name = f"{above.name} instead of {below.name} from"
     found = crossover(exact(names[above.name]), exact(names[below.name]))
     if found is None or found.kind != "from" or found.length is None or found.interval is None:
         return Figure(name=name, value=above.lengths[0], unit="tokens")
     low, high = found.interval
-    return Figure(name=name, value=found.length, low=low, high=high, unit="tokens")
+    return Figure(name=name, value=found.point or high, low=low, high=high, unit="tokens")
 
 
 def _from(figure: Figure, below: Part, above: Part) -> str:
     if figure.low is None or figure.high is None:
         return f"{above.name} from {above.lengths[0]:,} (nothing was measured after {below.lengths[-1]:,})"
-    return f"{above.name} from about {tokens(figure.value)} ({tokens(figure.low)}-{tokens(figure.high)})"
+    if figure.value == figure.high:
+        return f"{above.name} from somewhere between {figure.low:,.0f} and {figure.high:,.0f}"
+    return f"{above.name} from about {tokens(figure.value)} ({figure.low:,.0f}-{figure.high:,.0f})"

@@ -8,18 +8,23 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import Struct
 
+from attnbench.analyse.advice import rounded
 from attnbench.analyse.families import length
+from attnbench.analyse.flash import stores_scores
 from attnbench.analyse.scaling import Point, memory_points
 from attnbench.spec import Ok, OutOfMemory, Record
 from attnbench.workloads.cost import demand
 
 FARTHEST = 1 << 32
+REACH = 8
+"""Times the longest measured length: beyond it nobody knows how a path grows."""
 Model = Callable[[int], float]
 """Length -> bytes."""
 
 
 class Limit(Struct, frozen=True, kw_only=True):
-    """One call and its inputs fit up to about this length on an otherwise empty device."""
+    """One call and its inputs fit up to about this length on an otherwise empty device; what was worked out has two
+    digits."""
 
     length: int
     low: int
@@ -34,21 +39,25 @@ class Limit(Struct, frozen=True, kw_only=True):
 def fits_until(records: Sequence[Record], memory_bytes: int | None = None) -> Limit | None:
     """Limit of one implementation along a track; by default of the memory of the device it ran on.
 
-    None where fewer than two peaks were measured or the memory is not known.
+    None where fewer than two peaks were measured, the memory is not known, the scores are not stored (such a path grows
+    with its inputs) or the limit is too far beyond what was measured.
     """
     measured = [r for r in records if isinstance(r, Ok) and r.memory.peak_bytes]
     points = memory_points(measured)
     budget = memory_bytes or _device_memory(measured)
-    if budget is None or len({point.length for point in points}) < 2:
+    if budget is None or len({point.length for point in points}) < 2 or not all(map(stores_scores, measured)):
         return None
     inputs = _inputs(measured)
     answers = [_solve(model, inputs, budget) for model in (_polynomial(points), _power(points))]
     longest = max(point.length for point in points)
     failed = [n for r in records if isinstance(r, OutOfMemory) and (n := length(r.workload)) > longest]
     ceiling = min(failed, default=FARTHEST)
-    low, high = (min(max(edge(answers), longest), ceiling) for edge in (min, max))
+    low, high = (min(max(rounded(edge(answers)), longest), ceiling) for edge in (min, max))
+    found = min(max(rounded(answers[0]), low), high)
+    if found > REACH * longest:
+        return None
     return Limit(
-        length=min(max(answers[0], low), high),
+        length=found,
         low=low,
         high=high,
         memory_bytes=budget,

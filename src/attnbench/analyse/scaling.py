@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from attnbench.analyse.families import length
 from attnbench.analyse.ranking import is_timed
@@ -17,6 +18,9 @@ NORMAL = 1.96
 Growth = Literal["below O(n)", "O(n)", "between", "O(n^2)"]
 BELOW_LINEAR, LINEAR, QUADRATIC = 0.8, 1.2, 1.8
 """Local exponents up to which growth is below O(n) and O(n), and from which on it is O(n^2)."""
+ENOUGH_LENGTHS = 3
+FAR_APART = 4
+"""Two lengths say how a value grew if they are so many times apart; neither a class nor an interval."""
 
 
 class Point(Struct, frozen=True, kw_only=True):
@@ -35,7 +39,7 @@ class Slope(Struct, frozen=True):
 
     exponent: float
     interval: tuple[float, float] | None
-    """At 95 %; None where a single round says nothing of its own spread."""
+    """At 95 %; None for two lengths, which lie on any line, and where a round says nothing of its own spread."""
     theory: float | None
     """Exponent of the theory at the same lengths."""
 
@@ -48,9 +52,20 @@ class Fit(Struct, frozen=True, kw_only=True):
     """Between the two longest lengths, where fixed costs weigh least."""
     lengths: tuple[int, ...]
 
+    @property
+    def growth(self) -> Growth | None:
+        """Class of the growth at the long end; None from two lengths."""
+        return growth(self.local.exponent) if len(self.lengths) >= ENOUGH_LENGTHS else None
+
+    @property
+    def growth_in_theory(self) -> Growth | None:
+        """The class that it should have; None from two lengths."""
+        return growth(self.local.theory) if len(self.lengths) >= ENOUGH_LENGTHS else None
+
 
 class Regime(Struct, frozen=True):
-    """Where the arithmetic, not the memory traffic, sets the limit."""
+    """Where the arithmetic, not the memory traffic, sets the ceiling: of the shapes' FLOPs and bytes alone, whoever
+    runs them. One that stays far below its ceiling is bound by something else."""
 
     begins: Literal["always", "never", "from"]
     """always and never: at every measured length, at none."""
@@ -61,15 +76,18 @@ class Regime(Struct, frozen=True):
 
 
 def exponent(points: Sequence[Point]) -> Fit | None:
-    """Regress ln(value) on ln(length); None for fewer than two lengths.
+    """Regress ln(value) on ln(length); None for fewer than three lengths unless two are far apart.
 
     The interval joins what the rounds say of each point with how far the points are from a straight line.
     """
     lengths = sorted({point.length for point in points})
-    if len(lengths) < 2:
+    if len(lengths) < 2 or (len(lengths) < ENOUGH_LENGTHS and lengths[-1] < FAR_APART * lengths[0]):
         return None
     longest = [point for point in points if point.length in lengths[-2:]]
-    return Fit(overall=_slope(points), local=_slope(longest), lengths=tuple(lengths))
+    overall, local = _slope(points), _slope(longest)
+    if len(lengths) < ENOUGH_LENGTHS:
+        overall, local = (replace(slope, interval=None) for slope in (overall, local))
+    return Fit(overall=overall, local=local, lengths=tuple(lengths))
 
 
 def time_points(records: Iterable[Record]) -> list[Point]:

@@ -102,10 +102,10 @@ def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusiv
 
 def _names(impl: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
     from attnbench import registry
-    from attnbench.cli.selection import expand, loadable_names
+    from attnbench.cli.selection import expand, swept_names
 
     asked, known = impl or settings.implementations, registry.names()
-    return tuple(dict.fromkeys(name for one in asked for name in expand(one, known))) or tuple(loadable_names())
+    return tuple(dict.fromkeys(name for one in asked for name in expand(one, known))) or tuple(swept_names())
 
 
 def _gate_refs(

@@ -120,7 +120,7 @@ def select_implementations(choice: Choice, framework: str | None = None) -> tupl
     rivals = [name for one in choice.against for name in expand(one, known)]
     only_functions = bool(asked) and all(is_reference(name) for name in asked)
     if not rivals and (not asked or only_functions):
-        rivals = [name for name in loadable_names() if asked or framework is None or name.startswith(f"{framework}.")]
+        rivals = [name for name in swept_names() if asked or framework is None or name.startswith(f"{framework}.")]
         if framework is not None and not rivals:
             raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
     return tuple(dict.fromkeys([*asked, *rivals]))
@@ -135,6 +135,13 @@ def loadable_names() -> list[str]:
     for reason in broken.values():
         stderr_console().print(f"warning: {reason}", highlight=False, markup=False, soft_wrap=True)
     return good
+
+
+def swept_names() -> list[str]:
+    """Those that a sweep over everything takes; the others must be asked for by name."""
+    from attnbench import registry
+
+    return [name for name in loadable_names() if not registry.get(name).by_name_only]
 
 
 def is_reference(name: str) -> bool:

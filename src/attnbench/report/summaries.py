@@ -19,6 +19,8 @@ from attnbench.store.drafts import write_texts
 
 FILES = ("correctness.json", "memory.json", "performance.json", "summary.txt")
 
+CEILINGS = {"always": "at every length measured", "never": "at no length measured"}
+
 
 def folder_of(page: Path) -> Path:
     """Where the summaries of a page lie: beside it."""
@@ -108,14 +110,15 @@ def _time_line(one: Document) -> str:
     fit, regime = one["time"], one["compute_bound"]
     bound = ""
     if regime is not None:
-        where = f"from {regime.length:,} tokens" if regime.begins == "from" else f"{regime.begins} (as measured)"
-        bound = f"; compute-bound {where}"
+        edge = f"from {regime.length:,} tokens" if regime.begins == "from" else CEILINGS[regime.begins]
+        bound = f"; the shapes are compute-bound {edge}"
     return f"{_who(one)}: n^{_slope(fit.overall)}, at the long end n^{_slope(fit.local)}{bound}"
 
 
 def _memory_line(one: Document) -> str:
     fit, limit = one["memory"], one["fits_until"]
-    told = f"{_who(one)}: {one['growth']}, n^{_slope(fit.local)} at the long end"
+    grows = f"{one['growth']}, " if one["growth"] else ""
+    told = f"{_who(one)}: {grows}n^{_slope(fit.local)} at the long end"
     theory = f" ({one['growth_in_theory']})" if one["growth_in_theory"] else ""
     fits = "" if limit is None else f"; {limit.memory_bytes / 1e9:.3g} GB hold about {limit.length:,} tokens"
     return f"{told}{theory}{fits}"

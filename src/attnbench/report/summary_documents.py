@@ -14,7 +14,7 @@ from attnbench.analyse.crossover import crossover
 from attnbench.analyse.families import Track, tracks, tracks_of
 from attnbench.analyse.memory_limit import fits_until
 from attnbench.analyse.ranking import ANCHOR, baseline, label
-from attnbench.analyse.scaling import compute_bound, exponent, growth, memory_points, time_points
+from attnbench.analyse.scaling import compute_bound, exponent, memory_points, time_points
 from attnbench.analyse.speedup import speedups
 from attnbench.analyse.together import families_together, newest, timed_together
 from attnbench.spec import Ok, Record
@@ -152,7 +152,7 @@ def _memory_growth(track: Track, names: dict[str, list[Record]]) -> list[Documen
     for name, records in names.items():
         fit = exponent(memory_points(records))
         if fit is not None:
-            classes = {"growth": growth(fit.local.exponent), "growth_in_theory": growth(fit.local.theory)}
+            classes = {"growth": fit.growth, "growth_in_theory": fit.growth_in_theory}
             found.append(_line(track, name) | {"memory": fit, **classes, "fits_until": fits_until(records)})
     return found
 
@@ -164,7 +164,9 @@ def _crossovers(part: Measured) -> list[Document]:
         for name, records in names.items():
             if base is None or name == base or base not in names or not _change_sides(records, names[base]):
                 continue
-            found.append(_line(track, name) | {"against": base, "crossover": crossover(records, names[base])})
+            place = crossover(records, names[base])
+            told = None if place is None else structs.replace(place, length=place.point)
+            found.append(_line(track, name) | {"against": base, "crossover": told})
     return found
 
 

@@ -25,6 +25,7 @@ class OverMesh(Implementation):
     materialises_scores = False
     tunables = {"world": 0, "layout": "zigzag"}
     untested = ("cuda", "rocm", "tpu")
+    by_name_only = "spans several processes or devices, which is another question than which kernel is fastest"
 
     def __init__(self, name: str, movement: type[Travel] | type[Gather]) -> None:
         self.name, self._movement = name, movement

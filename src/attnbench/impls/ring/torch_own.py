@@ -26,6 +26,7 @@ class TorchOwn(Implementation):
 
     framework = "torch"
     method: str
+    by_name_only = "spans several processes or devices, which is another question than which kernel is fastest"
     tunables = {name: value for name, value in TUNABLES.items() if name != "inner"}
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -73,6 +74,7 @@ class ContextParallel(TorchOwn):
     name = "torch.ring-context-parallel"
     method = "context-parallel"
     untested = ("cuda",)
+    by_name_only = "spans several processes or devices, which is another question than which kernel is fastest"
 
     def available(self, environment: Environment) -> str | None:
         if environment.device == "cpu":

@@ -20,6 +20,7 @@ class Ring(Implementation):
     framework = "torch"
     tunables = TUNABLES
     untested = ("cuda",)
+    by_name_only = "spans several processes or devices, which is another question than which kernel is fastest"
 
     def available(self, environment: Environment) -> str | None:
         return needs_device(environment, "cpu", "cuda")

@@ -1,6 +1,7 @@
 """The charts as Vega-Lite, without their data: the page puts the same rows behind all of them.
 
-A label has one colour and one symbol on the whole page: its place in `labels`, looked up in the palette.
+A label has one colour, one symbol and one dash on the whole page: its place in `labels`, looked up in the palette.
+Vega keeps series in plain objects, where names such as "constructor" are taken: it is given keys, never bare names.
 """
 
 from __future__ import annotations
@@ -12,18 +13,34 @@ from typing import Any
 import altair as alt
 from msgspec import Struct
 
+from attnbench.report.html.palette import dashes
 from attnbench.report.html.picks import Choice
 
 ROWS = alt.NamedData(name="rows")
 PICKED = alt.param(name="picked", value="")
 """The implementation that the reader points at; the others fade."""
-FADED = alt.condition("picked == '' || datum.label == picked", alt.value(1), alt.value(0.12))
-FAINT = alt.condition("picked == '' || datum.label == picked", alt.value(0.6), alt.value(0.08))
+FIRM, FAINTER = 1, 0.6
+"""Opacity of points, and of what lies on top of each other."""
+FADED = alt.condition("picked == '' || datum.label == picked", alt.value(FIRM), alt.value(0.12))
+FAINT = alt.condition("picked == '' || datum.label == picked", alt.value(FAINTER), alt.value(0.08))
 HEIGHT = 340
+NEAR_ROOFS = 1.15
 CELL: dict[str, Any] = {"fillOpacity": 0.3, "strokeWidth": 1.5, "cornerRadius": 2}
+FRAMES = {"datum.rank != datum.next_rank": [1, 0], "datum.rank == datum.next_rank": [4, 3]}
+"""A dashed frame where the winner is too close to call."""
 TICKS = {"name": "ticks", "value": [step * 10.0**power for power in range(-9, 10) for step in (1, 2, 5)]}
 """A parameter: altair copies what stands in a chart dozens of times."""
 TIMED = "isValid(datum.ns) && datum.exact"
+KEY = "="
+"""Before every name that Vega sees as the key of a series."""
+KEYED = f"'{KEY}' + datum.label"
+LONGEST_NAME = 48
+SHORT_NAME = (
+    f"length(datum.label) > {LONGEST_NAME + 1}"
+    f" ? slice(datum.label, 1, {LONGEST_NAME // 2}) + '…' + slice(datum.label, -{LONGEST_NAME // 2})"
+    " : slice(datum.label, 1)"
+)
+"""What stands on axes and in legends: the name, long ones without their middle."""
 
 
 Spec = dict[str, Any]
@@ -80,6 +97,7 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
             certain="!isValid(datum.next_ns) ? 'only one measured'"
             " : datum.rank == datum.next_rank ? 'no, too close to call' : 'yes'",
             told="(datum.rank == datum.next_rank ? '≈ ' : '') + datum.label",
+            key=KEYED,
         )
         .encode(
             y=alt.Y(
@@ -110,10 +128,20 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
     grid, models = (base.transform_filter(which) for which in ("isValid(datum.column)", "!isValid(datum.column)"))
     fits = alt.ExprRef("bandwidth('x') < 50 ? 0 : 11")
     layers = [
-        grid.mark_rect(**CELL).encode(x=x, fill=fill, stroke=stroke),
+        *(
+            grid.transform_filter(which).mark_rect(**CELL, strokeDash=dash).encode(x=x, fill=fill, stroke=stroke)
+            for which, dash in FRAMES.items()
+        ),
         grid.mark_text(fontSize=fits, limit=alt.ExprRef("max(0, bandwidth('x') - 8)")).encode(x=x, text="told:N"),
-        models.mark_rect(**CELL).encode(x=alt.value(0), x2=alt.value("width"), fill=fill, stroke=stroke),
-        models.mark_text(fontSize=11).encode(x=alt.value(alt.ExprRef("width / 2")), text="told:N"),
+        *(
+            models.transform_filter(which)
+            .mark_rect(**CELL, strokeDash=dash)
+            .encode(x=alt.value(0), x2=alt.value("width"), fill=fill, stroke=stroke)
+            for which, dash in FRAMES.items()
+        ),
+        models.mark_text(fontSize=11, limit=alt.ExprRef("width - 8")).encode(
+            x=alt.value(alt.ExprRef("width / 2")), text="told:N"
+        ),
     ]
     return finish(alt.layer(*layers), "rows", "columns")
 
@@ -142,6 +170,7 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
         high_value=high or "null",
         theory_value=theory or "null",
         along="isValid(datum.beside) ? datum.beside : datum.len",
+        key=KEYED,
     ).encode(
         x=alt.X(
             "along:Q",
@@ -153,7 +182,7 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
         detail="batch:N",
     )
     y = alt.Y("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12), axis=log_axis())
-    lines = base.mark_line(strokeWidth=1.5).encode(y=y, opacity=FAINT)
+    lines = base.mark_line(strokeWidth=1.5).encode(y=y, opacity=FAINT, strokeDash=dash(labels))
     points = base.mark_point(filled=True, size=55).encode(
         y=y, opacity=FADED, shape=symbol(labels), tooltip=_length_tooltip(title)
     )
@@ -199,19 +228,20 @@ def _roofline_spec(labels: Labels, roofs: tuple[tuple[str, float, float], ...]) 
     points = (
         alt.Chart(ROWS)
         .transform_filter("datum.tflops > 0 && datum.intensity > 0")
+        .transform_calculate(key=KEYED)
         .mark_point(filled=True, size=45)
         .encode(
             x=x,
             y=y,
-            color=colour(labels, alt.Color),
-            shape=symbol(labels),
+            color=colour(labels, alt.Color, opacity=FAINTER),
+            shape=symbol(labels, FAINTER),
             opacity=FAINT,
             tooltip=[
                 alt.Tooltip("label:N", title="implementation"),
                 alt.Tooltip("tflops:Q", title="TFLOP/s", format=".4~g"),
                 alt.Tooltip("gbs:Q", title="GB/s", format=".4~g"),
                 alt.Tooltip("roofline:Q", title="share of the ceiling", format=".0%"),
-                alt.Tooltip("bound:N", title="bound by"),
+                alt.Tooltip("bound:N", title="ceiling of the shape"),
                 alt.Tooltip("shape:N", title="shape"),
             ],
         )
@@ -221,7 +251,20 @@ def _roofline_spec(labels: Labels, roofs: tuple[tuple[str, float, float], ...]) 
         values: list[dict[str, Any]] = [{"roof": name, "intensity": x, "tflops": y} for name, x, y in roofs]
         ceiling = alt.Chart(alt.InlineData(values=values)).mark_line(strokeWidth=1.5, color="#888888")
         layers.insert(0, ceiling.encode(x=x, y=y, strokeDash=alt.StrokeDash("roof:N", title="ceiling", legend=None)))
+        layers.append(_roof_names(values, x, y))
     return finish(alt.layer(*layers))
+
+
+def _roof_names(values: list[dict[str, Any]], x: alt.X, y: alt.Y) -> alt.Chart:
+    """What each ceiling is, above its right end; those too near to tell apart share a label."""
+    told: list[dict[str, Any]] = []
+    for end in sorted({one["roof"]: one for one in values}.values(), key=lambda one: -one["tflops"]):
+        if told and told[-1]["tflops"] < NEAR_ROOFS * end["tflops"]:
+            told[-1]["told"] += f" / {end['roof']}"
+        else:
+            told.append(end | {"told": f"ceiling: {end['roof']}"})
+    words = alt.Chart(alt.InlineData(values=told)).mark_text(align="right", baseline="bottom", dy=-4, color="#888888")
+    return words.encode(x=x, y=y, text="told:N")
 
 
 def strip(name: str, labels: Sequence[str], value: str, title: str, needs: str, limit: float | None = None) -> Chart:
@@ -235,12 +278,17 @@ def _strip_spec(labels: Labels, value: str, title: str, limit: float | None) -> 
     x = alt.X("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=16), axis=log_axis())
     ticks = (
         alt.Chart(ROWS)
-        .transform_calculate(value=value)
+        .transform_calculate(value=value, key=KEYED)
         .transform_filter("datum.value > 0")
         .mark_tick(thickness=2, size=14)
         .encode(
             x=x,
-            y=alt.Y("label:N", title=None, sort=list(labels), axis=alt.Axis(labelLimit=200, ticks=False, domain=False)),
+            y=alt.Y(
+                "key:N",
+                title=None,
+                sort=keys(labels),
+                axis=alt.Axis(labelExpr=SHORT_NAME, labelLimit=200, ticks=False, domain=False),
+            ),
             color=colour(labels, alt.Color, legend=False),
             opacity=FAINT,
             tooltip=[
@@ -257,16 +305,34 @@ def _strip_spec(labels: Labels, value: str, title: str, limit: float | None) -> 
     return finish(alt.layer(*layers))
 
 
-def colour(labels: Sequence[str], channel: type[Any], legend: bool = True, told: Sequence[str] = ()) -> Any:
+def keys(labels: Sequence[str]) -> list[str]:
+    """What Vega knows these implementations by."""
+    return [f"{KEY}{label}" for label in labels]
+
+
+def colour(
+    labels: Sequence[str], channel: type[Any], legend: bool = True, told: Sequence[str] = (), opacity: float = FIRM
+) -> Any:
     """One colour per implementation, the same on the whole page."""
-    shown = alt.Legend(title=None, symbolLimit=60, labelLimit=220, values=list(told or labels)) if legend else None
-    return channel("label:N", scale=alt.Scale(domain=list(labels)), legend=shown)
+    shown = _legend(told or labels, opacity) if legend else None
+    return channel("key:N", scale=alt.Scale(domain=keys(labels)), legend=shown)
 
 
-def symbol(labels: Sequence[str]) -> alt.Shape:
+def symbol(labels: Sequence[str], opacity: float = FIRM) -> alt.Shape:
     """One symbol per implementation."""
-    told = alt.Legend(title=None, symbolLimit=60, values=list(labels))
-    return alt.Shape("label:N", scale=alt.Scale(domain=list(labels)), legend=told)
+    return alt.Shape("key:N", scale=alt.Scale(domain=keys(labels)), legend=_legend(labels, opacity))
+
+
+def dash(labels: Sequence[str]) -> alt.StrokeDash:
+    """Lines of one colour differ in their dashes."""
+    return alt.StrokeDash("key:N", scale=alt.Scale(domain=keys(labels), range=dashes(len(labels))), legend=None)
+
+
+def _legend(labels: Sequence[str], opacity: float) -> alt.Legend:
+    told = keys(labels)
+    return alt.Legend(
+        title=None, symbolLimit=60, labelLimit=260, labelExpr=SHORT_NAME, values=told, symbolOpacity=opacity
+    )
 
 
 def log_axis(grid: bool = True, values: Sequence[float] = ()) -> alt.Axis:

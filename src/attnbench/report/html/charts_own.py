@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from attnbench.analyse.ranking import LEAST_DIFFERENCE
-from attnbench.report.html.charts import ROWS, Chart, Labels, Spec, colour, drawn_once, finish, log_axis, symbol
+from attnbench.report.html.charts import KEYED, ROWS, Chart, Labels, Spec, colour, drawn_once, finish, log_axis, symbol
 from attnbench.report.html.packing import pack
 from attnbench.report.html.picks import series_choices
 
@@ -26,12 +26,16 @@ def history(labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Chart:
 
 @drawn_once
 def _history_spec(labels: Labels) -> Spec:
-    base = alt.Chart(ROWS).encode(
-        x=alt.X(
-            "when:O",
-            title="Run, the oldest first",
-            sort=alt.EncodingSortField("place", op="min"),
-            axis=alt.Axis(labelAngle=-35, labelLimit=170, labelOverlap="greedy", grid=False),
+    base = (
+        alt.Chart(ROWS)
+        .transform_calculate(key=KEYED)
+        .encode(
+            x=alt.X(
+                "when:O",
+                title="Run, the oldest first",
+                sort=alt.EncodingSortField("place", op="min"),
+                axis=alt.Axis(labelAngle=-35, labelLimit=170, labelOverlap="greedy", grid=False),
+            )
         )
     )
     title = "Time / time of the anchor kernels"

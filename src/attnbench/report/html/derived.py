@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
@@ -16,6 +17,8 @@ Rows = list[dict[str, Any]]
 MOST_KERNELS = 12
 MOST_NAMES = 8
 LONGEST_REASON = 400
+SHORT_REASON = 200
+MOST_REASONS = 3
 
 
 def side_by_side(cells: Cells) -> Rows:
@@ -63,25 +66,25 @@ def kv_cache(cells: Cells) -> Rows:
     return list(rows.values())
 
 
-def kernels(records: Iterable[Record]) -> Rows:
-    """Who launched what: shapes that launched the same kernels share a row."""
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in records:
-        if not isinstance(record, Ok) or not record.kernels:
-            continue
-        key = (label(record), record.workload.pass_, record.kernels)
-        row = groups.setdefault(
-            key,
-            {
-                "label": label(record),
-                "framework": framework_of(record),
-                "pass": record.workload.pass_,
-                "shapes": 0,
-                "kernels": "\n".join(_capped(record.kernels, MOST_KERNELS)),
-            },
-        )
-        row["shapes"] += 1
-    return list(groups.values())
+def kernels(cells: Cells) -> Rows:
+    """Who launched what where; the page joins shapes that launched the same."""
+    return [
+        {"label": label(record), "framework": framework_of(record)}
+        | _shape(record, cells.families)
+        | {"kernels": "\n".join(_capped(record.kernels, MOST_KERNELS))}
+        for record in cells.records
+        if isinstance(record, Ok) and record.kernels
+    ]
+
+
+def why_nothing(records: Iterable[Record]) -> str:
+    """The reasons that most cells without a result have."""
+    reasons = Counter(record.reason for record in records if not isinstance(record, Ok))
+    told = [
+        f"{' '.join(reason.split())[:SHORT_REASON].rstrip('.')} ({count} cell{'' if count == 1 else 's'})"
+        for reason, count in reasons.most_common(MOST_REASONS)
+    ]
+    return "Nothing was timed." + (f" The reasons given most often: {'; '.join(told)}." if told else "")
 
 
 def not_run(records: Iterable[Record], families: Families) -> Rows:

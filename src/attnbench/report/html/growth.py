@@ -13,12 +13,14 @@ from attnbench.analyse.scaling import (
     Slope,
     compute_bound,
     exponent,
-    growth,
     memory_points,
     time_points,
 )
 from attnbench.report.html.families import Families
 from attnbench.spec import Record
+
+CEILINGS = {"always": "compute", "never": "memory"}
+"""What sets the ceiling at all lengths of a track."""
 
 
 def growth_rows(records: Iterable[Record], families: Families) -> list[dict[str, Any]]:
@@ -28,17 +30,20 @@ def growth_rows(records: Iterable[Record], families: Families) -> list[dict[str,
         for name, members in names.items():
             time, memory = exponent(time_points(members)), exponent(memory_points(members))
             if time is not None or memory is not None:
-                who = _identity(name, track, members[0], families)
+                who = _identity(name, track, members, families)
                 rows.append(who | _time(time, members) | _memory(memory, members))
     return rows
 
 
-def _identity(name: str, track: Track, record: Record, families: Families) -> dict[str, Any]:
+def _identity(name: str, track: Track, records: Sequence[Record], families: Families) -> dict[str, Any]:
+    """`words` is what the filter of shapes looks at, a line per shape."""
+    shapes = [record.workload for record in records]
     return {
         "label": name,
         "framework": track.family.framework,
         "pass": track.family.pass_,
-        "track": families.track(record.workload),
+        "track": families.track(shapes[0]),
+        "words": "\n".join(f"{workload.id} {families.shape(workload)}" for workload in shapes),
     }
 
 
@@ -63,7 +68,7 @@ def _memory(fit: Fit | None, records: Sequence[Record]) -> dict[str, Any]:
         "memory": fit.overall.exponent,
         "memory_interval": _interval(fit.overall),
         "memory_theory": fit.overall.theory,
-        "memory_is": growth(fit.local.exponent),
+        "memory_is": fit.growth,
         "fits": None if limit is None else limit.length,
     }
 
@@ -75,7 +80,7 @@ def _lengths(fit: Fit) -> str:
 def _bound(regime: Regime | None) -> str | None:
     if regime is None:
         return None
-    return f"from {regime.length:,} tokens" if regime.begins == "from" else f"{regime.begins} (as measured)"
+    return f"compute, from {regime.length:,} tokens" if regime.begins == "from" else CEILINGS[regime.begins]
 
 
 def _interval(slope: Slope) -> str | None:

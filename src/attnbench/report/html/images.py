@@ -7,10 +7,10 @@ from typing import Any
 
 import vl_convert
 
-from attnbench.errors import UsageError
+from attnbench.errors import AttnBenchError, UsageError
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.cells import Cell
-from attnbench.report.html.charts import Chart
+from attnbench.report.html.charts import Chart, keys
 from attnbench.report.html.packing import unpack
 from attnbench.report.html.page import Page
 from attnbench.report.html.palette import LIGHT, ranges
@@ -18,6 +18,7 @@ from attnbench.report.html.palette import LIGHT, ranges
 WIDTH = 640
 SCALE = 2
 LABELS = 12
+LONGEST_ERROR = 200
 AXIS = {
     "titleFontWeight": "normal",
     "domainColor": "#bbbbbb",
@@ -32,19 +33,34 @@ FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 def write_images(page: Page, folder: Path) -> list[Path]:
     """Draw them all; those that show one thing at a time show what the page does at first."""
     written: list[Path] = []
+    failed: list[str] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, part in enumerate(page.parts):
             tail = f"-{number + 1}" if len(page.parts) > 1 else ""
             for chart in (chart for view in part.views for chart in view.charts):
                 spec = drawable(chart, part.cells.rows, len(page.labels))
+                try:
+                    picture, drawing = _drawn(spec)
+                except ValueError as error:
+                    failed.append(f"{chart.name}{tail} ({str(error).strip().splitlines()[0][:LONGEST_ERROR]})")
+                    continue
                 png, svg = (folder / f"{chart.name}{tail}.{kind}" for kind in ("png", "svg"))
-                png.write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=SCALE))
-                svg.write_text(vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE), encoding="utf-8")
+                png.write_bytes(picture)
+                svg.write_text(drawing, encoding="utf-8")
                 written += [png, svg]
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --png another folder.") from error
+    if failed:
+        raise AttnBenchError(
+            f"{len(written)} files were written to {folder}, but these charts could not be drawn: {'; '.join(failed)}."
+        )
     return written
+
+
+def _drawn(spec: dict[str, Any]) -> tuple[bytes, str]:
+    picture = vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=SCALE)
+    return picture, vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
 
 
 def drawable(chart: Chart, rows: list[Cell], colours: int) -> dict[str, Any]:
@@ -59,7 +75,7 @@ def drawable(chart: Chart, rows: list[Cell], colours: int) -> dict[str, Any]:
         spec["height"] = chart.step * len({row[chart.lines] for row in mine})
     axes = {name: listed(field, mine) for name, field in chart.axes.items()}
     params = [one | {"value": axes[one["name"]]} if one["name"] in axes else one for one in spec["params"]]
-    shown = {row["label"] for row in mine if "label" in row}
+    shown = set(keys([row["label"] for row in mine if "label" in row]))
     return _told(spec, shown) | {"params": params, "datasets": {"rows": mine}, "config": _config(colours)}
 
 

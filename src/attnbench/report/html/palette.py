@@ -32,6 +32,8 @@ DARK = (
 )
 SYMBOLS = ("circle", "square", "triangle-up", "diamond")
 """Four against ten colours: the pairs repeat only after twenty implementations."""
+DASHES = ([1, 0], [6, 3], [2, 2])
+"""Lines have no symbols: those of one colour differ here."""
 
 
 def order_labels(cells: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -51,3 +53,8 @@ def ranges(count: int, colours: tuple[str, ...]) -> dict[str, list[str]]:
         "category": [colours[place % len(colours)] for place in range(count)],
         "symbol": [SYMBOLS[place % len(SYMBOLS)] for place in range(count)],
     }
+
+
+def dashes(count: int) -> list[list[int]]:
+    """A dash per label, another one each time that the colours begin anew."""
+    return [DASHES[place // len(LIGHT) % len(DASHES)] for place in range(count)]

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from attnbench.report.html.packing import pack
 
-Kind = Literal["text", "label", "ns", "bytes", "number", "ratio", "percent", "error", "gain", "list"]
+Kind = Literal["text", "label", "ns", "bytes", "number", "ratio", "percent", "error", "gain", "list", "of"]
 
 
 class Column(Struct, frozen=True):
@@ -32,25 +32,47 @@ class Table(Struct, frozen=True, omit_defaults=True):
     descending: bool = False
 
 
-def own(columns: list[Column], rows: Sequence[Mapping[str, Any]], sort: str, descending: bool = False) -> Table:
+def own(
+    columns: list[Column],
+    rows: Sequence[Mapping[str, Any]],
+    sort: str,
+    descending: bool = False,
+    made_by: str = "",
+) -> Table:
     """A table whose rows are not cells."""
-    return Table(columns, sort, rows=pack(rows), descending=descending)
+    return Table(columns, sort, rows=pack(rows), made_by=made_by, descending=descending)
 
 
 SHAPE = Column("shape", "shape")
 LABEL = Column("label", "implementation", "label")
 
+WINNERS = Table(
+    [
+        SHAPE,
+        Column("label", "fastest", "label"),
+        Column("ns", "time", "ns"),
+        Column("next_label", "next best", "label"),
+        Column("regret", "regret of the next best", "percent"),
+        Column("certain", "certain"),
+        Column("field", "measured here", "number"),
+    ],
+    sort="shape",
+    needs="ns",
+    made_by="winners",
+)
 REGRET = Table(
     [
         LABEL,
-        Column("shapes", "shapes", "number"),
+        Column("shapes", "shapes", "of"),
         Column("wins", "in front", "number"),
         Column("mean_regret", "regret, mean", "percent"),
         Column("worst_regret", "regret, worst", "percent"),
         Column("worst_shape", "worst at"),
     ],
-    sort="mean_regret",
+    sort="shapes",
+    needs="ns",
     made_by="regret",
+    descending=True,
 )
 SPEEDUPS = Table(
     [
@@ -67,7 +89,6 @@ SPEEDUPS = Table(
     sort="gain",
     needs="ns",
     made_by="speedups",
-    descending=True,
 )
 MEMORY = Table(
     [
@@ -117,7 +138,7 @@ ROOFLINE = Table(
         SHAPE,
         LABEL,
         Column("roofline", "share reached", "percent"),
-        Column("bound", "bound by"),
+        Column("bound", "ceiling of the shape"),
         Column("tflops", "TFLOP/s", "number"),
         Column("gbs", "GB/s", "number"),
         Column("intensity", "FLOP per byte", "number"),
@@ -136,6 +157,7 @@ CORRECTNESS = Table(
     [
         SHAPE,
         LABEL,
+        Column("verdict", "result"),
         Column("error", "forward error", "error"),
         Column("allowed", "allowed", "error"),
         Column("share", "share of allowed", "percent"),
@@ -147,10 +169,10 @@ CORRECTNESS = Table(
         Column("hidden_nan", "NaN behind the mask"),
         Column("checked", "rows checked", "percent"),
         Column("approximate", "approximate"),
+        Column("why", "why"),
     ],
     sort="share",
-    needs="checked",
-    made_by="errors",
+    needs="verdict",
     descending=True,
 )
 FRAMEWORKS = [
@@ -167,14 +189,19 @@ CACHE = [
     Column("per_token", "per token of context", "bytes"),
     Column("scores", "scores, if they were stored", "bytes"),
 ]
-GROWTH = [
+GROWTH_TIME = [
     Column("track", "shapes"),
     LABEL,
     Column("lengths", "lengths"),
     Column("time", "time ~ n to the power", "ratio"),
     Column("time_interval", "95 %"),
     Column("time_theory", "in theory", "ratio"),
-    Column("bound", "compute-bound"),
+    Column("bound", "ceiling of the shapes"),
+]
+GROWTH_MEMORY = [
+    Column("track", "shapes"),
+    LABEL,
+    Column("lengths", "lengths"),
     Column("memory", "memory ~ n to the power", "ratio"),
     Column("memory_interval", "95 %"),
     Column("memory_theory", "in theory", "ratio"),
@@ -191,10 +218,16 @@ HISTORY = [
     Column("changes", "changes of level"),
 ]
 KERNELS = [LABEL, Column("pass", "pass"), Column("shapes", "shapes", "number"), Column("kernels", "kernels", "list")]
-NOT_RUN = [
-    Column("status", "what happened"),
-    Column("cells", "cells", "number"),
-    Column("labels", "implementations"),
-    Column("reason", "reason"),
-    Column("where", "for example at"),
-]
+NOT_RUN = Table(
+    [
+        Column("status", "what happened"),
+        Column("cells", "cells", "number"),
+        Column("labels", "implementations"),
+        Column("reason", "reason"),
+        Column("where", "for example at"),
+    ],
+    sort="cells",
+    needs="reason",
+    made_by="skipped",
+    descending=True,
+)

@@ -15,6 +15,7 @@ from attnbench.report.html.map import column_title
 from attnbench.report.html.picks import family_choices
 from attnbench.report.html.sections import Section
 from attnbench.report.html.tables import Table, own
+from attnbench.report.html.verdicts import FARTHEST, add_verdicts
 
 MOST_LINES = 80
 """A chart with a line per shape and more shapes than this is no help."""
@@ -33,17 +34,16 @@ class View(Struct, frozen=True):
 
 def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]:
     """Every view that this section has data for, and a line for those that a reader would miss."""
+    add_verdicts(cells)
     views = [
         *_speed(cells, labels),
         _memory(cells, labels),
-        own_view("growth", "Growth with length",
-                 "Exponents fitted over the lengths measured at one batch size; 1 is O(n), 2 is O(n^2).",
-                 own(tables.GROWTH, growth_rows(cells.records, cells.families), "track"),
-                 "Nothing was measured at two lengths of one batch size, so there is no growth to see."),
+        *_growth(cells),
         own_view("cache", "KV cache", "What keys and values of the whole context take in memory, whoever reads them.",
                  own(tables.CACHE, derived.kv_cache(cells), "cache", True)),
         _if_any(cells, "fragmentation", View("fragmentation", "Fragmentation",
-                "Memory that the allocator holds and cannot hand out.", table=tables.FRAGMENTATION)),
+                "1 - allocated / reserved of the whole process: what its allocator holds and nobody used at the "
+                "peak, blocks kept for the next call included.", table=tables.FRAGMENTATION)),
         _roofline(cells, labels),
         _if_any(cells, "ns", View("percentiles", "Latency percentiles",
                 "Every sample counts, none was dropped. A long tail is the machine's or the kernel's.",
@@ -53,10 +53,8 @@ def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]
         _frameworks(cells),
         history,
         own_view("kernels", "Kernels that ran", "Read from a profile of the timed call, not from a name.",
-                 own(tables.KERNELS, derived.kernels(cells.records), "label"), "No run was profiled."),
-        own_view("not-run", "Skipped or failed", "Once per reason. What has no result has no time.",
-                 own(tables.NOT_RUN, derived.not_run(cells.records, cells.families), "cells", True),
-                 "Everything that was asked for ran and was right."),
+                 own(tables.KERNELS, derived.kernels(cells), "label", made_by="kernels"), "No run was profiled."),
+        _not_run(cells),
     ]  # fmt: skip
     return [view for view in views if view is not None]
 
@@ -93,10 +91,16 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
     winners = View(
         "winners",
         "Winner map",
-        "The fastest exact implementation at each batch and length; ≈ where it is too close to call. "
-        "Regret is the extra time that another choice costs.",
+        "The fastest exact implementation at each batch and length; ≈ and a dashed frame where it is too close to "
+        "call. Regret is the extra time that another choice costs.",
         [charts.winner_map(labels, _winners(cells), column_title(cells.rows))],
-        tables.REGRET,
+        tables.WINNERS,
+    )
+    regret = View(
+        "regret",
+        "One for all shapes",
+        "What it costs to use one implementation everywhere: compare those that ran on as many shapes.",
+        table=tables.REGRET,
     )
     length = View(
         "length",
@@ -111,11 +115,12 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         "no significant difference where the interval covers 1.",
         table=tables.SPEEDUPS,
     )
-    nothing = "Nothing was timed."
+    nothing = derived.why_nothing(cells.records)
     return [
         _if_any(cells, "ns", winners, nothing),
+        _if_any(cells, "ns", regret),
         _if_any(cells, "ns", length),
-        _if_any(cells, "gain0", speedups, nothing),
+        _if_any(cells, "gain0", speedups, "Nothing was timed that could be compared."),
     ]
 
 
@@ -150,8 +155,37 @@ def _why_no_peak(cells: Cells) -> str:
     return f": {reasons[0]}" if reasons else ""
 
 
+def _growth(cells: Cells) -> list[View | None]:
+    rows = growth_rows(cells.records, cells.families)
+    time, memory = ([row for row in rows if row.get(field) is not None] for field in ("time", "memory"))
+    fitted = (
+        "Exponents over the lengths measured at one batch size; 1 is O(n), 2 is O(n^2). Two lengths have no interval."
+    )
+    return [
+        own_view("growth-time", "Growth of time with length",
+                 f"{fitted} The ceiling follows from the FLOPs and bytes of the shapes, not from the implementation.",
+                 own(tables.GROWTH_TIME, time, "track"),
+                 "Nothing was timed at three lengths of one batch size, or at two that are 4 times apart."),
+        own_view("growth-memory", "Growth of memory with length",
+                 f"{fitted} Where it stops fitting the device is said of those that store the scores, up to 8 times "
+                 "the longest length measured.",
+                 own(tables.GROWTH_MEMORY, memory, "track")),
+    ]  # fmt: skip
+
+
+def _not_run(cells: Cells) -> View:
+    if all(cell["status"] == "ok" for cell in cells.rows):
+        return View("not-run", "Skipped or failed", empty="Everything that was asked for ran and was right.")
+    note = "Once per reason. What has no result has no time."
+    return View("not-run", "Skipped or failed", note, table=tables.NOT_RUN)
+
+
 def _roofline(cells: Cells, labels: Sequence[str]) -> View | None:
-    note = "Grey lines are the ceilings measured on this device by a large matrix product and a large copy."
+    note = (
+        "Grey lines are the ceilings measured on this device by a large matrix product and a large copy. "
+        "Which of the two binds follows from the FLOPs and bytes of a shape, whoever runs it: an implementation at 2 % "
+        "of its ceiling is bound by something else."
+    )
     view = View("roofline", "Roofline", note, [charts.roofline(labels, derived.roofs(cells))], tables.ROOFLINE)
     return _if_any(cells, "roofline", view, "No ceiling was measured for this device and precision.")
 
@@ -163,13 +197,17 @@ def _compile(cells: Cells, labels: Sequence[str]) -> View | None:
 
 
 def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
-    share = "isValid(datum.error) ? datum.error / datum.allowed : datum.gradient / datum.gradient_allowed"
-    chart = charts.strip("correctness", labels, share, "Error / error allowed", "checked", limit=1)
+    beyond = any(cell.get("share", 0) > FARTHEST for cell in cells.rows)
+    title = "Error / error allowed" + (f" ({FARTHEST:.0f}: as much or more)" if beyond else "")
+    drawn = [charts.strip("correctness", labels, "datum.drawn_share", title, "drawn_share", limit=1)]
+    if not any("drawn_share" in cell for cell in cells.rows):
+        drawn = []
     note = (
-        "Relative error against float64. What is allowed follows from plain attention in the same precision; "
-        "beyond the dashed line a result is wrong and has no time."
+        "Relative error against float64, of the output or of the gradients, whichever made more of what it may. What "
+        "is allowed follows from plain attention in the same precision; beyond the dashed line a result is wrong and "
+        "has no time."
     )
-    return _if_any(cells, "checked", View("correctness", "Correctness", note, [chart], tables.CORRECTNESS))
+    return _if_any(cells, "verdict", View("correctness", "Correctness", note, drawn, tables.CORRECTNESS))
 
 
 def _frameworks(cells: Cells) -> View | None:

@@ -57,8 +57,15 @@ class LazyChart {
 
   draw() {
     near.unobserve(this.box);
-    this.drawing ||= this.embed();
+    this.drawing ||= this.embed().catch(() => this.giveUp());
     return this.drawing;
+  }
+
+  // One chart that fails must not keep the others from being drawn.
+  giveUp() {
+    this.view = null;
+    this.box.replaceChildren(make("p", "This chart could not be drawn.", "quiet"));
+    this.box.dataset.drawn = "no";
   }
 
   async embed() {
@@ -76,6 +83,7 @@ class LazyChart {
   async update() {
     if (!this.drawing) return;
     await this.drawing;
+    if (!this.view) return;
     for (const [name, field] of Object.entries(this.chart.axes)) this.view.signal(name, this.listed(field));
     await this.view.height(this.height()).data("rows", this.values()).runAsync();
   }
@@ -83,14 +91,14 @@ class LazyChart {
   async pick(label) {
     if (!this.drawing) return;
     await this.drawing;
-    await this.view.signal("picked", label).runAsync();
+    await this.view?.signal("picked", label).runAsync();
   }
 
   async redraw() {
     if (!this.drawing) return;
     await this.drawing;
-    this.view.finalize();
-    this.drawing = this.embed();
+    this.view?.finalize();
+    this.drawing = this.embed().catch(() => this.giveUp());
   }
 }
 
@@ -131,7 +139,8 @@ function drawLegend(list, charts) {
   list.replaceChildren(...DATA.labels.filter((label) => shown.has(label)).map((label) => {
     const button = make("button");
     button.type = "button";
-    button.append(symbol(label), label);
+    button.append(symbol(label), short(label));
+    button.title = label;
     for (const event of ["mouseenter", "focus"]) button.addEventListener(event, () => pick(label));
     for (const event of ["mouseleave", "blur"]) button.addEventListener(event, () => pick(""));
     const item = make("li");

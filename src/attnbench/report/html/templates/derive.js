@@ -1,4 +1,17 @@
 // Rows that depend on what passes the filters, or on the baseline that was chosen.
+const MOST_NAMES = 8;
+const LONGEST_REASON = 400;
+
+function grouped(rows, keyOf) {
+  const groups = new Map();
+  for (const row of rows) {
+    const key = keyOf(row);
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(row);
+  }
+  return groups;
+}
+
 const DERIVED = {
   regret(rows) {
     const best = new Map();
@@ -14,7 +27,30 @@ const DERIVED = {
       if (regret > one.worst_regret) Object.assign(one, { worst_regret: regret, worst_shape: row.shape });
       found.set(row.label, one);
     }
-    return [...found.values()].map((one) => ({ ...one, mean_regret: Math.expm1(one.logs / one.shapes) }));
+    return [...found.values()]
+      .map((one) => ({ ...one, of: best.size, mean_regret: Math.expm1(one.logs / one.shapes) }))
+      .sort((a, b) => a.mean_regret - b.mean_regret);
+  },
+  winners(rows) {
+    return [...grouped(rows.filter((row) => row.exact), (row) => row.workload).values()].map((field) => {
+      const [first, next] = field.sort((a, b) => a.ns - b.ns);
+      const certain = !next ? "only one measured" : first.rank === next.rank ? "no, too close to call" : "yes";
+      const regret = next ? next.ns / first.ns - 1 : undefined;
+      return { ...first, next_label: next?.label, regret, certain, field: field.length };
+    });
+  },
+  kernels: (rows) => [...grouped(rows, (row) => `${row.label}\n${row.pass}\n${row.kernels}`).values()]
+    .map((group) => ({ ...group[0], shapes: group.length })),
+  skipped(rows) {
+    const lost = rows.filter((row) => row.status !== "ok");
+    return [...grouped(lost, (row) => `${row.status}\n${row.reason}`).values()].map((group) => {
+      const names = [...new Set(group.map((row) => row.label))];
+      const { status, reason, shape } = group[0];
+      const more = names.length > MOST_NAMES ? [`and ${names.length - MOST_NAMES} more`] : [];
+      return { status: status.replaceAll("_", " "), cells: group.length, where: shape,
+        labels: [...names.slice(0, MOST_NAMES).map(short), ...more].join(", "), all_labels: names.join(", "),
+        reason: reason.length > LONGEST_REASON ? `${reason.slice(0, LONGEST_REASON - 1)}…` : reason };
+    });
   },
   speedups(rows, baseline) {
     const field = `gain${baseline}`;
@@ -26,11 +62,4 @@ const DERIVED = {
   },
   memory: (rows) => rows.map((row) => ({ ...row, over: row.theory ? row.peak / row.theory : undefined })),
   tails: (rows) => rows.map((row) => ({ ...row, tail: row.p99 / row.ns })),
-  errors: (rows) => rows.map((row) => ({ ...row, share: shareOfAllowed(row) })),
 };
-
-function shareOfAllowed(row) {
-  const shares = [[row.error, row.allowed], [row.gradient, row.gradient_allowed]];
-  const known = shares.filter(([error, allowed]) => error !== undefined && allowed).map(([error, allowed]) => error / allowed);
-  return known.length ? Math.max(...known) : undefined;
-}

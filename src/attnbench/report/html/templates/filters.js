@@ -1,4 +1,5 @@
-// What the reader wants to see. A row passes what it does not know: a table of shapes has no implementation.
+// What the reader wants to see. A row passes what it does not know (a table of shapes has no implementation), but every
+// row knows its shape, or has `words` with a line for each of its shapes.
 const form = document.getElementById("filters");
 
 function unique(field) {
@@ -14,7 +15,8 @@ function fillFilters() {
     const line = make("label");
     const tick = make("input");
     Object.assign(tick, { type: "checkbox", name: "label", value: label, defaultChecked: true });
-    line.append(tick, " ", label);
+    line.append(tick, " ", short(label));
+    line.title = label;
     box.append(line);
   }
 }
@@ -28,9 +30,9 @@ function currentFilter() {
     if (framework.value && row.framework !== undefined && row.framework !== framework.value) return false;
     if (pass.value && row.pass !== undefined && row.pass !== pass.value) return false;
     if (row.label !== undefined && hidden.has(row.label)) return false;
-    if (!wanted.length || row.workload === undefined) return true;
-    const text = `${row.workload} ${row.shape}`.toLowerCase();
-    return wanted.every((word) => text.includes(word));
+    if (!wanted.length) return true;
+    const shapes = (row.words ?? `${row.workload} ${row.shape}`).toLowerCase().split("\n");
+    return shapes.some((shape) => wanted.every((word) => shape.includes(word)));
   };
 }
 

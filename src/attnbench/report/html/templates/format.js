@@ -14,7 +14,8 @@ function withUnit(value, units) {
 
 const TIMES = [["s", 1e9], ["ms", 1e6], ["us", 1e3], ["ns", 1]];
 const SIZES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
-const NUMERIC = new Set(["ns", "bytes", "number", "ratio", "percent", "error", "gain"]);
+const LONGEST_NAME = 48;
+const NUMERIC = new Set(["of", "ns", "bytes", "number", "ratio", "percent", "error", "gain"]);
 
 function ratioText(value, low, high) {
   if (high > 10 * low) return "cannot tell";
@@ -23,9 +24,16 @@ function ratioText(value, low, high) {
   return `${middle}x (${least}-${most})`;
 }
 
+// A long name without its middle; where it stands, its title is the whole.
+function short(name) {
+  const half = LONGEST_NAME / 2;
+  return name.length > LONGEST_NAME ? `${name.slice(0, half - 1)}…${name.slice(-half)}` : name;
+}
+
 const FORMATS = {
   text: (value) => value,
-  label: (value) => value,
+  label: (value) => short(value),
+  of: (value, row) => `${value} of ${row.of}`,
   list: (value) => value,
   ns: (value) => withUnit(value, TIMES),
   bytes: (value) => withUnit(value, SIZES),

@@ -33,7 +33,7 @@ function drawInIdleTime() {
   const waiting = VIEWS.flatMap((view) => view.charts).filter((chart) => !chart.drawing);
   if (!waiting.length) { document.body.dataset.ready = "yes"; return; }
   const idle = window.requestIdleCallback || ((work) => setTimeout(work, 50));
-  idle(() => waiting[0].draw().then(drawInIdleTime));
+  idle(() => waiting[0].draw().finally(drawInIdleTime));
 }
 
 fillFilters();

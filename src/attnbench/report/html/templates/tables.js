@@ -77,6 +77,8 @@ class DataTable {
       if (column.field === "shape") cell.className = "shape";
       else if (column.kind === "text" && text.length > 40) cell.className = "long";
       if (column.field === "shape" && row.workload) cell.title = row.workload;
+      if (column.kind === "label" && text !== row[column.field]) cell.title = row[column.field] ?? "";
+      if (column.field === "labels" && row.all_labels) cell.title = row.all_labels;
       if (column.field === "gain_is") cell.dataset.word = text;
       line.append(cell);
     }
