@@ -35,12 +35,17 @@ KEY = "="
 """Before every name that Vega sees as the key of a series."""
 KEYED = f"'{KEY}' + datum.label"
 LONGEST_NAME = 48
-SHORT_NAME = (
-    f"length(datum.label) > {LONGEST_NAME + 1}"
-    f" ? slice(datum.label, 1, {LONGEST_NAME // 2}) + '…' + slice(datum.label, -{LONGEST_NAME // 2})"
-    " : slice(datum.label, 1)"
-)
-"""What stands on axes and in legends: the name, long ones without their middle."""
+
+
+def shortened(begin: int = 0) -> str:
+    """Expression: `datum.label` from there on, a long one without its middle."""
+    half = LONGEST_NAME // 2
+    cut = f"slice(datum.label, {begin}, {begin + half - 1}) + '…' + slice(datum.label, -{half})"
+    return f"(length(datum.label) > {LONGEST_NAME + begin} ? {cut} : slice(datum.label, {begin}))"
+
+
+SHORT_NAME = shortened(len(KEY))
+"""What stands on axes and in legends, where a label is a key."""
 
 
 Spec = dict[str, Any]
@@ -96,7 +101,7 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
             regret="isValid(datum.next_ns) ? datum.next_ns / datum.ns - 1 : null",
             certain="!isValid(datum.next_ns) ? 'only one measured'"
             " : datum.rank == datum.next_rank ? 'no, too close to call' : 'yes'",
-            told="(datum.rank == datum.next_rank ? '≈ ' : '') + datum.label",
+            told=f"(datum.rank == datum.next_rank ? '≈ ' : '') + {shortened()}",
             key=KEYED,
         )
         .encode(
