@@ -191,7 +191,7 @@ def test_regret_counts_the_shapes_first(opened: Opened):
 
 def test_the_table_under_the_map_tells_what_a_tooltip_does(opened: Opened):
     assert opened.headings("winners")[:6] == [
-        "shape ↑", "fastest", "time", "next best", "regret of the next best", "certain",
+        "shape", "fastest", "time", "next best", "regret of the next best", "certain",
     ]  # fmt: skip
     assert set(opened.column("winners", 2)) == {"torch.sdpa"}
     assert set(opened.column("winners", 4)) == {"jax.xla"}

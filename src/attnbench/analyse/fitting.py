@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from attnbench.analyse.advice import Figure, Recommendation, listed
 from attnbench.analyse.families import Track, length
 from attnbench.analyse.memory_limit import fits_until
-from attnbench.analyse.scaling import exponent, memory_points
+from attnbench.analyse.scaling import exponent, growth, memory_points
 from attnbench.spec import OutOfMemory, Record
 
 
@@ -36,7 +36,7 @@ def fitting_of(track: Track, names: Mapping[str, Sequence[Record]]) -> Recommend
 def _limit(name: str, records: Sequence[Record]) -> tuple[str, list[Figure]] | None:
     """From the growth of the peaks, where that is faster than the length."""
     fit, limit = exponent(memory_points(records)), fits_until(records)
-    if fit is None or limit is None or fit.growth not in ("between", "O(n^2)"):
+    if fit is None or limit is None or growth(fit.local.exponent) not in ("between", "O(n^2)"):
         return None
     span = f" ({limit.low:,}-{limit.high:,})" if limit.high > limit.low else ""
     memory = f"{limit.memory_bytes / 1e9:.3g} GB"

@@ -122,7 +122,7 @@ def growth(exponent: float | None) -> Growth | None:
 
 
 def compute_bound(records: Iterable[Record]) -> Regime | None:
-    """Where compute-bound begins along the length; None where no ceiling was measured."""
+    """Where compute-bound begins along the length of one track, whoever ran; None where no ceiling was measured."""
     bounds = sorted((length(r.workload), r.cost.bound) for r in records if isinstance(r, Ok) and r.cost.bound)
     if not bounds:
         return None

@@ -140,10 +140,11 @@ def _speed(record: Ok) -> Document:
 
 def _growth(track: Track, names: dict[str, list[Record]]) -> list[Document]:
     found = []
+    ceiling = compute_bound(record for records in names.values() for record in records)
     for name, records in names.items():
         fit = exponent(time_points(records))
         if fit is not None:
-            found.append(_line(track, name) | {"time": fit, "compute_bound": compute_bound(records)})
+            found.append(_line(track, name) | {"time": fit, "compute_bound": ceiling})
     return found
 
 

@@ -1,52 +1,39 @@
-"""The charts as Vega-Lite, without their data: the page puts the same rows behind all of them.
-
-A label has one colour, one symbol and one dash on the whole page: its place in `labels`, looked up in the palette.
-Vega keeps series in plain objects, where names such as "constructor" are taken: it is given keys, never bare names.
-"""
+"""The charts as Vega-Lite, without their data: the page puts the same rows behind all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import altair as alt
 from msgspec import Struct
 
-from attnbench.report.html.palette import dashes
+from attnbench.report.html.encodings import (
+    FADED,
+    FAINT,
+    FAINTER,
+    KEYED,
+    ROWS,
+    SHORT_NAME,
+    Labels,
+    Spec,
+    colour,
+    dash,
+    drawn_once,
+    finish,
+    keys,
+    log_axis,
+    shortened,
+    symbol,
+)
 from attnbench.report.html.picks import Choice
 
-ROWS = alt.NamedData(name="rows")
-PICKED = alt.param(name="picked", value="")
-"""The implementation that the reader points at; the others fade."""
-FIRM, FAINTER = 1, 0.6
-"""Opacity of points, and of what lies on top of each other."""
-FADED = alt.condition("picked == '' || datum.label == picked", alt.value(FIRM), alt.value(0.12))
-FAINT = alt.condition("picked == '' || datum.label == picked", alt.value(FAINTER), alt.value(0.08))
-HEIGHT = 340
 NEAR_ROOFS = 1.15
+"""Ceilings less than so many times apart share a label."""
 CELL: dict[str, Any] = {"fillOpacity": 0.3, "strokeWidth": 1.5, "cornerRadius": 2}
 FRAMES = {"datum.rank != datum.next_rank": [1, 0], "datum.rank == datum.next_rank": [4, 3]}
 """A dashed frame where the winner is too close to call."""
-TICKS = {"name": "ticks", "value": [step * 10.0**power for power in range(-9, 10) for step in (1, 2, 5)]}
-"""A parameter: altair copies what stands in a chart dozens of times."""
 TIMED = "isValid(datum.ns) && datum.exact"
-KEY = "="
-"""Before every name that Vega sees as the key of a series."""
-KEYED = f"'{KEY}' + datum.label"
-LONGEST_NAME = 48
-SHORT_NAME = (
-    f"length(datum.label) > {LONGEST_NAME + 1}"
-    f" ? slice(datum.label, 1, {LONGEST_NAME // 2}) + '…' + slice(datum.label, -{LONGEST_NAME // 2})"
-    " : slice(datum.label, 1)"
-)
-"""What stands on axes and in legends: the name, long ones without their middle."""
-
-
-Spec = dict[str, Any]
-Labels = tuple[str, ...]
-drawn_once = lru_cache(64)
-"""altair takes its time, and the sections of a page have the same charts. Nobody writes on them."""
 
 
 class Chart(Struct, frozen=True):
@@ -96,7 +83,7 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
             regret="isValid(datum.next_ns) ? datum.next_ns / datum.ns - 1 : null",
             certain="!isValid(datum.next_ns) ? 'only one measured'"
             " : datum.rank == datum.next_rank ? 'no, too close to call' : 'yes'",
-            told="(datum.rank == datum.next_rank ? '≈ ' : '') + datum.label",
+            told=f"(datum.rank == datum.next_rank ? '≈ ' : '') + {shortened()}",
             key=KEYED,
         )
         .encode(
@@ -129,15 +116,15 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
     fits = alt.ExprRef("bandwidth('x') < 50 ? 0 : 11")
     layers = [
         *(
-            grid.transform_filter(which).mark_rect(**CELL, strokeDash=dash).encode(x=x, fill=fill, stroke=stroke)
-            for which, dash in FRAMES.items()
+            grid.transform_filter(which).mark_rect(**CELL, strokeDash=frame).encode(x=x, fill=fill, stroke=stroke)
+            for which, frame in FRAMES.items()
         ),
         grid.mark_text(fontSize=fits, limit=alt.ExprRef("max(0, bandwidth('x') - 8)")).encode(x=x, text="told:N"),
         *(
             models.transform_filter(which)
-            .mark_rect(**CELL, strokeDash=dash)
+            .mark_rect(**CELL, strokeDash=frame)
             .encode(x=alt.value(0), x2=alt.value("width"), fill=fill, stroke=stroke)
-            for which, dash in FRAMES.items()
+            for which, frame in FRAMES.items()
         ),
         models.mark_text(fontSize=11, limit=alt.ExprRef("width - 8")).encode(
             x=alt.value(alt.ExprRef("width / 2")), text="told:N"
@@ -303,51 +290,3 @@ def _strip_spec(labels: Labels, value: str, title: str, limit: float | None) -> 
         bar = alt.Chart(alt.InlineData(values=[{"value": limit}])).mark_rule(strokeDash=[4, 3], color="#888888")
         layers.append(bar.encode(x=x))
     return finish(alt.layer(*layers))
-
-
-def keys(labels: Sequence[str]) -> list[str]:
-    """What Vega knows these implementations by."""
-    return [f"{KEY}{label}" for label in labels]
-
-
-def colour(
-    labels: Sequence[str], channel: type[Any], legend: bool = True, told: Sequence[str] = (), opacity: float = FIRM
-) -> Any:
-    """One colour per implementation, the same on the whole page."""
-    shown = _legend(told or labels, opacity) if legend else None
-    return channel("key:N", scale=alt.Scale(domain=keys(labels)), legend=shown)
-
-
-def symbol(labels: Sequence[str], opacity: float = FIRM) -> alt.Shape:
-    """One symbol per implementation."""
-    return alt.Shape("key:N", scale=alt.Scale(domain=keys(labels)), legend=_legend(labels, opacity))
-
-
-def dash(labels: Sequence[str]) -> alt.StrokeDash:
-    """Lines of one colour differ in their dashes."""
-    return alt.StrokeDash("key:N", scale=alt.Scale(domain=keys(labels), range=dashes(len(labels))), legend=None)
-
-
-def _legend(labels: Sequence[str], opacity: float) -> alt.Legend:
-    told = keys(labels)
-    return alt.Legend(
-        title=None, symbolLimit=60, labelLimit=260, labelExpr=SHORT_NAME, values=told, symbolOpacity=opacity
-    )
-
-
-def log_axis(grid: bool = True, values: Sequence[float] = ()) -> alt.Axis:
-    """Ticks at 1, 2 and 5 of every decade, or at these."""
-    return alt.Axis(format="~g", grid=grid, labelOverlap=True, values=list(values) or alt.ExprRef("ticks"))
-
-
-def finish(chart: Any, *axes: str) -> Spec:
-    """The chart as plain data, as wide as its place, with the parameters of its axes."""
-    fitting = alt.AutoSizeParams(type="fit-x", contains="padding")
-    with alt.data_transformers.enable(consolidate_datasets=False):
-        spec = (
-            chart.add_params(PICKED)
-            .properties(height=HEIGHT, width="container", autosize=fitting)
-            .to_dict(validate=False)
-        )
-    kept = {key: value for key, value in spec.items() if key != "config"}
-    return kept | {"params": [*spec["params"], TICKS, *({"name": name, "value": []} for name in axes)]}

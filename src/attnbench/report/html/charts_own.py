@@ -8,7 +8,8 @@ from typing import Any
 import altair as alt
 
 from attnbench.analyse.ranking import LEAST_DIFFERENCE
-from attnbench.report.html.charts import KEYED, ROWS, Chart, Labels, Spec, colour, drawn_once, finish, log_axis, symbol
+from attnbench.report.html.charts import Chart
+from attnbench.report.html.encodings import KEYED, ROWS, Labels, Spec, colour, drawn_once, finish, log_axis, symbol
 from attnbench.report.html.packing import pack
 from attnbench.report.html.picks import series_choices
 

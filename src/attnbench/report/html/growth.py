@@ -17,7 +17,7 @@ from attnbench.analyse.scaling import (
     time_points,
 )
 from attnbench.report.html.families import Families
-from attnbench.spec import Record
+from attnbench.spec import Ok, Record
 
 CEILINGS = {"always": "compute", "never": "memory"}
 """What sets the ceiling at all lengths of a track."""
@@ -27,17 +27,18 @@ def growth_rows(records: Iterable[Record], families: Families) -> list[dict[str,
     """A row per implementation and track that was measured at two lengths or more."""
     rows: list[dict[str, Any]] = []
     for track, names in tracks(records).items():
+        ceiling = _bound(compute_bound(record for members in names.values() for record in members))
         for name, members in names.items():
             time, memory = exponent(time_points(members)), exponent(memory_points(members))
             if time is not None or memory is not None:
                 who = _identity(name, track, members, families)
-                rows.append(who | _time(time, members) | _memory(memory, members))
+                rows.append(who | _time(time, ceiling) | _memory(memory, members))
     return rows
 
 
 def _identity(name: str, track: Track, records: Sequence[Record], families: Families) -> dict[str, Any]:
     """`words` is what the filter of shapes looks at, a line per shape."""
-    shapes = [record.workload for record in records]
+    shapes = [record.workload for record in records if isinstance(record, Ok)]
     return {
         "label": name,
         "framework": track.family.framework,
@@ -47,7 +48,7 @@ def _identity(name: str, track: Track, records: Sequence[Record], families: Fami
     }
 
 
-def _time(fit: Fit | None, records: Sequence[Record]) -> dict[str, Any]:
+def _time(fit: Fit | None, ceiling: str | None) -> dict[str, Any]:
     if fit is None:
         return {}
     return {
@@ -55,7 +56,7 @@ def _time(fit: Fit | None, records: Sequence[Record]) -> dict[str, Any]:
         "time": fit.overall.exponent,
         "time_interval": _interval(fit.overall),
         "time_theory": fit.overall.theory,
-        "bound": _bound(compute_bound(records)),
+        "bound": ceiling,
     }
 
 

@@ -10,7 +10,8 @@ import vl_convert
 from attnbench.errors import AttnBenchError, UsageError
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.cells import Cell
-from attnbench.report.html.charts import Chart, keys
+from attnbench.report.html.charts import Chart
+from attnbench.report.html.encodings import keys
 from attnbench.report.html.packing import unpack
 from attnbench.report.html.page import Page
 from attnbench.report.html.palette import LIGHT, ranges
