@@ -113,17 +113,26 @@ def _here_and_there(turns: Mapping[Track, Turn]) -> str:
 
 def _lengths(turns: Mapping[Track, Turn]) -> list[Figure]:
     return [
-        Figure(name=f"{FUSED} as fast as {PLAIN}, {track.title}", value=at, low=low, high=high, unit="tokens")
+        Figure(
+            name=f"{FUSED} as fast as {PLAIN}, {track.title}",
+            value=turn.crossover.point or high,
+            low=low,
+            high=high,
+            unit="tokens",
+        )
         for track, turn in turns.items()
-        if (at := turn.crossover.length) is not None
-        for low, high in [turn.crossover.interval or (at, at)]
+        if turn.crossover.interval is not None
+        for low, high in [turn.crossover.interval]
     ]
 
 
 def _where(found: Crossover) -> str:
-    if found.length is not None and found.interval is not None:
-        low, high = map(tokens, found.interval)
-        return f"{'from' if found.kind == 'from' else 'only up to'} about {tokens(found.length)} tokens ({low}-{high})"
+    if found.interval is not None:
+        low, high = (f"{edge:,.0f}" for edge in found.interval)
+        word = "from" if found.kind == "from" else "only up to"
+        if found.point is None:
+            return f"{word} somewhere between {low} and {high} tokens"
+        return f"{word} about {tokens(found.point)} tokens ({low}-{high})"
     lengths = listed([f"{n:,}" for n in found.lengths])
     words = {"always": f"at {lengths}", "never": f"not at {lengths}", "same": f"nothing at {lengths}"}
     return words.get(found.kind, f"now and then ({lengths})")

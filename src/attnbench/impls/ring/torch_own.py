@@ -74,7 +74,6 @@ class ContextParallel(TorchOwn):
     name = "torch.ring-context-parallel"
     method = "context-parallel"
     untested = ("cuda",)
-    by_name_only = "spans several processes or devices, which is another question than which kernel is fastest"
 
     def available(self, environment: Environment) -> str | None:
         if environment.device == "cpu":
