@@ -10,7 +10,7 @@ from attnbench import registry
 from attnbench.cli.verify import SPREAD, Shape, _workloads
 from attnbench.errors import Unsupported, UsageError
 from attnbench.impls.dilated.conditions import problem_of
-from attnbench.impls.dilated.pieces import Problem, pieces
+from attnbench.impls.dilated.pieces import Problem, computed_pairs, pieces
 from attnbench.spec import Environment, Workload
 from attnbench.workloads import masks, suites
 
@@ -76,6 +76,14 @@ def test_pieces_hold_every_pair_as_often_as_the_mask_counts_it(heads, kv_heads, 
         bias = np.broadcast_to(w.visible_mask.bias(w.mask_shape), (2, heads, tokens, tokens))
         problem = Problem(pattern, 2, tokens, heads, kv_heads, causal, lengths)
         np.testing.assert_allclose(counted(problem, fold, diagonal), np.exp(bias), atol=1e-12)
+
+
+def test_computed_pairs_count_a_pair_as_often_as_it_is_computed():
+    problem = Problem(masks.dilated([6, 9], [1, 2]), 2, 13, 4, 2, True, (13, 7))
+    assert computed_pairs(problem) == counted(problem, True, True).sum()
+    paper = Problem(PAPER, 1, 128 * 1024, 12, 12, True)
+    by_hand = sum(w / (2 * r * r) for w, r in zip(PAPER.segment_lengths, PAPER.dilation_rates))
+    assert computed_pairs(paper) == pytest.approx(12 * 128 * 1024 * by_hand, rel=2e-3)
 
 
 def test_the_papers_branches_are_few_calls():

@@ -132,6 +132,18 @@ def test_arrays_that_are_no_dense_bshd(kind, layout):
     del dout
 
 
+@pytest.mark.parametrize("how", [{"kernel": "torch.eager"}, {"diagonal": False}, {"merge": "eager"}])
+def test_the_automatic_choice_can_be_overruled(how):
+    q, k, v, _ = draw(2, 20, 6, 6)
+    module = ImprovedDilatedAttention([8, 20], [1, 3])
+    want = module(q, k, v)
+    module.how = how
+    torch.testing.assert_close(module(q, k, v), want)
+    module.how = {"merge": "triton"}
+    with pytest.raises(UsageError, match="triton"):
+        module(q, k, v)
+
+
 def test_derivative_by_finite_differences():
     q, k, v, _ = draw(1, 9, 2, 1, 3)
     module = ImprovedDilatedAttention([4, 9], [1, 2], causal=True)

@@ -1,5 +1,9 @@
 """The modules with projections: the same numbers in all variants, state dicts that load across, the factory."""
 
+import re
+from inspect import signature
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -65,6 +69,18 @@ def test_parameters_are_named_and_shaped_alike():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", [*BOTH, DilatedAttention, ImprovedDilatedAttention])
+def test_segments_come_before_rates_everywhere(kind):
+    """Elsewhere the two classes had them in opposite orders, and tests that passed them swapped did not notice."""
+    names = [name for name in signature(kind.__init__).parameters if name in ("segment_lengths", "dilation_rates")]
+    assert names == ["segment_lengths", "dilation_rates"]
+
+
+def test_one_return_type():
+    x = torch.randn(1, 9, 24)
+    assert all(isinstance(kind(24, 6, *PATTERN)(x), torch.Tensor) for kind in BOTH)
+
+
 def test_training_mode_and_device_arguments():
     module = ImprovedMultiheadDilatedAttention(24, 6, *PATTERN, dtype=torch.bfloat16, device="cpu")
     assert module.in_proj.weight.dtype == torch.bfloat16
@@ -115,6 +131,15 @@ def test_no_option_is_dropped_silently():
 def test_an_unknown_kind_names_the_nearest():
     with pytest.raises(UnknownName, match="improved"):
         create_multihead_dilated_attention("improve", 24, 6, *PATTERN)
+
+
+def test_the_readmes_example_runs():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "create_multihead" in block)
+    names: dict = {}
+    exec(block, names)
+    assert names["out"].shape == (1, 1000, 12, 64)
+    assert names["lse"].shape == (1, 12, 1000)
 
 
 def test_the_package_offers_the_modules():

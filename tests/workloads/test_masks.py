@@ -135,6 +135,20 @@ def test_dilated(found, offset, heads, tokens, causal):
         assert bias[0, h, i, j] == pytest.approx(math.log(n) if n else -math.inf)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.lists(st.sampled_from([(2, 1), (3, 2), (4, 3), (6, 4)]), min_size=1, max_size=3), st.booleans())
+def test_dilated_pairs_over_many_periods_and_with_lengths(data, found, causal):
+    """Counted a period at a time where rows count alike, row by row where lengths cut them."""
+    segments, rates = zip(*found)
+    tokens = data.draw(st.integers(1, 60))
+    mask = masks.dilated(segments, rates)
+    mask = masks.causal() & mask if causal else mask
+    lengths = data.draw(st.none() | st.lists(st.integers(0, tokens), min_size=2, max_size=2))
+    mask = mask if lengths is None else mask & masks.lengths(lengths)
+    shape = MaskShape(2, 3, tokens, tokens)
+    assert mask.pairs(shape) == np.broadcast_to(mask.array(shape), shape).sum()
+
+
 @given(st.data(), sizes, st.integers(1, 5))
 def test_blocks(data, shape, size):
     counts = [-(-n // size) for n in shape[2:]]

@@ -6,10 +6,10 @@ log(count), count = branches in which query and key meet. Any length; k and v ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import and_
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ class DilatedAttention(nn.Module):
     """
 
     engine = "gathered"
+    how: Mapping[str, Any] = {}
+    """`kernel` (an implementation's name), `merge` and `diagonal`, where the automatic choice is not wanted."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class DilatedAttention(nn.Module):
         parts += [] if kv_lengths is None else [masks.lengths(torch.as_tensor(kv_lengths).cpu().numpy())]
         mask = reduce(and_, parts)
         workload = workload_of(q, k, v, mask=mask, scale=self.scale)  # pyright: ignore[reportArgumentType]
-        task = Task(problem_of(workload), workload.softmax_scale, self.mix_grad == "detached")
+        task = Task(problem_of(workload), workload.softmax_scale, self.mix_grad == "detached", **self.how)
         out, lse = dilated(q, k, v, self.engine, task)
         return (out, lse.float()) if return_lse else out
 

@@ -157,7 +157,7 @@ class DilatedJax(Implementation):
 
     name = "jax.dilated"
     framework = "jax"
-    untested = ("rocm", "tpu")
+    untested = ("cuda", "rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         """One dilated mask, with causal and lengths."""

@@ -85,6 +85,15 @@ def pieces(problem: Problem, fold: bool = True, diagonal: bool = True) -> tuple[
     return tuple(found)
 
 
+def computed_pairs(problem: Problem) -> int:
+    """(query, key) pairs that the pieces compute, over all batch rows and heads: one in two branches counts twice."""
+    total = 0
+    for piece in pieces(problem):
+        square = piece.queries * (piece.queries + 1) // 2
+        total += piece.stack * piece.heads.number * (square if piece.causal else piece.queries * piece.keys)
+    return total
+
+
 def _segments(problem: Problem, width: int, fold: bool) -> Iterator[_Segments]:
     tokens, batch = problem.tokens, problem.batch
     whole, rest = divmod(tokens, width)

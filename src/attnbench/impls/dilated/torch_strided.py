@@ -1,5 +1,5 @@
-"""The improved way: kernels read strided views of Q, K and V, so nothing is gathered, and partial results are merged
-without a full-size copy a branch.
+"""The improved way: kernels read strided views of Q, K and V, so nothing is gathered, and partial results are merged in
+one pass over the output (Triton on a GPU; piece by piece elsewhere), without a full-size copy a branch.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnbench.impls.dilated.pieces import Piece, pieces
+from attnbench.impls.dilated.torch_fused import added, is_fused, merged
 from attnbench.impls.dilated.torch_kernels import partial_of
 from attnbench.impls.dilated.torch_views import folds, key_view, nothing_merged, query_view, row_view
 from attnbench.impls.parts.torch_merge import merge_
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 
 def forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Forward:
     """(out, lse [b, s, h], each branch's own output where the backward will want it)."""
-    plan, parts = pieces(task.problem, folds(q, k, v), task.diagonal), []
+    fold, parts = folds(q, k, v), []
+    plan = pieces(task.problem, fold, task.diagonal)
     for piece in plan:
         views = query_view(q, piece), key_view(k, piece), key_view(v, piece)
         parts.append(partial_of(task.kernel, *views, piece.causal, task.scale)[0](*views))
-    out, lse = _merged(plan, parts, q, v)
+    out, lse = merged(task, fold, parts, q, v) if is_fused(task, q) else _merged(plan, parts, q, v)
     return out, lse, _own_outputs(task, plan, parts, out) if task.detached else ()
 
 
@@ -57,13 +59,19 @@ def backward(
     kept: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients, each piece under the whole's LSE and output (its branch's own output where weights are detached)."""
-    plan, parts = pieces(task.problem, folds(q, k, v, out, lse, dout), task.diagonal), []
+    fold, parts = folds(q, k, v, out, lse, dout), []
+    plan = pieces(task.problem, fold, task.diagonal)
     for piece in plan:
         views = query_view(q, piece), key_view(k, piece), key_view(v, piece)
         whole = query_view(kept[piece.branch] if kept else out, piece)
         gradients = partial_of(task.kernel, *views, piece.causal, task.scale)[1]
         parts.append(gradients(*views, whole, row_view(lse, piece), query_view(dout, piece)))
-    return _added(plan, parts, q, k, v)
+    if not is_fused(task, q):
+        return _added(plan, parts, q, k, v)
+    dq, dk, dv = (
+        added(task, fold, part, x, keys) for part, x, keys in zip(zip(*parts), (q, k, v), (False, True, True))
+    )
+    return dq, dk, dv
 
 
 def _added(

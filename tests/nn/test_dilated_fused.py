@@ -1,0 +1,167 @@
+"""The fused merge: in Triton's interpreter, compiled for Hopper, and on a GPU; and what it refuses."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnbench.errors import UsageError
+from attnbench.impls.dilated.pieces import Problem, pieces
+from attnbench.impls.dilated.strands import strands
+from attnbench.impls.dilated.task import Task
+from attnbench.workloads import masks
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+import dilated_oracle as oracle  # noqa: E402
+
+from attnbench.impls.dilated.torch_function import dilated  # noqa: E402
+from attnbench.impls.dilated.torch_fused import is_fused  # noqa: E402
+from attnbench.nn import DilatedAttention, ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention  # noqa: E402
+
+PAPER = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attnbench.impls.dilated import triton_kernels
+
+sizes = dict(WIDTHS={widths}, RATES={rates}, RESTS=(False, True, True, True, True), BRANCHES=5, DIM=64, BLOCK_DIM=64,
+             ALIGN=8, BLOCK=64)
+pointers = dict(table="*i64", out="*bf16", lse="*fp32")
+for kernel, more in ((triton_kernels.merge_kernel, {{}}), (triton_kernels.add_kernel, {{"STRANDS": 2}})):
+    fixed, names = sizes | more, kernel.arg_names
+    signature = {{n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in names}}
+    constants = {{(names.index(n),): value for n, value in fixed.items()}}
+    aligned = {{(names.index(n),): [["tt.divisibility", 16]] for n in names if n in pointers}}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    print(ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32"), ptx.count("ld.global.b16"))
+"""
+
+
+def in_a_process(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, *arguments], env=os.environ | variables, capture_output=True, text=True, timeout=280
+    )
+
+
+@needs_triton
+def test_fused_and_eager_merges_agree_in_tritons_interpreter():
+    done = in_a_process(str(Path(__file__).with_name("fused_in_interpreter.py")), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "8 cases agree" in done.stdout
+
+
+@needs_triton
+def test_kernels_compile_for_hopper_with_wide_loads():
+    """No GPU needed; a load of single 16-bit numbers would mean that alignment was lost on the way."""
+    done = in_a_process("-c", COMPILE.format(widths=tuple(PAPER[0]), rates=tuple(PAPER[1])))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line in done.stdout.splitlines():
+        wide_loads, wide_stores, narrow_loads = map(int, line.split())
+        assert wide_loads >= 20
+        assert wide_stores > 0
+        assert narrow_loads == 0
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("heads,kv_heads", [(12, 12), (6, 2)])
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("tokens", [36, 41, 5])
+def test_strands_lead_to_every_row_of_every_piece_once(tokens, fold, heads, kv_heads, keys):
+    problem = Problem(masks.dilated([6, 12, 36], [1, 2, 6]), 2, tokens, heads, kv_heads, True)
+    found = strands(problem, fold, True, keys)
+    led = Counter()
+    for row, head, branch, slot, kind in zip(*np.nonzero(found.piece >= 0)):
+        at = (row, head, branch, slot, kind)
+        width, rate = problem.pattern.segment_lengths[branch], problem.pattern.dilation_rates[branch]
+        for token in range(tokens):
+            segment, inside = divmod(token, width)
+            rest = segment >= tokens // width
+            if rest == bool(kind) and inside % rate == found.offset[at]:
+                stacked = found.stacked[at] + (0 if rest else segment)
+                led[int(found.piece[at]), int(stacked), int(found.head[at]), inside // rate] += 1
+    want = Counter()
+    for number, piece in enumerate(pieces(problem, fold)):
+        count, length = (piece.heads.kv_number, piece.keys) if keys else (piece.heads.number, piece.queries)
+        want.update((number, s, h, i) for s in range(piece.stack) for h in range(count) for i in range(length))
+    assert led == want
+
+
+@pytest.mark.parametrize("lengths,dtype,words", [
+    ((3, 4), torch.float32, "no key lengths"),
+    (None, torch.float64, "float64"),
+    (None, torch.float32, "needs a GPU"),
+])  # fmt: skip
+def test_what_cannot_be_fused_says_so_or_is_merged_eagerly(lengths, dtype, words):
+    task = Task(Problem(masks.dilated([4], [1]), 2, 8, 2, 2, False, lengths), 1.0)
+    x = torch.zeros(2, 8, 2, 8, dtype=dtype)
+    assert not is_fused(task, x)
+    with pytest.raises(UsageError, match=words):
+        is_fused(task._replace(merge="triton"), x)
+    with pytest.raises(UsageError, match="eager"):
+        is_fused(task._replace(merge="compiled"), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("heads,kv_heads,dim", [(12, 12, 64), (12, 4, 128)])
+@pytest.mark.parametrize("batch,tokens,causal", [(2, 384, True), (2, 401, True), (1, 384, False)])
+def test_on_a_gpu_against_float64(batch, tokens, causal, heads, kv_heads, dim, diagonal):
+    segments, rates = [64, 128, 256, 384], [1, 2, 6, 12]
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(batch, tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, dout = (torch.randn(shape, generator=rng).bfloat16() for shape in shapes)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    want, want_lse = oracle.attention(*exact, oracle.visible_counts(q, segments, rates, causal=causal))
+    want_grads = torch.autograd.grad(want, exact, dout.double())
+    problem = Problem(masks.dilated(segments, rates), batch, tokens, heads, kv_heads, causal)
+    for merge in ("triton", "eager"):
+        leaves = [x.cuda().requires_grad_() for x in (q, k, v)]
+        out, lse = dilated(*leaves, "strided", Task(problem, dim**-0.5, merge=merge, diagonal=diagonal))
+        got = out, *torch.autograd.grad(out, leaves, dout.cuda())
+        torch.testing.assert_close(lse.double().cpu(), want_lse, atol=3e-3, rtol=3e-3)
+        for one, expected in zip(got, (want, *want_grads)):
+            assert (one.double().cpu() - expected).norm() < 2e-2 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix_grad", ["full", "detached"])
+def test_modules_on_a_gpu_agree(mix_grad):
+    """First one mode, then the other, on arrays of the same strides: cuDNN's graphs are looked up by those alone."""
+    arrays = [torch.randn(2, 512, 12, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    dout = torch.randn(2, 512, 12, 64, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for kind in (DilatedAttention, ImprovedDilatedAttention):
+        out = kind([128, 512], [1, 6], causal=True, mix_grad=mix_grad)(*arrays)
+        found.append((out, *torch.autograd.grad(out, arrays, dout)))
+    for one, other in zip(*found):
+        assert (one - other).norm() < 2e-2 * other.norm()
+
+
+@pytest.mark.gpu
+def test_a_captured_call_replays_on_a_gpu():
+    module = ImprovedMultiheadDilatedAttention(
+        768, 12, [128, 512], [1, 6], causal=True, device="cuda", dtype=torch.bfloat16
+    )
+    x = torch.randn(1, 512, 768, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                module(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = module(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.testing.assert_close(out, module(x), atol=2e-2, rtol=2e-2)
