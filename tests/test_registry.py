@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -136,3 +137,24 @@ def test_wrong_references_say_what_is_wrong(kernel_file, tmp_path):
     broken.write_text("def f(:\n")
     with pytest.raises(UsageError, match="SyntaxError"):
         load_reference(f"{broken}:f")
+
+
+def test_settings_in_brackets():
+    assert registry.asked("torch.sdpa") == ("torch.sdpa", {})
+    asked = registry.asked("torch.ring[world=4, layout=striped,timeout_s=5]")
+    assert asked == ("torch.ring", {"world": 4, "layout": "striped", "timeout_s": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("torch.ring[speed=3]", 'no setting "speed"; it has world, layout'),
+        ("torch.sdpa[world=2]", "it has none"),
+        ("torch.ring[world=2", "no closing bracket"),
+        ("torch.ring[world=many]", "takes a value of type int"),
+        ("torch.rong[world=2]", 'no implementation called "torch.rong"'),
+    ],
+)
+def test_settings_that_mean_nothing(text, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        registry.asked(text)

@@ -10,7 +10,7 @@ from attnbench.report import units
 from attnbench.report.detail import print_cell
 from attnbench.report.tables import print_rankings
 from attnbench.report.verification import print_verification, verdict
-from attnbench.spec import Cost, Failed, Memory, OutOfMemory
+from attnbench.spec import Cost, Failed, Memory, OutOfMemory, Ranks
 
 
 def text_of(show, *arguments, **options) -> str:
@@ -86,6 +86,24 @@ def test_detail_of_an_ok_cell():
         "allowed 1.0e-06",
     ):
         assert expected in text
+
+
+def test_detail_of_a_cell_over_ranks():
+    ranks = Ranks(
+        world=2, how="processes over gloo", layout="zigzag", inner=("torch.sdpa-flash",), tokens=(64, 64),
+        pairs=(10, 10), shard_bytes=(2_000_000, 2_000_000), peak_bytes=(3_000_000, 4_000_000), compute_ns=(2e6, 3e6),
+        waiting_ns=(1e5, 0.0), communication_ns=None, balance=0.83, reason="no link was used",
+    )  # fmt: skip
+    text = text_of(print_cell, ok("torch.ring", noisy(1e6, 1), ranks=ranks, config={"world": 2}))
+    for expected in (
+        "torch.ring[world=2]",
+        "2, processes over gloo",
+        "balance 83 %",
+        "2.00 ms, 3.00 ms",
+        "no link was used",
+    ):
+        assert expected in text
+    assert "3.00 MB, 4.00 MB, beside inputs of 2.00 MB" in text
 
 
 def test_detail_of_a_failed_cell():

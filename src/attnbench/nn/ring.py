@@ -55,6 +55,7 @@ class RingDilatedAttention(DilatedAttention):
             causal=self.causal,
             scale=self.scale,
             layout=self.layout,
+            inner=self.how.get("kernel", "auto"),
             process_group=self.process_group,
             lengths=lengths,
             dilated=self.pattern,

@@ -17,6 +17,8 @@ from ring_cases import CASES, WORK, case_of, draws, require_the_numbers_of_one_d
 from attnbench.errors import UsageError  # noqa: E402
 from attnbench.frameworks import Inputs, Program, torch_profile  # noqa: E402
 from attnbench.impls.ring import apparatus  # noqa: E402
+from attnbench.impls.ring.engine import Engine  # noqa: E402
+from attnbench.impls.ring.schedule import Problem  # noqa: E402
 from attnbench.impls.ring.settings import Settings  # noqa: E402
 from attnbench.impls.ring.virtual import VirtualRing  # noqa: E402
 from attnbench.impls.torch_chunked import CHUNKED, Plan  # noqa: E402
@@ -89,6 +91,47 @@ def test_chunks_need_little_beyond_the_results():
     results = 1024 * WORK.heads * (WORK.head_dim + 1) * 4
     assert results <= peaks[1] < peaks[0]
     assert peaks[1] - results < 0.45 * (peaks[0] - results)
+
+
+class Recorder:
+    """A transport and a work that only tell in which order they are asked."""
+
+    channels = 1
+
+    def __init__(self):
+        self.events = []
+
+    def keys(self, pair, coming, length):
+        self.events.append(f"send keys, expect {coming}")
+        return lambda: self.events.append(f"keys of {coming} arrived") or pair
+
+    def gradients(self, pair, owner, length):
+        self.events.append(f"send sums of {owner}")
+        return lambda: self.events.append("sums arrived") or pair
+
+    def attend(self, turn, q, pair, sums):
+        self.events.append(f"compute {turn}")
+
+    def differentiate(self, turn, q, pair, whole, grads):
+        self.events.append(f"compute {turn}")
+
+
+def test_messages_are_on_their_way_before_the_computation_that_hides_them():
+    seen, arrays = Recorder(), [torch.zeros(1, 2, 1, 1) for _ in range(3)]
+    engine = Engine(Problem(6, 6, 3, "contiguous", False), 1, seen)
+    results = engine.forward(*arrays, seen)
+    assert seen.events == [
+        "send keys, expect 0", "compute 0", "keys of 0 arrived",
+        "send keys, expect 2", "compute 1", "keys of 2 arrived",
+        "compute 2",
+    ]  # fmt: skip
+    seen.events.clear()
+    engine.backward(arrays, results, arrays[0], seen)
+    assert seen.events == [
+        "send keys, expect 0", "compute 0", "send sums of 1", "keys of 0 arrived",
+        "send keys, expect 2", "compute 1", "sums arrived", "send sums of 0", "keys of 2 arrived",
+        "compute 2", "sums arrived", "send sums of 2", "sums arrived",
+    ]  # fmt: skip
 
 
 @pytest.mark.gpu

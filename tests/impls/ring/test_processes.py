@@ -22,9 +22,11 @@ pytestmark = pytest.mark.torch
 
 from ring_cases import CASES, WORK, case_of, draws, require_the_numbers_of_one_device, varied  # noqa: E402
 
+from attnbench.impls.ring import messages as m  # noqa: E402
 from attnbench.impls.ring import pool  # noqa: E402
 from attnbench.impls.ring.call import RingCall  # noqa: E402
-from attnbench.impls.ring.settings import Settings  # noqa: E402
+from attnbench.impls.ring.launcher import RankFailed  # noqa: E402
+from attnbench.impls.ring.settings import Settings, problem_of  # noqa: E402
 from attnbench.impls.ring.torch_own import CONTEXT_PARALLEL, TEMPLATED  # noqa: E402
 
 
@@ -113,6 +115,18 @@ def test_a_rank_that_dies_or_hangs_is_named_within_the_timeout(how, words):
     q, k, v, _ = draws(WORK)
     again = RingCall(WORK, settings(world=3, timeout_s=4.0))(q, k, v)
     assert again.isfinite().all(), "a fresh ring serves the next cell"
+
+
+def test_a_rank_that_raises_while_others_wait_is_named():
+    """Rank 1 gets queries of another width: its kernel raises in the middle of a step."""
+    ring = pool.ring(2, "cpu", torch.get_num_threads(), 60.0)
+    ring.ask([(m.Open(-7, problem_of(WORK, 2, "zigzag"), WORK, "torch.eager"), ())] * 2)
+    q, k, v, _ = draws(WORK)
+    shards = [(q[:, :37], k[:, :37], v[:, :37]), (q[:, :38, :, :8], k[:, :38], v[:, :38])]
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 of 2 raised RuntimeError"):
+        ring.ask([(m.Forward(-7), shard) for shard in shards])
+    assert time.monotonic() - start < 10, "nobody waited for the timeout"
 
 
 def _runs(pid):

@@ -120,21 +120,23 @@ class RankProcesses:
         return replies
 
     def _failure(self, failed: dict[int, str], broken: dict[int, m.Broke]) -> Exception:
-        """Ends the ring and says who was to blame: the dead first, then the silent, then those that raised."""
+        """Ends the ring and says who was to blame: the dead, then who raised of its own accord, then the silent."""
         dead, silent = ([rank for rank, how in failed.items() if how == kind] for kind in ("died", "hung"))
+        own = [rank for rank, one in broken.items() if not _lost_a_peer(one)]
+        culprit = None
         if dead:
             what = f"{_ranks(dead)} of {self.world} {self._ends(dead)}"
-        elif silent:
-            what = f"{_ranks(silent)} of {self.world} gave no answer within {self._timeout_s:g} s"
+        elif own or not silent:
+            first = own[0] if own else min(broken)
+            culprit = broken[first]
+            what = f"rank {first} of {self.world} raised {culprit.reason}"
         else:
-            first = min(broken, key=lambda rank: _lost_a_peer(broken[rank]))
-            what = f"rank {first} of {self.world} raised {broken[first].reason}"
+            what = f"{_ranks(silent)} of {self.world} gave no answer within {self._timeout_s:g} s"
         details = [f"rank {rank}: {one.reason}\n{one.detail}" for rank, one in broken.items()]
-        out_of_memory = not failed and any(one.kind == "out_of_memory" for one in broken.values())
         log = self._tail()
         self.close()
         text = "\n".join([what, *details, log]).strip()
-        return MemoryError(text) if out_of_memory else RankFailed(text)
+        return MemoryError(text) if culprit is not None and culprit.kind == "out_of_memory" else RankFailed(text)
 
     def _ends(self, dead: Sequence[int]) -> str:
         """How those ranks ended, as the process that forked them saw it."""

@@ -165,7 +165,7 @@ def broke(error: Exception) -> m.Broke:
 
     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
     if isinstance(error, NotImplementedError | AttnBenchError):
-        return m.Broke("unsupported", str(error))
+        return m.Broke("unsupported", str(error), traceback.format_exc()[-4000:])
     kind = "out_of_memory" if frameworks.get("torch").is_out_of_memory(error) else "failed"
     return m.Broke(kind, reason, traceback.format_exc()[-4000:])
 
