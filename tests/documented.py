@@ -67,8 +67,8 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def words(command: str) -> list[str]:
-    """The arguments of a command as a shell would make them, its variables replaced by a ref."""
-    return shlex.split(SHELL_VALUE.sub("main", command))[1:]
+    """The arguments of a command as a shell would make them, its variables replaced by a ref, no redirection."""
+    return shlex.split(SHELL_VALUE.sub("main", command.partition(" >")[0]))[1:]
 
 
 class Lab:

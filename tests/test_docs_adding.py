@@ -97,7 +97,7 @@ def test_a_command_with_the_new_implementation(package: Path, command: str):
 @pytest.mark.torch
 def test_the_new_implementation_is_listed_with_its_package(package: Path):
     done = run(package, "attnbench", "list", "implementations", path=package)
-    assert re.search(r"torch\.chunked +torch +chunked-attention", done.stdout), done.stdout
+    assert re.search(r"torch\.own-chunked +torch +chunked-attention", done.stdout), done.stdout
 
 
 @pytest.mark.torch
