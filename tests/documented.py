@@ -76,7 +76,8 @@ class Lab:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         fake_lab.install(monkeypatch, folder)
-        monkeypatch.setattr(registry, "names", lambda: [*fake_lab.NAMES, "torch.sdpa-flash", "torch.ring", "torch.chunked"])
+        known = [*fake_lab.NAMES, "torch.sdpa-flash", "torch.ring", "torch.chunked"]
+        monkeypatch.setattr(registry, "names", lambda: known)
         repository = Repository(folder)
         repository.commit("first")
         repository.git("tag", "v1.0")
