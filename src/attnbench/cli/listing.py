@@ -61,7 +61,8 @@ def _describe(name: str) -> dict[str, Any]:
     except UsageError as error:
         return row | {"approximate": None, "what": str(error)}
     doc = type(found).__doc__ or sys.modules[type(found).__module__].__doc__ or ""
-    return row | {"approximate": found.approximate, "what": doc.strip().partition("\n")[0]}
+    what = doc.strip().partition("\n")[0] + (" (by name only)" if found.by_name_only else "")
+    return row | {"approximate": found.approximate, "what": what}
 
 
 def _show(rows: list[dict[str, Any]], json: bool) -> None:

@@ -184,7 +184,7 @@ def _state(implementation: Implementation, crew: Crew) -> ImplementationState:
         approximate=implementation.approximate,
         reason=reason,
         timed=not interpreted,
-        note=interpreted,
+        note=interpreted or (f"by name only: {implementation.by_name_only}" if implementation.by_name_only else ""),
         untested=implementation.untested,
     )
 

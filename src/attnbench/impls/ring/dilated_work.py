@@ -11,7 +11,7 @@ from attnbench.impls.ring.dilated_plan import Call, calls
 from attnbench.impls.ring.kernels import Kernels
 from attnbench.impls.ring.schedule import Problem
 from attnbench.impls.ring.transport import Pair
-from attnbench.impls.ring.work import Sums
+from attnbench.impls.ring.work import Grads, Sums, Whole
 from attnbench.spec import Partial
 from attnbench.workloads.masks import Blocks, Dilated
 
@@ -57,14 +57,7 @@ class DilatedWork:
             gather.put_queries(out, total)
             gather.put_rows(lse, total_lse)
 
-    def differentiate(
-        self,
-        turn: int,
-        q: torch.Tensor,
-        pair: Pair,
-        whole: tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor],
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
+    def differentiate(self, turn: int, q: torch.Tensor, pair: Pair, whole: Whole, grads: Grads) -> None:
         outs, lse, dout = whole
         for gather in self._on(q.device)[turn]:
             out = outs[gather.call.branch if self.channels > 1 else 0]

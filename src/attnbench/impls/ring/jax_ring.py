@@ -12,7 +12,7 @@ from attnbench.impls.conditions import first_reason, needs_dtype
 from attnbench.impls.ring.jax_blocks import Rule
 from attnbench.impls.ring.jax_movement import AXIS, Gather, Travel
 from attnbench.impls.ring.layouts import check_layout
-from attnbench.impls.ring.settings import needs_dense_mask, problem_of
+from attnbench.impls.ring.settings import BY_NAME_ONLY, needs_dense_mask, problem_of
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 FORCE = "XLA_FLAGS=--xla_force_host_platform_device_count=8"
@@ -25,7 +25,7 @@ class OverMesh(Implementation):
     materialises_scores = False
     tunables = {"world": 0, "layout": "zigzag"}
     untested = ("cuda", "rocm", "tpu")
-    by_name_only = "spans several processes or devices, which is another question than which kernel is fastest"
+    by_name_only = BY_NAME_ONLY
 
     def __init__(self, name: str, movement: type[Travel] | type[Gather]) -> None:
         self.name, self._movement = name, movement

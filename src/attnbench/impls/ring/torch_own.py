@@ -12,7 +12,7 @@ from typing import Any
 
 from attnbench.errors import Unsupported
 from attnbench.impls.conditions import first_reason, needs_device, needs_dtype, needs_equal_dims, needs_no_softcap
-from attnbench.impls.ring.settings import TUNABLES, Settings, needs_dense_mask, problem_of
+from attnbench.impls.ring.settings import BY_NAME_ONLY, TUNABLES, Settings, needs_dense_mask, problem_of
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 NO_CPU = (
@@ -26,7 +26,7 @@ class TorchOwn(Implementation):
 
     framework = "torch"
     method: str
-    by_name_only = "spans several processes or devices, which is another question than which kernel is fastest"
+    by_name_only = BY_NAME_ONLY
     tunables = {name: value for name, value in TUNABLES.items() if name != "inner"}
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:

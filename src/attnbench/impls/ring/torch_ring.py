@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnbench.impls.conditions import first_reason, needs_device
-from attnbench.impls.ring.settings import TUNABLES, Settings, needs_ring_mask
+from attnbench.impls.ring.settings import BY_NAME_ONLY, TUNABLES, Settings, needs_ring_mask
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 
@@ -20,7 +20,7 @@ class Ring(Implementation):
     framework = "torch"
     tunables = TUNABLES
     untested = ("cuda",)
-    by_name_only = "spans several processes or devices, which is another question than which kernel is fastest"
+    by_name_only = BY_NAME_ONLY
 
     def available(self, environment: Environment) -> str | None:
         return needs_device(environment, "cpu", "cuda")

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 Sums = list[tuple["torch.Tensor", "torch.Tensor"]]
 """(out, lse) so far: one pair, or one for each branch that is mixed at the end."""
+Whole = tuple[tuple["torch.Tensor", ...], "torch.Tensor", "torch.Tensor"]
+"""Output of each channel, lse, dout."""
+Grads = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
+"""dq, dk, dv so far."""
 
 
 class Work(Protocol):
@@ -32,15 +36,8 @@ class Work(Protocol):
         """Merge what this turn's keys add."""
         ...
 
-    def differentiate(
-        self,
-        turn: int,
-        q: torch.Tensor,
-        pair: Pair,
-        whole: tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor],
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Add this turn's gradients to dq, dk, dv; `whole` is (output of each channel, lse, dout)."""
+    def differentiate(self, turn: int, q: torch.Tensor, pair: Pair, whole: Whole, grads: Grads) -> None:
+        """Add this turn's gradients."""
         ...
 
 
@@ -65,14 +62,7 @@ class DenseWork:
             part = self.kernels.at(tile)[0](q[:, rows], *_keys(pair, tile))
             merge_(out[:, rows], lse[:, :, rows], *part)
 
-    def differentiate(
-        self,
-        turn: int,
-        q: torch.Tensor,
-        pair: Pair,
-        whole: tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor],
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
+    def differentiate(self, turn: int, q: torch.Tensor, pair: Pair, whole: Whole, grads: Grads) -> None:
         (out,), lse, dout = whole
         for tile in self._steps[turn].tiles:
             rows, columns = slice(tile.row, tile.row_end), slice(tile.key, tile.key_end)

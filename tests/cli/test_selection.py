@@ -1,0 +1,27 @@
+"""What a sweep takes when nothing is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from attnbench import registry
+from attnbench.cli import execute
+from attnbench.cli.selection import loadable_names, swept_names
+
+
+@pytest.mark.torch
+@pytest.mark.jax
+def test_rings_are_measured_only_when_asked_for():
+    left_out = set(loadable_names()) - set(swept_names())
+    assert left_out == {name for name in registry.names() if "ring" in name or name == "jax.all-gather"}
+    assert "torch.sdpa" in swept_names()
+
+
+@pytest.mark.torch
+def test_the_list_says_so(capsys: pytest.CaptureFixture[str]):
+    assert execute(["list", "implementations", "--json"]) == 0
+    rows = {row["implementation"]: row["what"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["torch.ring"].endswith("(by name only)")
+    assert "by name" not in rows["torch.sdpa"]
