@@ -8,7 +8,7 @@ from attnbench.comparison import Block
 from attnbench.run import protocol as p
 from attnbench.run.arms import Arm
 from attnbench.run.remote import Local, Remote, WorkerDied
-from attnbench.spec import Cell, Failed, Ok, OutOfMemory, Record, Timeout, Workload
+from attnbench.spec import Cell, Failed, Ok, Record, Workload
 
 
 class Lost(Exception):
@@ -62,8 +62,7 @@ class Fighter:
         try:
             answer = self._worker.ask(question, self._timeout_s)
         except WorkerDied as died:
-            kind = {"timeout": Timeout, "out_of_memory": OutOfMemory, "failed": Failed}[died.kind]
-            raise Lost(self._side, kind(reason=died.reason, detail=died.detail, **self._facts)) from died
+            raise Lost(self._side, died.record(**self._facts)) from died
         if isinstance(answer, p.Closed):
             raise Lost(self._side, answer.record)
         if isinstance(answer, p.Refused):

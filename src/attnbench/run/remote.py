@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import psutil
 
@@ -21,6 +21,7 @@ from attnbench.run import protocol as p
 from attnbench.run.environment import without_home
 from attnbench.run.instructions import isa_cap
 from attnbench.run.worker import Worker
+from attnbench.spec import Failed, OutOfMemory, Timeout
 
 POLL_S = 0.02
 SPARE_BYTES = 1 << 30
@@ -42,6 +43,11 @@ class WorkerDied(Exception):
     def __init__(self, kind: str, reason: str, detail: str = "") -> None:
         super().__init__(reason)
         self.kind, self.reason, self.detail = kind, reason, detail
+
+    def record(self, **facts: Any) -> Failed | OutOfMemory | Timeout:
+        """What is left of the cell that it was busy with."""
+        kind = {"timeout": Timeout, "out_of_memory": OutOfMemory, "failed": Failed}[self.kind]
+        return kind(reason=self.reason, detail=self.detail, **facts)
 
 
 class Process(Protocol):
