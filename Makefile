@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test gallery chromium check lint types layers docs clean
+.PHONY: bench test gallery figures chromium check lint types layers docs clean
 
 bench: $(STAMP)
 	$(BIN)/attnbench run quick --budget 0.5
@@ -16,6 +16,10 @@ test: $(STAMP) chromium
 # The report of results/h200, the charts in docs/gallery, and what the README says of both.
 gallery: $(STAMP)
 	$(BIN)/python benchmarks/gallery.py
+
+# What the README and results/README.md say of results/cpu.
+figures: $(STAMP)
+	$(BIN)/python benchmarks/figures.py
 
 # The browser tests need it; where it cannot be had, they are skipped and say so.
 chromium:
@@ -45,8 +49,8 @@ docs/cli.md: $(STAMP) FORCE
 	$(BIN)/python docs/generate_cli.py
 
 docs/charts: $(STAMP) FORCE
-	$(BIN)/attnbench report results/h200/grid-gpu.jsonl --out site/report.html --png $@
-	rm -f $@/*.png $@/rate.svg
+	$(BIN)/attnbench report results/h200/grid-gpu.jsonl --out site/report.html --png site/charts
+	for chart in $@/*.svg; do cp site/charts/$$(basename $$chart) $$chart; done
 
 FORCE:
 

@@ -1,8 +1,8 @@
 """The gallery of the README: `make gallery`, or `python benchmarks/gallery.py`.
 
-Reads results/h200/*.jsonl (but repetitions, `*-again.jsonl`), writes the report of all of them beside them, four charts
-to docs/gallery, and the README's two blocks between markers: the table of one workload, and the charts with captions.
-Nothing there is written by hand; a test holds the blocks against the run files.
+Reads results/h200/*.jsonl (but repetitions, `*-again.jsonl`), writes the report of all of them and its summaries beside
+them, four charts to docs/gallery, and the README's two blocks between markers: the table of one workload, and the
+charts with captions. Nothing there is written by hand; a test holds the blocks against the run files.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
-import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import vl_convert
 from gallery_captions import CAPTIONS
+from marked_blocks import marked, replaced
 from rich.console import Console
 
 from attnbench.analyse.ranking import by_workload, is_timed
@@ -24,8 +23,9 @@ from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.history import find_history
 from attnbench.report.html.images import drawable
-from attnbench.report.html.page import Page, Part, compose, render
+from attnbench.report.html.page import Page, Part, compose, measured, render
 from attnbench.report.html.sections import Source
+from attnbench.report.summaries import folder_of, write_summaries
 from attnbench.report.tables import print_rankings
 from attnbench.store.drafts import write_texts
 from attnbench.store.runfile import read_run
@@ -34,8 +34,6 @@ ROOT = Path(__file__).parents[1]
 AGAIN = "-again"
 SCALE = 1.5
 COLUMNS = 120
-MARKER = "<!-- {name}: made by `make gallery` from {digest} -->\n{text}\n<!-- end of {name} -->"
-BLOCK = r"<!-- {name}: .*?<!-- end of {name} -->"
 
 
 def read(folder: Path) -> list[Source]:
@@ -55,9 +53,8 @@ def blocks(page: Page, folder: Path, images: Path, root: Path = ROOT) -> dict[st
     place = folder.relative_to(root).as_posix()
     files = hashlib.sha256(b"".join(read_bytes(folder))).hexdigest()[:12]
     texts = {"ranking": ranking(part), "gallery": gallery(page, place, images.relative_to(root).as_posix())}
-    return {
-        name: MARKER.format(name=name, digest=f"{place} (sha256 {files})", text=text) for name, text in texts.items()
-    }
+    made = f"made by `make gallery` from {place} (sha256 {files})"
+    return {name: marked(name, made, text) for name, text in texts.items()}
 
 
 def read_bytes(folder: Path) -> list[bytes]:
@@ -104,17 +101,6 @@ def draw(page: Page, images: Path) -> None:
         (images / f"{name}.png").write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=SCALE))
 
 
-def replaced(readme: str, found: dict[str, str]) -> str:
-    """The README with new blocks; a block that has no place in it is an error."""
-    for name, text in found.items():
-        readme, count = re.subn(BLOCK.format(name=name), lambda _, text=text: text, readme, flags=re.DOTALL)
-        if count != 1:
-            sys.exit(
-                f"README.md has {count} blocks `<!-- {name}: ... -->` to `<!-- end of {name} -->`: there must be one."
-            )
-    return readme
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=ROOT / "results/h200")
@@ -122,10 +108,12 @@ def main() -> None:
     given = parser.parse_args()
     readme = ROOT / "README.md"
     page = page_of(read(given.runs))
-    text = replaced(readme.read_text(encoding="utf-8"), blocks(page, given.runs, given.images))
+    text = replaced(readme, blocks(page, given.runs, given.images))
     draw(page, given.images)
-    write_texts({given.runs / "report.html": render(page), readme: text})
-    print(f"{given.runs / 'report.html'}\n{given.images}\n{readme}")
+    report = given.runs / "report.html"
+    write_texts({report: render(page), readme: text})
+    write_summaries(measured(page), folder_of(report), page.left)
+    print(f"{report}\n{folder_of(report)}\n{given.images}\n{readme}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ text and the same as JSON.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -67,7 +68,8 @@ def main() -> None:
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             (options.out / "gate_example.txt").write_text(f"$ attnbench {' '.join(GATE)}\n{done.stdout}")
-            (options.out / "gate_example.json").write_bytes(Path(name, "out", "gate.json").read_bytes())
+            report = json.loads(Path(name, "out", "gate.json").read_text())
+            (options.out / "gate_example.json").write_text(json.dumps(report, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

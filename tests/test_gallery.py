@@ -17,6 +17,7 @@ pytest.importorskip("vl_convert")
 
 import gallery
 from gallery_captions import CAPTIONS
+from marked_blocks import replaced
 
 ROOT = Path(__file__).parents[1]
 RUNS, IMAGES = ROOT / "results/h200", ROOT / "docs/gallery"
@@ -87,9 +88,10 @@ def test_the_largest_of_the_fullest_workloads_is_printed():
     assert "1 x 128 tokens" not in text
 
 
-def test_a_readme_without_a_place_for_it_is_one_sentence():
-    with pytest.raises(SystemExit, match=r"README\.md has 0 blocks"):
-        gallery.replaced("nothing here", {"gallery": "text"})
-    assert (
-        gallery.replaced("a <!-- gallery: x --> old <!-- end of gallery --> b", {"gallery": "\\1 new"}) == "a \\1 new b"
-    )
+def test_a_page_without_a_place_for_a_block_is_one_sentence(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("nothing here")
+    with pytest.raises(SystemExit, match=r"page\.md has 0 blocks"):
+        replaced(page, {"gallery": "text"})
+    page.write_text("a <!-- gallery: x --> old <!-- end of gallery --> b")
+    assert replaced(page, {"gallery": "\\1 new"}) == "a \\1 new b"

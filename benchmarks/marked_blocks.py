@@ -1,0 +1,27 @@
+"""Blocks of a page that a command writes, between two comments that say which."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+BLOCK = r"<!-- {name}: .*?<!-- end of {name} -->"
+
+
+def marked(name: str, made: str, text: str) -> str:
+    """A block; `made` says how and of what."""
+    return f"<!-- {name}: {made} -->\n{text}\n<!-- end of {name} -->"
+
+
+def replaced(page: Path, blocks: Mapping[str, str]) -> str:
+    """The page with new blocks; a block that has no place in it is an error."""
+    text = page.read_text(encoding="utf-8")
+    for name, block in blocks.items():
+        text, count = re.subn(BLOCK.format(name=name), lambda _, block=block: block, text, flags=re.DOTALL)
+        if count != 1:
+            sys.exit(
+                f"{page} has {count} blocks `<!-- {name}: ... -->` to `<!-- end of {name} -->`: there must be one."
+            )
+    return text
