@@ -29,11 +29,12 @@ from attnbench.report.html.growth import growth_rows
 from attnbench.report.html.images import write_images
 from attnbench.report.html.markdown import summarise
 from attnbench.report.html.packing import pack, script_json, unpack
-from attnbench.report.html.page import compose, render
+from attnbench.report.html.page import _capital, compose, render
 from attnbench.report.html.palette import SYMBOLS, order_labels, ranges
 from attnbench.report.html.picks import family_choices, set_beside
 from attnbench.report.html.sections import gather
 from attnbench.report.html.verdicts import add_verdicts, share_of_allowed
+from attnbench.workloads import masks
 
 pytestmark = pytest.mark.usefixtures("no_bundle")
 
@@ -190,17 +191,33 @@ class TestAnswers:
         ]
         which, *_ = group_advice(page_of(*records).parts[0].advice)
         assert which.title == "Which one"
-        (answer,) = which.open
+        (answer,) = which.folded
         assert answer.shapes == "4 heads of 32 · causal · float32 · forward"
         assert [one.framework for one in answer.told] == ["PyTorch", "JAX"]
         assert answer.told[0].text.startswith("use torch.sdpa, 4.0")
         assert "time of torch.eager / torch.sdpa 4.0" in answer.told[0].basis
+        assert which.table is not None
+        assert which.table.frameworks == ["PyTorch", "JAX"]
+        ((shapes, (torch, jax)),) = which.table.rows
+        assert shapes == answer.shapes
+        assert torch is not None
+        assert (torch.name, torch.equal, torch.led, torch.of) == ("torch.sdpa", "", 2, 2)
+        assert torch.gain.startswith("4.0")
+        assert torch.gain.endswith("as fast as torch.eager")
+        assert jax is not None
+        assert jax.name == "jax.cudnn"
 
-    def test_the_rest_is_folded(self):
+    def test_every_kind_of_shapes_is_a_row_and_its_sentences_are_folded(self):
         records = [timed(name, ns, heads, on=workload(128, heads=heads)) for heads in range(1, 8)
                    for name, ns in (("torch.eager", 4e6), ("torch.sdpa", 1e6))]  # fmt: skip
         (which,) = group_advice(page_of(*records).parts[0].advice)
-        assert (len(which.open), len(which.folded)) == (4, 3)
+        assert (len(which.open), len(which.folded)) == (0, 7)
+        assert which.table is not None
+        assert len(which.table.rows) == 7
+
+    def test_a_name_keeps_its_small_letter(self):
+        assert _capital("jax.xla is nowhere behind") == "jax.xla is nowhere behind"
+        assert _capital("use torch.sdpa") == "Use torch.sdpa"
 
     def test_sections_that_read_alike_name_their_runs(self):
         other = msgspec.structs.replace(CPU, threads=2, packages={"torch": "2.13.0", "triton": "3"})
@@ -360,6 +377,15 @@ def test_images_are_drawn(tmp_path: Path):
     assert "<img" not in svg
 
 
+def test_every_family_of_shapes_has_its_own_images(tmp_path: Path):
+    full = [timed("torch.sdpa", 3e6, n, on=workload(n, mask=masks.full())) for n in (128, 256)]
+    paths = write_images(page_of(*two_frameworks(), *full), tmp_path)
+    times = {path.name for path in paths if path.name.startswith("time") and path.suffix == ".svg"}
+    assert len(times) == 2
+    (other,) = times - {"time.svg"}
+    assert (tmp_path / other).read_text() != (tmp_path / "time.svg").read_text()
+
+
 class TestMarkdown:
     def test_the_answer_and_the_winners(self):
         text = summarise(page_of(*two_frameworks()))
@@ -394,8 +420,8 @@ def test_condensed_records_compare_as_before():
 def test_a_chart_that_cannot_be_drawn_is_named_and_the_others_are_written(tmp_path: Path, monkeypatch):
     drawn = images.drawable
 
-    def broken(chart, rows, colours):
-        return {"mark": 1} if chart.name == "time" else drawn(chart, rows, colours)
+    def broken(chart, rows, colours, choice):
+        return {"mark": 1} if chart.name == "time" else drawn(chart, rows, colours, choice)
 
     monkeypatch.setattr(images, "drawable", broken)
     with pytest.raises(AttnBenchError, match=r"these charts could not be drawn: time \(") as caught:

@@ -6,6 +6,7 @@ import msgspec
 from page_factory import JAX, section_of, source, timed, two_frameworks
 from record_factory import CPU, unsupported, workload
 
+from attnbench.report.html.environment import environment_facts
 from attnbench.report.html.families import find_families
 from attnbench.report.html.map import column_title, lay_out
 from attnbench.report.html.sections import gather
@@ -26,6 +27,15 @@ class TestSections:
     def test_another_machine_starts_a_section_for_another_framework_too(self):
         other = msgspec.structs.replace(JAX, device_name="Other", cpu="Other")
         assert len(gather([source(timed("torch.sdpa", 1e6), timed("jax.xla", 1e6, environment=other))])) == 2
+
+    def test_what_differs_within_a_section_is_told_of_each(self):
+        first = msgspec.structs.replace(CPU, commit="0000000")
+        later = msgspec.structs.replace(CPU, commit="abc1234", variables={"OMP_NUM_THREADS": "1"})
+        records = [timed("torch.sdpa", 1e6, environment=first), timed("torch.eager", 2e6, environment=later)]
+        facts = dict(environment_facts(section_of(*records)))
+        assert facts["variables"] == ["OMP_NUM_THREADS=1"]
+        assert facts["attnbench"] == ["0000000 | abc1234"]
+        assert facts["fingerprint"] == [CPU.fingerprint]
 
     def test_a_record_without_an_environment_stays_with_its_run(self):
         homeless = msgspec.structs.replace(unsupported("torch.fa3", "no"), environment=None)

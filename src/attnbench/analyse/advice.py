@@ -33,6 +33,19 @@ class Figure(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"{self.name} {self.value:{digits}} {self.unit}".rstrip() + span
 
 
+class Pick(Struct, frozen=True, kw_only=True):
+    """The answer in a few words, for a table."""
+
+    name: str
+    equal: str = ""
+    """Another that is as fast."""
+    gain: str = ""
+    """Over the framework's plain implementation, or over the next."""
+    led: int
+    """Workloads on which nobody was faster for certain."""
+    of: int
+
+
 class Recommendation(Struct, frozen=True, kw_only=True):
     """One thing to do, for one family of workloads."""
 
@@ -44,6 +57,8 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     workloads: tuple[str, ...]
     """Ids of what was measured for it."""
     figures: tuple[Figure, ...]
+    pick: Pick | None = None
+    """Where it says which one to use."""
 
     @property
     def basis(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import exp, log
 
-from attnbench.analyse.advice import Figure, Recommendation, listed, ratio_figure, workloads
+from attnbench.analyse.advice import Figure, Pick, Recommendation, listed, ratio_figure, workloads
 from attnbench.analyse.families import Family
 from attnbench.analyse.fronts import Front
 from attnbench.analyse.ranking import BASELINES, sign
@@ -50,7 +50,18 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
         text=f"{family.title}: {told} ({_extent(champion, len(pairs), front)}){_exceptions(champion, front)}.",
         workloads=tuple(front.field),
         figures=tuple(figures),
+        pick=Pick(
+            name=champion,
+            equal=rival if kind == "tie" else "",
+            gain=gain[0] if gain is not None else f"{_gain(verdict)} as fast as {rival}" if kind == "winner" else "",
+            led=_led(champion, front),
+            of=len(front.field),
+        ),
     )
+
+
+def _led(champion: str, front: Front) -> int:
+    return sum(champion in names for names in front.leaders.values())
 
 
 def _over_plain(front: Front, champion: str, rival: str) -> tuple[str, Figure] | None:
@@ -88,7 +99,7 @@ def _tie(champion: str, rival: str, against: Ratio, pairs: list[tuple[Ok, Ok]]) 
 
 
 def _extent(champion: str, shared: int, front: Front) -> str:
-    every, led = len(front.field), sum(champion in names for names in front.leaders.values())
+    every, led = len(front.field), _led(champion, front)
     told = f"in front on {led} of {workloads(every)}" if every > 1 else workloads(every)
     return told if shared == every else f"{told}, both ran on {shared}"
 

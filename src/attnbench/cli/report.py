@@ -51,6 +51,7 @@ def report(
 
     paths, sources = _read(runs or ("latest",))
     page = compose(sources, against, _history(sources))
+    _warn(page.left)
     if not page.parts:
         raise UsageError(f"{paths[0]} holds no records: `attnbench run --quick` makes some.")
     path = paths[0].with_suffix(".html") if out is None else out
@@ -87,16 +88,21 @@ def _check_installed() -> None:
 
 def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
     """Every run named, the oldest first, so that the newest of a repeated cell is the one that stays."""
-    from attnbench.cli.output import stderr_console
     from attnbench.cli.show import find_run
     from attnbench.report.html.sections import Source
     from attnbench.store.runfile import read_run
 
     paths = list(dict.fromkeys(find_run(name) for name in names))
     sources = [Source(path.name, read_run(path)) for path in paths]
-    for warning in (warning for source in sources for warning in source.run.warnings):
-        stderr_console().print(f"warning: {warning}", highlight=False, markup=False)
+    _warn(warning for source in sources for warning in source.run.warnings)
     return paths, sorted(sources, key=lambda source: source.run.header.created)
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    from attnbench.cli.output import stderr_console
+
+    for warning in warnings:
+        stderr_console().print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _history(sources: Sequence[Source]) -> History:
@@ -121,12 +127,11 @@ def _annotate(page: Page) -> None:
 
 
 def _summarise(page: Page, folder: Path, against: Sequence[str], path: Path) -> list[Path]:
+    from attnbench.report.html.page import measured
     from attnbench.report.summaries import write_summaries
-    from attnbench.report.summary_documents import Measured
 
-    parts = [Measured(part.title, part.cells.runs, part.sentence, part.advice, against) for part in page.parts]
     try:
-        return write_summaries(parts, folder)
+        return write_summaries(measured(page, against), folder, page.left)
     except UsageError as error:
         raise UsageError(f"the page is written to {path}, its summaries are not: {error}") from error
 

@@ -31,10 +31,12 @@ def show(
     from attnbench.report.detail import print_cell
     from attnbench.report.tables import print_rankings
     from attnbench.store.runfile import read_run
+    from attnbench.store.unreached import tell_unreached
 
     path = find_run(run)
     found = read_run(path)
-    for warning in found.warnings:
+    left = tell_unreached(str(path), found)
+    for warning in (*found.warnings, *([left] if left else [])):
         stderr_console().print(f"warning: {warning}", highlight=False, markup=False)
     records = [r for r in found.records if all(word in r.cell.id for word in words.split())]
     if not records:

@@ -27,12 +27,17 @@ def folder_of(page: Path) -> Path:
     return page.with_name(f"{page.stem}-summary")
 
 
-def write_summaries(parts: Sequence[Measured], folder: Path) -> list[Path]:
-    """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk."""
+def write_summaries(parts: Sequence[Measured], folder: Path, left: Sequence[str] = ()) -> list[Path]:
+    """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk.
+
+    `left` tells of runs that ended early.
+    """
     speed, space = performance(parts), memory(parts)
     documents = {"performance.json": speed, "memory.json": space, "correctness.json": correctness(parts)}
     texts = {name: _json(document) for name, document in documents.items()}
-    texts["summary.txt"] = "\n".join(_text(part, speed, space, titled=len(parts) > 1) for part in parts)
+    texts["summary.txt"] = "\n".join(
+        [*(_text(part, speed, space, titled=len(parts) > 1) for part in parts), *(f"{one}.\n" for one in left)]
+    )
     try:
         write_texts({folder / name: texts[name] for name in FILES})
     except OSError as error:

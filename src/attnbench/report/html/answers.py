@@ -6,15 +6,18 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
-from attnbench.analyse.advice import Kind, Recommendation
+from attnbench.analyse.advice import Kind, Pick, Recommendation
 from attnbench.analyse.families import FRAMEWORKS
 
+WHICH = "Which one"
 GROUPS: Mapping[str, tuple[int, tuple[Kind, ...]]] = {
-    "Which one": (4, ("winner", "tie", "mixed")),
+    WHICH: (0, ("winner", "tie", "mixed")),
     "From which length": (2, ("flash", "threshold")),
     "What to do next": (2, ("launch-bound", "memory")),
 }
-"""Question -> kinds of shapes that stand open (the rest is folded away), kinds of advice that answer it."""
+"""Question -> kinds of shapes that stand open (the rest is folded away), kinds of advice that answer it.
+
+Which one to use stands in a table; its sentences are folded away."""
 
 
 class Told(Struct, frozen=True):
@@ -38,6 +41,14 @@ class Group(Struct, frozen=True):
     title: str
     open: list[Answer]
     folded: list[Answer]
+    table: PickTable | None = None
+
+
+class PickTable(Struct, frozen=True):
+    """Kinds of shapes -> which one in each framework."""
+
+    frameworks: list[str]
+    rows: list[tuple[str, list[Pick | None]]]
 
 
 def group_advice(advice: Iterable[Recommendation]) -> list[Group]:
@@ -46,8 +57,23 @@ def group_advice(advice: Iterable[Recommendation]) -> list[Group]:
     groups: list[Group] = []
     for title, (shown, kinds) in GROUPS.items():
         answers = _answers(one for one in found if one.kind in kinds)
-        groups += [Group(title, answers[:shown], answers[shown:])] if answers else []
+        table = _picks(found) if title == WHICH else None
+        groups += [Group(title, answers[:shown], answers[shown:], table)] if answers else []
     return groups
+
+
+def _picks(advice: Iterable[Recommendation]) -> PickTable:
+    rows: dict[str, dict[str, Pick]] = {}
+    for one in advice:
+        if one.pick is not None:
+            framework, _, shapes = one.family.partition(" · ")
+            rows.setdefault(shapes, {})[framework] = one.pick
+    names = sorted({name for row in rows.values() for name in row}, key=_place)
+    return PickTable(names, [(shapes, [row.get(name) for name in names]) for shapes, row in rows.items()])
+
+
+def _place(framework: str) -> int:
+    return [*FRAMEWORKS.values(), framework].index(framework)
 
 
 def _answers(advice: Iterable[Recommendation]) -> list[Answer]:
@@ -57,5 +83,5 @@ def _answers(advice: Iterable[Recommendation]) -> list[Answer]:
         text = one.text.removeprefix(one.family).lstrip(":, ")
         answers.setdefault(shapes, Answer(shapes, [])).told.append(Told(framework, text, one.basis))
     for answer in answers.values():
-        answer.told.sort(key=lambda one: [*FRAMEWORKS.values(), one.framework].index(one.framework))
+        answer.told.sort(key=lambda one: _place(one.framework))
     return list(answers.values())

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attnbench.report.html.sections import Section
 from attnbench.report.units import size
 from attnbench.spec import Environment
 
 Facts = list[tuple[str, list[str]]]
+MOST_VALUES = 4
 
 
 def environment_facts(section: Section) -> Facts:
-    """Name of a fact -> its value in each framework's environment; facts that nobody knows are left out."""
-    told = [_facts(environment) for environment in section.environments.values()]
-    names = dict.fromkeys(name for facts in told for name in facts)
-    rows = [(name, [facts.get(name, "") for facts in told]) for name in names]
+    """Name of a fact -> its values in each framework's environments; facts that nobody knows are left out.
+
+    Environments of one section have the same machine and packages; clocks, variables and commits may differ.
+    """
+    seen: dict[str, list[Environment]] = {name: [one] for name, one in section.environments.items()}
+    for one in {id(record.environment): record.environment for record in section.records}.values():
+        if one is not None and one not in seen.setdefault(one.framework, []):
+            seen[one.framework].append(one)
+    told = [[_facts(environment) for environment in environments] for environments in seen.values()]
+    names = dict.fromkeys(name for group in told for facts in group for name in facts)
+    rows = [(name, [_joined(facts.get(name, "") for facts in group) for group in told]) for name in names]
     return [(name, values) for name, values in rows if any(values)]
+
+
+def _joined(values: Iterable[str]) -> str:
+    each = list(dict.fromkeys(value for value in values if value))
+    left = len(each) - MOST_VALUES
+    return " | ".join(each if left <= 0 else [*each[:MOST_VALUES], f"and {left} more"])
 
 
 def _facts(environment: Environment) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from attnbench.report.html.cells import Cell
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.encodings import keys
 from attnbench.report.html.packing import unpack
-from attnbench.report.html.page import Page
+from attnbench.report.html.page import Page, Part
 from attnbench.report.html.palette import LIGHT, ranges
+from attnbench.report.html.picks import Choice
+from attnbench.store.runfile import slug
 
 WIDTH = 640
 SCALE = 2
@@ -32,21 +35,24 @@ FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
 
 def write_images(page: Page, folder: Path) -> list[Path]:
-    """Draw them all; those that show one thing at a time show what the page does at first."""
+    """Draw them all; one that shows a family of shapes at a time is drawn of each, one of a cell of the first.
+
+    The first family, which the page shows first too, has the chart's own name.
+    """
     written: list[Path] = []
     failed: list[str] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, part in enumerate(page.parts):
             tail = f"-{number + 1}" if len(page.parts) > 1 else ""
-            for chart in (chart for view in part.views for chart in view.charts):
-                spec = drawable(chart, part.cells.rows, len(page.labels))
+            for chart, name, choice in _pictures(part):
+                spec = drawable(chart, part.cells.rows, len(page.labels), choice)
                 try:
                     picture, drawing = _drawn(spec)
                 except ValueError as error:
-                    failed.append(f"{chart.name}{tail} ({str(error).strip().splitlines()[0][:LONGEST_ERROR]})")
+                    failed.append(f"{name}{tail} ({str(error).strip().splitlines()[0][:LONGEST_ERROR]})")
                     continue
-                png, svg = (folder / f"{chart.name}{tail}.{kind}" for kind in ("png", "svg"))
+                png, svg = (folder / f"{name}{tail}.{kind}" for kind in ("png", "svg"))
                 png.write_bytes(picture)
                 svg.write_text(drawing, encoding="utf-8")
                 written += [png, svg]
@@ -59,25 +65,35 @@ def write_images(page: Page, folder: Path) -> list[Path]:
     return written
 
 
+def _pictures(part: Part) -> Iterator[tuple[Chart, str, Choice | None]]:
+    """Every chart, the name of its file, and what it shows."""
+    for chart in (chart for view in part.views for chart in view.charts):
+        first, *more = chart.choices or [None]
+        yield chart, chart.name, first
+        for choice in more:
+            if choice is not None and choice.first:
+                yield chart, f"{chart.name}-{slug(choice.text)}", choice
+
+
 def _drawn(spec: dict[str, Any]) -> tuple[bytes, str]:
     picture = vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=SCALE)
     return picture, vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
 
 
-def drawable(chart: Chart, rows: list[Cell], colours: int) -> dict[str, Any]:
-    """The chart with its data and the colours of the light page."""
+def drawable(chart: Chart, rows: list[Cell], colours: int, choice: Choice | None = None) -> dict[str, Any]:
+    """The chart with its data and the colours of the light page, of what is chosen: the first if nothing is."""
     mine = [row for row in (unpack(chart.rows) if chart.rows else rows) if row.get(chart.needs) is not None]
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}
     if chart.choices:
-        first = chart.choices[0]
-        mine = [row for row in mine if first.accepts(row)]
-        spec["title"] = {"text": first.text, "fontWeight": "normal", "anchor": "start"}
+        shown = choice or chart.choices[0]
+        mine = [row for row in mine if shown.accepts(row)]
+        spec["title"] = {"text": shown.text, "fontWeight": "normal", "anchor": "start"}
     if chart.lines:
         spec["height"] = chart.step * len({row[chart.lines] for row in mine})
     axes = {name: listed(field, mine) for name, field in chart.axes.items()}
     params = [one | {"value": axes[one["name"]]} if one["name"] in axes else one for one in spec["params"]]
-    shown = set(keys([row["label"] for row in mine if "label" in row]))
-    return _told(spec, shown) | {"params": params, "datasets": {"rows": mine}, "config": _config(colours)}
+    drawn = set(keys([row["label"] for row in mine if "label" in row]))
+    return _told(spec, drawn) | {"params": params, "datasets": {"rows": mine}, "config": _config(colours)}
 
 
 def listed(field: str, rows: list[Cell]) -> list[Any]:

@@ -16,7 +16,8 @@ HEADING = "| shape | fastest | time | next best | regret |\n| --- | --- | ---: |
 
 def summarise(page: Page) -> str:
     """The answer, the winner of each shape, what did not run; cut where GitHub would refuse it."""
-    blocks = [block for part in page.parts for block in _blocks(part)]
+    left = [f"Note: {clean_sentence(sentence)}." for sentence in page.left]
+    blocks = [*left, *(block for part in page.parts for block in _blocks(part))]
     kept: list[str] = []
     for block in blocks:
         if sum(len(one) + 2 for one in (*kept, block)) > LIMIT - 200:

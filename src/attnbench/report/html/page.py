@@ -28,6 +28,8 @@ from attnbench.report.html.packing import pack, script_json
 from attnbench.report.html.palette import DARK, LIGHT, order_labels, ranges
 from attnbench.report.html.sections import Section, Source, gather
 from attnbench.report.html.views import View, history_view, make_views
+from attnbench.report.summary_documents import Measured
+from attnbench.store.unreached import tell_unreached
 
 TEMPLATES = files("attnbench.report.html") / "templates"
 SCRIPTS = ("data.js", "format.js", "derive.js", "tables.js", "charts.js", "picks.js", "filters.js", "main.js")
@@ -53,6 +55,8 @@ class Page(Struct, frozen=True):
     parts: list[Part]
     labels: list[str]
     """Every implementation that was timed, in the order of its colours."""
+    left: list[str]
+    """A sentence for each run that ended before it had done what was asked."""
 
 
 def compose(sources: Sequence[Source], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
@@ -66,7 +70,14 @@ def compose(sources: Sequence[Source], against: Sequence[str] = (), history: His
     ]
     titles = _titles(sections, sources)
     parts = [_part(*one, against) for one in zip(sections, titles, made, drawn)]
-    return Page(sources, parts, labels)
+    return Page(sources, parts, labels, _left(sources))
+
+
+def _left(sources: Sequence[Source]) -> list[str]:
+    """What each run was asked for and none of them holds."""
+    held = {record.workload.id for source in sources for record in source.run.records}
+    told = (tell_unreached(source.name, source.run, held) for source in sources)
+    return [sentence for sentence in told if sentence]
 
 
 def _titles(sections: Sequence[Section], sources: Sequence[Source]) -> list[str]:
@@ -101,12 +112,17 @@ def _mixed_clocks(section: Section) -> list[str]:
     return [f"{shapes} timed by different clocks ({names}): shown and compared by one that most of them hold"]
 
 
+def measured(page: Page, against: Sequence[str] = ()) -> list[Measured]:
+    """What the summaries beside the page are made of."""
+    return [Measured(part.title, part.cells.runs, part.sentence, part.advice, against) for part in page.parts]
+
+
 def render(page: Page) -> str:
     """The whole file."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"capital": lambda text: text[:1].upper() + text[1:], "grouped": group_advice}
+    environment.filters |= {"capital": _capital, "grouped": group_advice}
     scripts = [vega_script(), "\n".join(_template(name) for name in SCRIPTS)]
     return environment.get_template("page.html").render(
         page=page,
@@ -119,6 +135,11 @@ def render(page: Page) -> str:
         timed=sum(is_timed(record) for part in page.parts for record in part.cells.records),
         asked=sum(len(part.cells.records) for part in page.parts),
     )
+
+
+def _capital(text: str) -> str:
+    """A sentence that begins with a capital, unless it begins with the name of an implementation."""
+    return text if "." in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
 def _template(name: str) -> str:
