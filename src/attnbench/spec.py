@@ -51,6 +51,8 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     inputs: str = "normal"
     """How Q, K and V are drawn: independent normals, the sin/cos/tan ramps of the third founding document, or with the
     forms that attention has in trained models."""
+    step: str = ""
+    """What the attention is a part of (attnbench.workloads.steps); empty: attention alone."""
     source: str = ""
     """Where the shape comes from; no part of the identity."""
     tags: tuple[str, ...] = ()
@@ -118,10 +120,11 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
 
     @property
     def extras(self) -> dict[str, str]:
-        """The axes that most problems leave alone: scale, softcap and inputs, where they are not the usual."""
+        """The axes that most problems leave alone: scale, softcap, inputs and step, where they are not the usual."""
         numbers = {"scale": self.scale, "softcap": self.softcap}
         told = {name: repr(float(value)).removesuffix(".0") for name, value in numbers.items() if value is not None}
-        return told if self.inputs == "normal" else told | {"inputs": self.inputs}
+        told |= {} if self.inputs == "normal" else {"inputs": self.inputs}
+        return told | ({"step": self.step} if self.step else {})
 
     @property
     def id(self) -> str:
@@ -252,6 +255,8 @@ class Implementation(ABC):
     """Why sweeps over everything leave it out, so that it must be asked for by name; empty: they take it."""
     materialises_scores: bool = False
     """Whether T x S logits are stored, so that the plan can tell what will not fit."""
+    step: str = ""
+    """The step it computes (attnbench.steps); empty: attention alone."""
     process: str = ""
     """Cells with the same (framework, process) share a worker; a library that poisons its process names its own."""
     expects: tuple[str, ...] = ()

@@ -119,7 +119,7 @@ def make_request(order: Order) -> tuple[str, Request]:
     _check_positive("--precision", sampling.precision)
     suite, workloads = select_workloads(order.suite, order.quick, order.shape, choice)
     workloads, implementations = filter_words(
-        choice.words, workloads, select_implementations(choice, settings.framework)
+        choice.words, workloads, select_implementations(choice, settings.framework, {w.step for w in workloads})
     )
     request = Request(
         workloads=workloads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from attnbench.cli.options import Choice, Shape
@@ -86,6 +86,7 @@ def _fields(w: Workload) -> dict[str, Any]:
         "scale": w.scale,
         "softcap": w.softcap,
         "inputs": w.inputs,
+        "step": w.step,
         "tags": w.tags,
     }
     if w.kv_len != w.q_len:
@@ -111,8 +112,11 @@ def take_shard(workloads: Sequence[Workload], text: str) -> list[Workload]:
     return shard(workloads, int(part), int(parts))
 
 
-def select_implementations(choice: Choice, framework: str | None = None) -> tuple[str, ...]:
-    """Names and references to run: those asked for and their rivals; all (of the framework) when none was asked for."""
+def select_implementations(
+    choice: Choice, framework: str | None = None, steps: Collection[str] = ("",)
+) -> tuple[str, ...]:
+    """Names and references to run: those asked for and their rivals; when none was asked for, all (of the framework)
+    that compute one of the steps."""
     from attnbench import registry
 
     known = registry.names()
@@ -120,7 +124,8 @@ def select_implementations(choice: Choice, framework: str | None = None) -> tupl
     rivals = [name for one in choice.against for name in expand(one, known)]
     only_functions = bool(asked) and all(is_reference(name) for name in asked)
     if not rivals and (not asked or only_functions):
-        rivals = [name for name in swept_names() if asked or framework is None or name.startswith(f"{framework}.")]
+        swept = swept_names(steps)
+        rivals = [name for name in swept if asked or framework is None or name.startswith(f"{framework}.")]
         if framework is not None and not rivals:
             raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
     return tuple(dict.fromkeys([*asked, *rivals]))
@@ -137,11 +142,12 @@ def loadable_names() -> list[str]:
     return good
 
 
-def swept_names() -> list[str]:
-    """Those that a sweep over everything takes; the others must be asked for by name."""
+def swept_names(steps: Collection[str] = ("",)) -> list[str]:
+    """Those that a sweep over everything takes; others must be asked for by name, or compute another step."""
     from attnbench import registry
 
-    return [name for name in loadable_names() if not registry.get(name).by_name_only]
+    known = [registry.get(name) for name in loadable_names()]
+    return [one.name for one in known if not one.by_name_only and one.step in steps]
 
 
 def is_reference(name: str) -> bool:

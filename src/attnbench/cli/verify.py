@@ -23,6 +23,7 @@ SPREAD = (
 )
 """Of the edge suite: odd sizes, grouped heads, 16 bits, rows that see nothing, a window, a soft cap, log-weights; about
 a minute."""
+STEPS_SUITE = "multihead"
 FAMILY_MASKS = {"dilated": "dilated"}
 """Families that compute one kind of mask only are checked on all edges with that mask."""
 BROKEN = {"incorrect", "failed", "timeout"}
@@ -91,7 +92,8 @@ def _workloads(
     edges = load_suite("edge", quick=False)[1]
     kinds = {FAMILY_MASKS[name] for name in family if name in FAMILY_MASKS}
     spread = () if family and kinds and set(family) <= set(FAMILY_MASKS) else SPREAD
-    return tuple(w for w in edges if w.id in spread or kinds & set(w.visible_mask.kinds))
+    chosen = tuple(w for w in edges if w.id in spread or kinds & set(w.visible_mask.kinds))
+    return chosen + load_suite(STEPS_SUITE, quick=True)[1]
 
 
 def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: str | None) -> tuple[str, ...]:
@@ -105,9 +107,17 @@ def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: 
         if framework is not None and not names:
             raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
     if family:
-        names = [name for name in names if name.partition(".")[2].partition("-")[0] in family]
+        names = [name for name in names if families_of(name) & set(family)]
         if not names:
             raise UsageError(
                 f"no implementation is of the family {' or '.join(family)}: see `attnbench list implementations`."
             )
     return tuple(dict.fromkeys(names))
+
+
+def families_of(name: str) -> set[str]:
+    """torch.sdpa-flash is of the family sdpa; torch.multihead-dilated-ring, a step, of multihead and of dilated."""
+    from attnbench import registry
+
+    first, *more = name.partition(".")[2].split("-")
+    return {first, *more[:1]} if registry.get(name).step else {first}

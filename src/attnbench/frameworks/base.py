@@ -193,6 +193,11 @@ class Framework(ABC):
     def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
         """Compile the call for the pass. Arrays are passed as arguments, never captured."""
 
+    def compiled(self, function: Callable[[Any], tuple[Array, ...]], state: Any) -> Programs:
+        """A whole step `state -> outputs` as one program, compiled where the framework compiles."""
+        del state
+        return Programs(Program(run=function), compile_ns=0)
+
     @abstractmethod
     def wait(self, tree: Any) -> None:
         """Block until everything queued for the tree (or the whole device) is done."""

@@ -21,7 +21,7 @@ import numpy as np
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock
 from attnbench.frameworks.jax_clocks import KernelClock, cupti_problem, kernel_names
-from attnbench.frameworks.jax_programs import Compiler
+from attnbench.frameworks.jax_programs import Compiler, compile_step
 from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 
@@ -104,6 +104,9 @@ class JaxFramework(Framework):
 
     def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
         return Compiler(import_jax(), call, example, precision_of).programs(pass_)
+
+    def compiled(self, function: Callable[[Any], tuple[Array, ...]], state: Any) -> Programs:
+        return compile_step(import_jax(), function, state)
 
     def wait(self, tree: Any) -> None:
         import_jax().block_until_ready(tree)

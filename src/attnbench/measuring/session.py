@@ -135,6 +135,11 @@ class Session:
         return msgspec.structs.replace(record, spent_ns=stages.spent_ns)
 
     @property
+    def output_names(self) -> tuple[str, ...]:
+        """What the main program returns."""
+        return OUTPUTS[self.cell.workload.pass_]
+
+    @property
     def timed(self) -> bool:
         """Whether this cell may be timed."""
         return self._options.measure and not self._implementation.verify_only
@@ -294,7 +299,7 @@ class Session:
     def _check_last(self, output: tuple[Array, ...], which: int) -> None:
         """The last timed call's results, freed of their disguise, against the verified ones."""
         worn = self._inputs[which]
-        for name, array, good in zip(OUTPUTS[self.cell.workload.pass_], output, self.findings.good[which]):
+        for name, array, good in zip(self.output_names, output, self.findings.good[which]):
             found = self._wardrobe.undressed(name, array, worn)
             if self._framework.same_bits(found + 0.0, good + 0.0):
                 continue
@@ -303,7 +308,7 @@ class Session:
 
     def _require_close(self, name: str, a: Array, b: Array) -> None:
         """Other bits are fine when one random batch row agrees as well as the verified error lets it."""
-        row = int(self._rng.integers(self.cell.workload.batch))
+        row = int(self._rng.integers(a.shape[0]))
         x, y = (self._framework.numpy(array[row]).astype(np.float64) for array in (a, b))
         errors_seen = self.findings.errors
         allowed = 4 * max(errors_seen.forward_allowed or 0, errors_seen.backward_allowed or 0)
@@ -311,11 +316,14 @@ class Session:
         if not difference <= allowed * size:
             share = difference / size if size else float("inf")
             raise Wrong(
-                f"a timed call returned a wrong {name}, right when checked: batch row {row} differs by {share:.1e}, "
+                f"a timed call returned a wrong {name}, right when checked: row {row} differs by {share:.1e}, "
                 f"{allowed:.1e} allowed"
             )
 
 
 def refusal(implementation: Implementation, workload: Workload, environment: Environment) -> str | None:
-    """Why a cell will not run here: not available, or not supported."""
+    """Why a cell will not run here: another step, not available, or not supported."""
+    if workload.step != implementation.step:
+        mine = f"the step {implementation.step}" if implementation.step else "attention alone"
+        return f"computes {mine}, not {f'the step {workload.step}' if workload.step else 'attention alone'}"
     return implementation.available(environment) or implementation.supports(workload, environment)

@@ -202,7 +202,8 @@ def _recruit(request: Request) -> tuple[list[Asked], list[Traveller]]:
             travellers.append(traveller)
             wanted.append(Asked(traveller.name))
         elif isinstance(what, str):
-            wanted.append(Asked(*registry.asked(what)))
+            name, config = registry.asked(what)
+            wanted.append(Asked(name, config, registry.get(name).step))
     return [one for n, one in enumerate(wanted) if one not in wanted[:n]], travellers
 
 

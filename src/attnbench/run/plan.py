@@ -42,11 +42,21 @@ class Asked(NamedTuple):
 
     name: str
     config: dict[str, int | float | str | bool] = {}
+    step: str = ""
 
 
 def cells_of(workloads: Sequence[Workload], wanted: Sequence[Asked]) -> list[Cell]:
-    """All cells, workload by workload: what ratios are taken over stays together."""
-    return [Cell(one.name, workload, one.config) for workload in workloads for one in wanted]
+    """All cells, workload by workload: what ratios are taken over stays together.
+
+    Who computes one step has no cell on another, unless that is all there is: then it says so.
+    """
+    steps = {workload.step for workload in workloads}
+    return [
+        Cell(one.name, workload, one.config)
+        for workload in workloads
+        for one in wanted
+        if one.step == workload.step or one.step not in steps
+    ]
 
 
 def shard(workloads: Sequence[Workload], index: int, count: int) -> list[Workload]:

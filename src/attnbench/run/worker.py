@@ -21,11 +21,13 @@ from attnbench.lifeline import die_with_parent
 from attnbench.measuring import anchors
 from attnbench.measuring.draws import Draws
 from attnbench.measuring.session import FellBack, Options, Session, refusal
+from attnbench.measuring.step_session import StepSession
 from attnbench.measuring.subject import Wrong
 from attnbench.run import protocol as p
 from attnbench.run.environment import describe, without_home
 from attnbench.run.memory_need import does_not_fit
 from attnbench.spec import Cell, Failed, Incorrect, OutOfMemory, Unsupported
+from attnbench.steps import StepImplementation
 
 
 def enlist(question: p.Enlist) -> p.Answer:
@@ -118,9 +120,8 @@ class Worker:
             if (reason := self._refusal(cell)) is not None:
                 raise errors.Unsupported(reason)
             session = self._session(question)
-            record = (
-                session.open() if isinstance(session, anchors.AnchorSession) else session.open(self._inputs(question))
-            )
+            needs_none = isinstance(session, anchors.AnchorSession | StepSession)
+            record = session.open() if needs_none else session.open(self._inputs(question))
             self._sessions[cell.id] = session
             self._framework.trim()  # of what verification needed: other workers share the device
             return p.Opened(record, session.timed)
@@ -144,7 +145,10 @@ class Worker:
         if cell.implementation in anchors.NAMES:
             return anchors.AnchorSession(self._framework, self._environment, cell)
         options = Options(question.thorough, question.measure, question.clock, question.seed, question.again)
-        return Session(self._framework, self._environment, registry.get(cell.implementation), cell, options)
+        implementation = registry.get(cell.implementation)
+        if isinstance(implementation, StepImplementation):
+            return StepSession(self._framework, self._environment, implementation, cell, options)
+        return Session(self._framework, self._environment, implementation, cell, options)
 
     def _inputs(self, question: p.Open) -> Draws:
         workload = question.cell.workload

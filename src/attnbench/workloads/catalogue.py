@@ -112,6 +112,17 @@ def dilated() -> list[Workload]:
     ]
 
 
+def multihead() -> list[Workload]:
+    """The dilated modules with their projections, so that the cost of those is seen."""
+    shape = {"batch": 1, "dtype": "bfloat16", "step": "multihead"}
+    causal = f"causal&{PAPER_DILATION}"
+    return [
+        *grid(q_len=[8 * K, 32 * K, 128 * K], heads=12, head_dim=64, mask=causal, pass_=["forward", "train"], **shape),
+        *grid(q_len=32 * K, heads="12:4", head_dim=128, mask=causal, pass_=["forward", "train"], **shape),
+        *grid(q_len=32 * K, heads=12, head_dim=64, mask=[PAPER_DILATION, f"{causal}&blocks:local:75"], **shape),
+    ]
+
+
 def _from_models(suite: str) -> Callable[[], list[Workload]]:
     return lambda: [workload for of, _, workloads in models() if of == suite for workload in workloads]
 
@@ -135,5 +146,6 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
     "million": ("1M tokens, causal, 4:1 heads of 128, bfloat16, forward and train", million),
     "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", _from_models("models")),
     "dilated": ("LongNet's five branches, 2k-1M tokens, 12 heads of 64 and 128, forward and train, bfloat16", dilated),
+    "multihead": ("the dilated modules with their projections, 8k-128k tokens, forward and train", multihead),
     "edge": ("conformance: small shapes at every edge of the semantics", edge),
 }

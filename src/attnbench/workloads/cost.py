@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from attnbench.spec import DTYPE_BYTES, Workload
 from attnbench.workloads.masks import AnyMask, Both, MaskShape
+from attnbench.workloads.steps import STEPS
 
 LOGIT_BYTES = 4
 """Scores and LSE are float32 wherever they are stored."""
@@ -42,7 +43,32 @@ class Demand(Struct, frozen=True, kw_only=True):
 
 
 def demand(workload: Workload) -> Demand:
-    """The demand of one call."""
+    """The demand of one call: of the attention, and of the step around it where there is one."""
+    inside = _attention(workload)
+    return inside if not workload.step else _with_surroundings(workload, inside)
+
+
+def _with_surroundings(w: Workload, inside: Demand) -> Demand:
+    """Every token is multiplied with the weights; backward twice more, and writes their gradient.
+
+    Least traffic: weights, x and out once per pass, beside what the attention must move.
+    """
+    around, size = STEPS[w.step], DTYPE_BYTES[w.dtype]
+    weights, tokens = around.weights(w), w.batch * w.q_len
+    passes = {"forward": 1, "backward": 2, "train": 3}[w.pass_]
+    vectors = 2 * tokens * around.width(w) * size  # x and out, or their gradients
+    gradients = weights * size + vectors // 2 if w.needs_gradients else 0
+    return Demand(
+        flops=inside.flops + 2 * tokens * weights * passes,
+        bytes=inside.bytes + weights * size * passes + vectors * (2 if w.needs_gradients else 1),
+        scores_bytes=inside.scores_bytes,
+        kv_cache_bytes=inside.kv_cache_bytes,
+        io_bytes=weights * size + vectors + gradients,
+        output_bytes=gradients + (0 if w.pass_ == "backward" else vectors // 2),
+    )
+
+
+def _attention(workload: Workload) -> Demand:
     w, size = workload, DTYPE_BYTES[workload.dtype]
     q_bytes = w.batch * w.q_len * w.heads * w.head_dim * size
     out_bytes = w.batch * w.q_len * w.heads * w.value_dim * size

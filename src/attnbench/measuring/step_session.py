@@ -1,0 +1,164 @@
+"""A cell whose workload is a step around attention: drawn, checked and timed as its kind says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from attnbench.frameworks import Framework, Program, Programs
+from attnbench.measuring.draws import SETS, Draws
+from attnbench.measuring.rates import cost_of
+from attnbench.measuring.session import Options, Session, Stages
+from attnbench.measuring.subject import Wrong
+from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, compare
+from attnbench.measuring.verify import Findings
+from attnbench.spec import Array, Cell, Environment, Errors, Ok, VerifiedAt, Workload
+from attnbench.steps import StepImplementation, kind_of
+from attnbench.steps.base import Values
+
+
+class PlainClothes:
+    """Inputs as they were drawn: nothing is known of what a step would make of disguised ones."""
+
+    def disguised(self, program: Program) -> Program:
+        """The program itself."""
+        return program
+
+    def undressed(self, name: str, array: Array, inputs: Any) -> Array:
+        """The output itself."""
+        del name, inputs
+        return array
+
+
+class StepSession(Session):
+    """One implementation of a step, alive on a device."""
+
+    def __init__(
+        self,
+        framework: Framework,
+        environment: Environment,
+        implementation: StepImplementation,
+        cell: Cell,
+        options: Options,
+    ) -> None:
+        super().__init__(framework, environment, implementation, cell, options)
+        self._maker, self._kind = implementation, kind_of(cell.workload.step)
+        self._wardrobe = PlainClothes()
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """What the step returns."""
+        return self._kind.outputs(self.cell.workload)
+
+    @property
+    def _inputs(self) -> list[Any]:
+        return self._states
+
+    def open(self, draws: Draws | None = None) -> Ok:
+        """Everything before timing; raises Unsupported, Wrong, FellBack, or what the implementation raises."""
+        del draws
+        stages, workload = Stages(), self.cell.workload
+        with stages.timed("build"):
+            values = [self._kind.draw(workload, SETS * self._options.seed + n) for n in range(SETS)]
+            self._states = [self._state(workload, one) for one in values]
+            self.programs = self._programs(workload, self._states[0])
+            first_call_ns = self._time_first_call()
+        with stages.timed("verify"):
+            small = self._kind.small(workload)
+            if small == workload:
+                errors = self._check(workload, values, self.programs, self._states)
+            else:
+                drawn = [self._kind.draw(small, SETS * self._options.seed + n) for n in range(SETS)]
+                states = [self._state(small, one) for one in drawn]
+                errors = self._check(small, drawn, self._programs(small, states[0]), states)
+            good = [self._finished(self.programs, state) for state in self._states]
+            deterministic = self._same(good[0], self._finished(self.programs, self._states[0]))
+            self.findings = Findings(errors, _verified_at(small), deterministic, good)
+        with stages.timed("profile"):
+            kernels, kernels_reason = self._profiled()
+            memory = self._weigh()
+        return Ok(
+            implementation=self.cell.implementation,
+            workload=workload,
+            config=self.cell.config,
+            environment=self._environment,
+            errors=errors,
+            verified_at=self.findings.verified_at,
+            deterministic=deterministic,
+            memory=memory,
+            cost=cost_of(workload, None, None),
+            compile_ns=self.programs.compile_ns,
+            first_call_ns=first_call_ns,
+            kernels=None if kernels is None else tuple(kernels),
+            kernels_reason=kernels_reason,
+            notes=self._notes(None),
+            spent_ns=stages.spent_ns,
+        )
+
+    def _state(self, workload: Workload, values: Values) -> Any:
+        put = self._framework.array
+        arrays = {name: put(one, workload.dtype, self._device) for name, one in values.items()}
+        return self._maker.state(workload, self.cell.config, arrays)
+
+    def _programs(self, workload: Workload, state: Any) -> Programs:
+        return self._framework.compiled(self._maker.function(workload, self.cell.config), state)
+
+    def _finished(self, programs: Programs, state: Any) -> tuple[Array, ...]:
+        """One call's outputs, which must be all there and finite."""
+        output = programs.main.run(programs.main.prepare(state))
+        self._framework.wait(output)
+        if len(output) != len(self.output_names):
+            names = ", ".join(self.output_names)
+            raise Wrong(f"returned {len(output)} arrays, {len(self.output_names)} were asked for ({names})")
+        for name, array in zip(self.output_names, output):
+            if not self._framework.is_finite(array):
+                raise Wrong(f"{name} holds NaN or infinite values, where the reference is finite")
+        return self._framework.snapshot(output)
+
+    def _check(self, workload: Workload, values: list[Values], programs: Programs, states: list[Any]) -> Errors:
+        """Every output on every input set against the reference, by the error that plain rounding makes."""
+        worst: dict[str, Compared] = {}
+        for drawn, state in zip(values, states):
+            held = {name: self._rounded(one, workload.dtype) for name, one in drawn.items()}
+            exact = self._kind.reference(workload, held, lambda array: array)
+            plain = self._kind.reference(workload, held, lambda array: self._rounded(array, workload.dtype))
+            for name, array in zip(self.output_names, self._finished(programs, state)):
+                found = self._compared(name, array, exact, plain, workload.dtype)
+                part = "backward" if name.startswith("d") else "forward"
+                worst[part] = max(worst.get(part, found), found, key=lambda one: one.error)
+        forward, backward = worst.get("forward"), worst.get("backward")
+        return Errors(
+            forward=forward and forward.error,
+            backward=backward and backward.error,
+            forward_allowed=forward and forward.allowed,
+            backward_allowed=backward and backward.allowed,
+            max_abs=max(one.max_abs for one in worst.values()),
+        )
+
+    def _compared(
+        self, name: str, array: Array, exact: Mapping[str, np.ndarray], plain: Mapping[str, np.ndarray], dtype: str
+    ) -> Compared:
+        got = self._framework.numpy(array).astype(np.float64)
+        if got.shape != exact[name].shape:
+            raise Wrong(f"{name} has shape {got.shape}, {exact[name].shape} was asked for")
+        rows = [np.atleast_2d(one) for one in (got, exact[name], plain[name])]
+        factor = BACKWARD_FACTOR if name.startswith("d") else FORWARD_FACTOR
+        result = compare(name, rows[:1], rows[1:2], rows[2:], dtype, factor)
+        if result.fault:
+            errors = Errors(forward=result.error, forward_allowed=result.allowed, max_abs=result.max_abs)
+            raise Wrong(result.fault, errors)
+        return result
+
+    def _rounded(self, values: np.ndarray, dtype: str) -> np.ndarray:
+        return self._framework.numpy(self._framework.array(values, dtype, self._device)).astype(np.float64)
+
+    def _same(self, a: tuple[Array, ...], b: tuple[Array, ...]) -> bool:
+        return all(self._framework.same_bits(x, y) for x, y in zip(a, b))
+
+
+def _verified_at(workload: Workload) -> VerifiedAt:
+    shape = {name: value for name, value in workload.axes.items() if isinstance(value, int)}
+    gradients = {"backward_shape": shape, "backward_share": 1.0} if workload.needs_gradients else {}
+    return VerifiedAt(shape=shape, share=1.0, **gradients)
