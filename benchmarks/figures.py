@@ -62,8 +62,8 @@ def rules() -> str:
     mean_found, tens = total(most, lambda row: row["called slower by"][MEANS])
     return wrapped(
         f"On the samples of {all_same} comparisons of one code with itself, one side after the other, the second was "
-        f"called slower by {told}; by a 20 % threshold on means in {mean_alarms}, which saw {mean_found} of {tens} real "
-        "slowdowns of 10 %. "
+        f"called slower by {told}; by a 20 % threshold on means in {mean_alarms}, which saw {mean_found} of {tens} "
+        "real slowdowns of 10 %. "
         f"attnbench called {alarms} of the {all_same} slower or faster, and found {found} of {real} real slowdowns of "
         "2.5 to 10 % (`results/cpu/gate_calibration.summary.json`, with the bounds of these counts)."
     )

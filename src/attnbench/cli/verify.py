@@ -23,7 +23,6 @@ SPREAD = (
 )
 """Of the edge suite: odd sizes, grouped heads, 16 bits, rows that see nothing, a window, a soft cap, log-weights; about
 a minute."""
-STEPS_SUITE = "multihead"
 FAMILY_MASKS = {"dilated": "dilated"}
 """Families that compute one kind of mask only are checked on all edges with that mask."""
 BROKEN = {"incorrect", "failed", "timeout"}
@@ -84,6 +83,7 @@ def _workloads(
     suite: str | None, quick: bool, shape: Shape, impl: tuple[str, ...], family: tuple[str, ...]
 ) -> tuple[Workload, ...]:
     from attnbench.cli.selection import OWN_SHAPE, is_reference, load_suite, select_workloads
+    from attnbench.workloads.edge import step_edges
 
     if suite is not None or shape != Shape():
         return select_workloads(suite, quick, shape, Choice())[1]
@@ -93,7 +93,7 @@ def _workloads(
     kinds = {FAMILY_MASKS[name] for name in family if name in FAMILY_MASKS}
     spread = () if family and kinds and set(family) <= set(FAMILY_MASKS) else SPREAD
     chosen = tuple(w for w in edges if w.id in spread or kinds & set(w.visible_mask.kinds))
-    return chosen + load_suite(STEPS_SUITE, quick=True)[1]
+    return (*chosen, *step_edges())
 
 
 def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: str | None) -> tuple[str, ...]:
