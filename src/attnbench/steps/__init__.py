@@ -9,7 +9,10 @@ from attnbench.steps.base import StepImplementation, StepKind
 
 __all__ = ["StepImplementation", "StepKind", "kind_of"]
 
-KINDS = {"multihead": "attnbench.steps.multihead:MULTIHEAD"}
+KINDS = {
+    "multihead": "attnbench.steps.multihead:MULTIHEAD",
+    "gemma-stack": "attnbench.steps.gemma_stack:GEMMA_STACK",
+}
 
 
 def kind_of(name: str) -> StepKind:

@@ -123,6 +123,14 @@ def multihead() -> list[Workload]:
     ]
 
 
+def models_e2e() -> list[Workload]:
+    """A stack of Gemma-2B blocks, 8k tokens in all: forward and a training step, in JAX and PyTorch side by side."""
+    shape = {"heads": "8:1", "head_dim": 256, "dtype": "bfloat16", "mask": "causal", "step": "gemma-stack"}
+    passes = ["forward", "train"]
+    lengths = (1 * K, 2 * K, 4 * K, 8 * K)
+    return [w for n in lengths for w in grid(q_len=n, batch=8 * K // n, pass_=passes, tags=["gemma"], **shape)]
+
+
 def _from_models(suite: str) -> Callable[[], list[Workload]]:
     return lambda: [workload for of, _, workloads in models() if of == suite for workload in workloads]
 
@@ -147,5 +155,6 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
     "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", _from_models("models")),
     "dilated": ("LongNet's five branches, 2k-1M tokens, 12 heads of 64 and 128, forward and train, bfloat16", dilated),
     "multihead": ("the dilated modules with their projections, 8k-128k tokens, forward and train", multihead),
+    "models-e2e": ("four Gemma-2B blocks on 8k tokens, 1k-8k long, forward and train, JAX and PyTorch", models_e2e),
     "edge": ("conformance: small shapes at every edge of the semantics", edge),
 }

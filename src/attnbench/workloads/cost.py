@@ -54,13 +54,14 @@ def _with_surroundings(w: Workload, inside: Demand) -> Demand:
     Least traffic: weights, x and out once per pass, beside what the attention must move.
     """
     around, size = STEPS[w.step], DTYPE_BYTES[w.dtype]
+    layers = around.layers
     weights, tokens = around.weights(w), w.batch * w.q_len
     passes = {"forward": 1, "backward": 2, "train": 3}[w.pass_]
     vectors = 2 * tokens * around.width(w) * size  # x and out, or their gradients
     gradients = weights * size + vectors // 2 if w.needs_gradients else 0
     return Demand(
-        flops=inside.flops + 2 * tokens * weights * passes,
-        bytes=inside.bytes + weights * size * passes + vectors * (2 if w.needs_gradients else 1),
+        flops=layers * inside.flops + 2 * tokens * weights * passes,
+        bytes=layers * inside.bytes + weights * size * passes + vectors * (2 if w.needs_gradients else 1),
         scores_bytes=inside.scores_bytes,
         kv_cache_bytes=inside.kv_cache_bytes,
         io_bytes=weights * size + vectors + gradients,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from attnbench.errors import BrokenFile, UnknownName
 from attnbench.spec import Workload
 from attnbench.workloads.catalogue import BUILTIN
 from attnbench.workloads.mask_text import parse_mask
 from attnbench.workloads.shrink import shrink
 from attnbench.workloads.suite_file import Suite, read_suite
+
+STEP_HEAD_DIM = 32
 
 __all__ = ["Suite", "load", "names", "parse_mask", "quicken"]
 
@@ -34,8 +38,13 @@ def load(name_or_path: str | Path) -> Suite:
 
 
 def quicken(suite: Suite) -> Suite:
-    """The suite with shapes capped (see `shrink`); workloads that become the same are kept once."""
+    """The suite with shapes capped (see `shrink`); workloads that become the same are kept once.
+
+    Heads of a step are narrowed too: its weights grow with the square of their width.
+    """
     small: dict[str, Workload] = {}
     for workload in map(shrink, suite.workloads):
-        small.setdefault(workload.id, workload)
+        narrow = min(workload.head_dim, STEP_HEAD_DIM)
+        capped = replace(workload, head_dim=narrow, v_head_dim=narrow) if workload.step else workload
+        small.setdefault(capped.id, capped)
     return Suite(f"{suite.name}-quick", suite.description, tuple(small.values()))

@@ -1,0 +1,85 @@
+"""The step `gemma-stack` by `attnbench.models.gemma`: openpi's einsum attention, or a flash one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attnbench.spec import Array, Config, Environment, Workload
+from attnbench.steps.base import StepImplementation
+from attnbench.steps.gemma_stack import NORMS, WEIGHTS
+from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
+
+
+class JaxGemmaStack(StepImplementation):
+    """Blocks in a scan, each recomputed in the backward pass."""
+
+    framework = "jax"
+    step = "gemma-stack"
+    untested = ("cuda",)
+
+    def __init__(self, name: str, flash: bool) -> None:
+        self.name, self._flash, self.materialises_scores = name, flash, not flash
+        self.tunables = {"impl": "auto"} if flash else {}
+
+    def available(self, environment: Environment) -> str | None:
+        """The models need flax, their reference torch."""
+        missing = [name for name in ("flax", "torch") if importlib.util.find_spec(name) is None]
+        return f'needs {" and ".join(missing)}: pip install "attnbench[models,torch]"' if missing else None
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """Causal or full self-attention."""
+        return unsupported(workload)
+
+    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
+        """(openpi's tree, x, the cotangent)"""
+        attention = {name: {"w": arrays[name]} for name in WEIGHTS[:3]}
+        feed_forward = {name: arrays[name] for name in WEIGHTS[3:]}
+        norms = {name: {"scale": arrays[name]} for name in NORMS}
+        layers = {"attn": attention, "mlp": feed_forward, **norms}
+        return {"layers": layers, "final_norm": {"scale": arrays["final_norm"]}}, arrays["x"], arrays["dout"]
+
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        """One pass of the stack."""
+        import jax
+        import jax.numpy as jnp
+
+        from attnbench.models import gemma
+        from attnbench.models.masks import known
+
+        width = gemma_width(workload)
+        sizes = gemma.Config(width, GEMMA_DEPTH, 8 * width, workload.heads, workload.kv_heads, workload.head_dim)
+        flash = {"flash_attention_impl": str(config.get("impl", "auto"))} if self._flash else {}
+        model: Any = gemma.Module([sizes], workload.dtype, use_flash_attention=self._flash, **flash)  # pyright: ignore
+        mask = known(workload.visible_mask, workload.q_len)
+
+        def forward(tree: Any, x: Array) -> Array:
+            positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+            return model.apply({"params": tree}, [x], positions, mask)[0][0]
+
+        def run(state: Any) -> tuple[Array, ...]:
+            tree, x, dout = state
+            if not workload.needs_gradients:
+                return (forward(tree, x),)
+            out, pull_back = jax.vjp(forward, tree, x)
+            d_tree, dx = pull_back(dout)
+            attention, feed_forward = d_tree["layers"]["attn"], d_tree["layers"]["mlp"]
+            projections = (attention[name]["w"] for name in WEIGHTS[:3])
+            gradients = (dx, *projections, *(feed_forward[name] for name in WEIGHTS[3:]))
+            return gradients if workload.pass_ == "backward" else (out, *gradients)
+
+        return run
+
+
+def unsupported(workload: Workload) -> str | None:
+    """Why a stack cannot be made of this workload."""
+    if workload.q_len != workload.kv_len or workload.value_dim != workload.head_dim:
+        return "takes self-attention with values as wide as keys"
+    if workload.visible_mask.kinds not in (("causal",), ("full",)) or workload.softcap or workload.scale is not None:
+        return "takes a causal or full mask, the usual scale and no softcap"
+    return None if workload.kv_heads < workload.heads else "takes grouped heads, as Gemma has them"
+
+
+STANDARD = JaxGemmaStack("jax.gemma-stack", flash=False)
+FLASH = JaxGemmaStack("jax.gemma-stack-flash", flash=True)
