@@ -13,17 +13,28 @@ CHOICES = ("auto", "jax")
 """Both run on a CPU: "auto" hands short runs over as arrays, "jax" every run by itself with key lengths."""
 
 
-def stirred(params, seed=0, scale=0.3):
-    """Noise on every parameter, so that scales of norms and zero-initialised weights are not idle."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    noisy = [x + scale * x.std() * jax.random.normal(k, x.shape) + 0.02 * jax.random.normal(k, x.shape) for x, k in
-             zip(leaves, keys)]  # fmt: skip
-    return jax.tree.unflatten(tree, noisy)
+def random_params(module, *args, seed=0, **words):
+    """Weights of a sensible size everywhere, also where training starts at zero (norms, updates); made by NumPy, since
+    initialisers take seconds to compile."""
+    tree = jax.eval_shape(lambda key: module.init(key, *args, **words), jax.random.key(0))["params"]
+    random = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        name = "/".join(str(key.key) for key in path)
+        fan_in = np.prod(leaf.shape[-3:-1]) if "attn_vec_einsum" in name else leaf.shape[-2] if leaf.ndim > 1 else 25
+        size = 1.0 if "embedding" in name else fan_in**-0.5
+        return jnp.asarray(random.normal(scale=size, size=leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, tree)
+
+
+def run(module, params, *args, **words):
+    """`apply` in one program."""
+    return jax.jit(lambda *arrays: module.apply({"params": arrays[0]}, *arrays[1:], **words))(params, *args)
 
 
 def tokens(*shape, seed=0, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32).astype(dtype)
 
 
 def positions(batch, length, start=0):

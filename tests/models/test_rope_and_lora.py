@@ -9,7 +9,7 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
 import jax.numpy as jnp  # noqa: E402
-from gemma_cases import attention, error, positions, rotated, stirred, tokens  # noqa: E402
+from gemma_cases import attention, error, positions, random_params, rotated, run, tokens  # noqa: E402
 
 from attnbench.errors import UsageError  # noqa: E402
 from attnbench.models import gemma, lora  # noqa: E402
@@ -46,20 +46,19 @@ def test_a_merged_model_computes_the_same(updates):
     plain = gemma.Config(**SIZES)
     experts = [gemma.Config(**SIZES, lora_configs=updates), gemma.Config(**(SIZES | {"width": 16}), lora_configs=updates)]
     model = gemma.Module(experts, "float32", vocab_size=11)
-    params = model.init(jax.random.key(0), method="init_all")["params"]
-    params = stirred(params, scale=1.0)
-    names = {path for path in jax.tree_util.tree_leaves_with_path(params) if "lora" in str(path[0])}
+    params = random_params(model, method="init_all")
+    names = [path for path, _ in jax.tree_util.tree_leaves_with_path(params) if "lora" in str(path)]
     assert len(names) == 2 * (3 * 2 + 4)
     merged = lora.merge(params, [updates, updates])
     assert not [path for path, _ in jax.tree_util.tree_leaves_with_path(merged) if "lora" in str(path)]
     other = gemma.Module([plain, gemma.Config(**(SIZES | {"width": 16}))], "float32", vocab_size=11)
     xs = [tokens(2, 5, 32, seed=1), tokens(2, 3, 16, seed=2)]
     mask = token_masks.in_blocks((5, 3))
-    wanted, _ = model.apply({"params": params}, xs, positions(2, 8), mask)
-    found, _ = other.apply({"params": merged}, xs, positions(2, 8), mask)
+    wanted, _ = run(model, params, xs, positions(2, 8), mask)
+    found, _ = run(other, merged, xs, positions(2, 8), mask)
     assert error(found, wanted) < 1e-5
     without = jax.tree_util.tree_map_with_path(lambda p, x: x * ("lora" not in str(p)), params)
-    bare, _ = model.apply({"params": without}, xs, positions(2, 8), mask)
+    bare, _ = run(model, without, xs, positions(2, 8), mask)
     assert error(bare, wanted) > 1e-2, "the updates do something"
 
 
@@ -67,19 +66,19 @@ def test_the_output_projection_sums_over_heads_on_both_sides():
     """Per head, A[n] @ B[n], is what one would expect and not what openpi computes."""
     config = gemma.Config(**SIZES, lora_configs=UPDATES)
     x, at, mask = tokens(1, 4, 32), positions(1, 4), token_masks.in_blocks((4,))
-    params = stirred(attention((config,)).init(jax.random.key(0), [x], at, mask, None)["params"], scale=1.0)
+    params = random_params(attention((config,)), [x], at, mask, None)
     part = params["attn_vec_einsum"]
     update = (lora.merge(params, UPDATES)["attn_vec_einsum"]["w"] - part["w"]) / UPDATES["attn"].scaling_value
     for n in range(4):
         np.testing.assert_allclose(update[n], part["lora_a"][n] @ part["lora_b"].sum(0), atol=1e-6)
         assert np.abs(update[n] - part["lora_a"][n] @ part["lora_b"][n]).max() > 1e-3
-    wanted, _ = attention((config,)).apply({"params": params}, [x], at, mask, None)
+    wanted, _ = run(attention((config,)), params, [x], at, mask, None)
     plain = attention((gemma.Config(**SIZES),))
-    found, _ = plain.apply({"params": lora.merge(params, UPDATES)}, [x], at, mask, None)
+    found, _ = run(plain, lora.merge(params, UPDATES), [x], at, mask, None)
     assert error(found, wanted) < 1e-5
     per_head = lora.merge(params, UPDATES)
     per_head["attn_vec_einsum"] = {"w": part["w"] + part["lora_a"] @ part["lora_b"] * UPDATES["attn"].scaling_value}
-    assert error(plain.apply({"params": per_head}, [x], at, mask, None)[0], wanted) > 1e-2
+    assert error(run(plain, per_head, [x], at, mask, None)[0], wanted) > 1e-2
 
 
 def test_equations_of_openpi():
