@@ -171,7 +171,12 @@ def test_equal_heads_have_one_projection():
 
 @pytest.mark.parametrize(
     "choice,words",
-    [("cudnn", "needs cuda"), ("tokamax", "pip install tokamax"), ("kvax", "pip install"), ("pallas", "no lengths mask")],
+    [
+        ("cudnn", "needs cuda"),
+        ("tokamax", "pip install tokamax"),
+        ("kvax", "pip install"),
+        ("pallas", "no lengths mask"),
+    ],
 )
 def test_an_impl_that_cannot_run_says_why(choice, words):
     params, xs, at, mask = case()
@@ -210,8 +215,8 @@ def test_mistakes_are_named():
     params, xs, at, mask = case()
     with pytest.raises(ValueError, match=r"the attention mask covers"):
         run(attention(EXPERTS), params, xs, at, mask.array()[:, :, :, :-1], None)
+    short = token_masks.in_blocks((PREFIX,))
     with pytest.raises(UsageError, match="covers"):
-        short = token_masks.in_blocks((PREFIX,))
         run(attention(EXPERTS, use_flash_attention=True), params, xs, at, short, None)
     with pytest.raises(UnknownName, match="cudn"):
         run(attention(EXPERTS, flash_attention_impl="cudn"), params, xs, at, mask, None)

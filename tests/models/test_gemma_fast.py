@@ -128,9 +128,7 @@ def test_the_model_has_a_causal_mask_by_default_and_prefill_then_decode_equals_i
         there = jnp.broadcast_to(jnp.arange(6) <= i, (BATCH, 6))
         one = token_masks.TokenMask(kv_len=6, runs=((1, 6),), valid=there)
         at = jnp.full((BATCH, 1), i)
-        logits, cache, _ = run(
-            model, params, text[:, i : i + 1], mask=one, positions=at, decode=True, kv_cache=cache
-        )
+        logits, cache, _ = run(model, params, text[:, i : i + 1], mask=one, positions=at, decode=True, kv_cache=cache)
         found.append(logits)
     assert error(jnp.concatenate(found, axis=1), wanted) < 5e-6
     with pytest.raises(UsageError, match="positions and a mask"):

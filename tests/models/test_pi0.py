@@ -78,7 +78,7 @@ def test_without_padding_no_kernel_gets_a_mask(monkeypatch):
 
     forms = []
     real = calls.pick
-    monkeypatch.setattr(calls, "pick", lambda q, k, v, form, choice: forms.append(form) or real(q, k, v, form, choice))
+    monkeypatch.setattr(calls, "pick", lambda *given: forms.append(given[3]) or real(*given))
     params, observation, actions = case(False, padded=False)
     apply = jax.jit(lambda *a: flash("jax").apply({"params": a[0]}, *a[1:], method="velocity"))
     found = apply(params, observation, actions, jnp.array([0.3, 0.8]))
@@ -102,7 +102,8 @@ def test_a_cached_step_equals_the_whole_pass(pi05):
     def from_cache(params):
         cache, valid = model.apply({"params": params}, observation, method="prefill")
         one, two = (
-            model.apply({"params": params}, observation, cache, valid, actions, time, method="denoise") for _ in range(2)
+            model.apply({"params": params}, observation, cache, valid, actions, time, method="denoise")
+            for _ in range(2)
         )
         return one, two, cache
 
@@ -130,7 +131,9 @@ def test_missing_tokens_change_nothing():
         tokens=jnp.where(PADDED, observation.tokens, 7),
     )
     for model in (pi0.Pi0(config()), flash("jax")):
-        apply = jax.jit(lambda o, model=model: model.apply({"params": params}, o, actions, jnp.ones(BATCH), method="velocity"))
+        apply = jax.jit(
+            lambda o, model=model: model.apply({"params": params}, o, actions, jnp.ones(BATCH), method="velocity")
+        )
         assert error(apply(other), apply(observation)) < 1e-6
         moved = apply(observation.replace(image_tokens=observation.image_tokens.at[0, 9].add(1.0)))
         assert error(moved, apply(observation)) > 1e-4

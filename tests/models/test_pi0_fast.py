@@ -82,7 +82,7 @@ def reference(rule):
     """Greedy decode without cache, alignment or masks: each row alone, only the tokens that are there, one whole pass
     for every token."""
     params, prompt = case()
-    llm, names = model(), {"params": case()[0]}
+    llm, names = model(), {"params": params}
     rows = []
     for b in range(BATCH):
         images = prompt.image_tokens[b : b + 1, VALID_IMAGES[b]]

@@ -44,7 +44,10 @@ class TestRope:
 @pytest.mark.parametrize("updates", [UPDATES, RS], ids=["alpha/rank", "alpha/sqrt(rank)"])
 def test_a_merged_model_computes_the_same(updates):
     plain = gemma.Config(**SIZES)
-    experts = [gemma.Config(**SIZES, lora_configs=updates), gemma.Config(**(SIZES | {"width": 16}), lora_configs=updates)]
+    experts = [
+        gemma.Config(**SIZES, lora_configs=updates),
+        gemma.Config(**(SIZES | {"width": 16}), lora_configs=updates),
+    ]
     model = gemma.Module(experts, "float32", vocab_size=11)
     params = random_params(model, method="init_all")
     names = [path for path, _ in jax.tree_util.tree_leaves_with_path(params) if "lora" in str(path)]

@@ -12,9 +12,10 @@ import jax.numpy as jnp  # noqa: E402
 from gemma_cases import tokens  # noqa: E402
 
 import attnbench as ab  # noqa: E402
+from attnbench.errors import InvalidWorkload  # noqa: E402
 from attnbench.models import flash  # noqa: E402
 from attnbench.models.attend import standard_attention  # noqa: E402
-from attnbench.models.masks import TokenMask, block_causal, in_blocks, make_attn_mask  # noqa: E402
+from attnbench.models.masks import TokenMask, block_causal, in_blocks, known, make_attn_mask  # noqa: E402
 from attnbench.workloads.masks import MaskShape  # noqa: E402
 
 pytestmark = pytest.mark.jax
@@ -119,3 +120,25 @@ def test_the_flash_path_holds_no_square_array():
         flash.jax_late_masks.attend = real
     assert [(w["mask"] is None, w["kv_lengths"] is None) for w in calls] == [(True, False), (False, True)]
     assert calls[1]["mask"].shape == (2, 1, 51, 307)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_a_known_mask_reaches_the_implementation_in_its_own_words(name, padded):
+    one = {"causal": ab.masks.causal(), "window": ab.masks.window(3)}[name]
+    mask = known(one, 6, 10)
+    if padded:
+        mask = mask.replace(valid=jnp.asarray(some_valid(2, 10, seed=2)).at[:, 4:].set(True))
+    q, k, v = tokens(2, 6, 4, 8, seed=1), tokens(2, 10, 1, 8, seed=2), tokens(2, 10, 1, 8, seed=3)
+    found = jax.jit(flash.flash_attention, static_argnums=4)(q, k, v, mask, "auto")
+    wanted = standard_attention(q, k, v, mask.array(), jnp.float32)
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    there = np.asarray(mask.valid) if padded else np.ones((1, 10), bool)
+    np.testing.assert_array_equal(mask.array(), one.array(MaskShape(1, 1, 6, 10)) & there[:, None, None])
+
+
+def test_what_differs_between_rows_is_not_known():
+    with pytest.raises(InvalidWorkload, match="same for every row"):
+        known(ab.masks.lengths([3, 4]), 4)
+    blind = known(ab.masks.causal(), 4, 2)
+    assert blind.rows_that_see().tolist() == [[False, False, True, True]]

@@ -4,6 +4,7 @@
 | --- | --- |
 | TokenMask with runs, all keys valid | one call per run, no mask at all: a run is full attention over the first keys |
 | TokenMask with runs and padding | one call per run with key lengths; holes are closed by gathering the keys first |
+| TokenMask of a known mask, all keys valid | that mask, in the implementation's own words (`is_causal`, a window) |
 | TokenMask with ids, or an array | one call with a boolean array (kvax: the ids themselves, no array) |
 
 Keys may be reordered freely: their positions are already in them. With "auto" consecutive runs of fewer than 128
@@ -19,12 +20,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from attnbench.dispatch.attention import attention
-from attnbench.dispatch.explain import Explanation, explain
+from attnbench.dispatch.explain import explain
 from attnbench.errors import Unsupported
 from attnbench.impls import jax_kvax, jax_late_masks
 from attnbench.impls.jax_late_masks import Form
 from attnbench.models.masks import TokenMask
 from attnbench.workloads import masks
+from attnbench.workloads.masks import Mask
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "auto": ("auto",),
@@ -52,6 +54,8 @@ class Piece(NamedTuple):
 
 def flash_attention(q: Array, k: Array, v: Array, mask: Array | TokenMask, choice: str) -> Array:
     """[B, T, N, H] with anything in rows that see no key; Unsupported with the reasons when no implementation can."""
+    if isinstance(mask, TokenMask) and mask.known is not None and mask.valid is None:
+        return _call(q, k, v, "none", choice, known=mask.known.mask)
     if choice == "kvax":
         return _kvax(q, k, v, mask)
     if isinstance(mask, TokenMask) and mask.runs is not None:
@@ -100,12 +104,20 @@ def _by_runs(q: Array, k: Array, v: Array, mask: TokenMask, choice: str) -> Arra
 
 
 def _call(
-    q: Array, k: Array, v: Array, form: Form, choice: str, mask: Array | None = None, kv_lengths: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    form: Form,
+    choice: str,
+    *,
+    mask: Array | None = None,
+    kv_lengths: Array | None = None,
+    known: Mask | None = None,
 ) -> Array:
-    name = pick(q, k, v, form, choice)
+    name = pick(q, k, v, form, choice, known)
     try:
         if form == "none":
-            return attention(q, k, v, scale=SCALE, impl=name)
+            return attention(q, k, v, mask=known, scale=SCALE, impl=name)
         if mask is not None:
             mask = mask | ~mask.any(-1, keepdims=True)  # fused kernels give NaN gradients to rows without keys
         return jax_late_masks.attend(name, q, k, v, scale=SCALE, kv_lengths=kv_lengths, mask=mask)
@@ -115,22 +127,18 @@ def _call(
         raise _refusal(choice, [f"{name}: {error}"]) from error
 
 
-def pick(q: Array, k: Array, v: Array, form: Form, choice: str) -> str:
+def pick(q: Array, k: Array, v: Array, form: Form, choice: str, known: Mask | None = None) -> str:
     """The implementation of one call; its name, or Unsupported with every reason."""
+    mask = known or jax_late_masks.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
     reasons = []
     for name in CHOICES[choice]:
-        told = _explained(q, k, v, form, name)
+        told = explain(q, k, v, mask=mask, scale=SCALE, impl=name)
         for candidate in told.candidates:
             late = None if form == "none" else jax_late_masks.takes(candidate.name)
             if candidate.reason is None and late is None:
                 return candidate.name
             reasons.append(f"{candidate.name}: {candidate.reason or late}")
     raise _refusal(choice, reasons)
-
-
-def _explained(q: Array, k: Array, v: Array, form: Form, name: str) -> Explanation:
-    mask = jax_late_masks.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
-    return explain(q, k, v, mask=mask, scale=SCALE, impl=name)
 
 
 def _refusal(choice: str, reasons: list[str]) -> Unsupported:
@@ -144,6 +152,8 @@ def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
     """Causal by position, positions being the mask's ids; a hidden key has a segment of its own (-1: padding)."""
     if not isinstance(mask, TokenMask):
         raise _refusal("kvax", ["jax.kvax: takes no boolean array, only a TokenMask"])
+    if mask.known is not None:
+        raise _refusal("kvax", ["jax.kvax: takes no padding known only inside jit with a mask of attnbench.masks"])
     told = explain(q, k, v, mask=masks.causal(), scale=SCALE, impl="jax.kvax")
     if told.pick is None:
         raise _refusal("kvax", [f"{one.name}: {one.reason}" for one in told.candidates])

@@ -16,17 +16,16 @@ from jax import Array
 
 from attnbench.errors import UsageError
 from attnbench.models.attend import FlashChoice, FullyMasked, attend, flash_fields, path_of
-from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE as PALIGEMMA_VOCAB_SIZE
-from attnbench.models.gemma_config import Config as Config
-from attnbench.models.gemma_config import Variant as Variant
-from attnbench.models.gemma_config import get_config as get_config
-from attnbench.models.layers import Embedder as Embedder
-from attnbench.models.layers import RMSNorm as RMSNorm
-from attnbench.models.lora import Einsum
-from attnbench.models.lora import FeedForward as FeedForward
+from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config, Variant, get_config
+from attnbench.models.layers import Embedder, RMSNorm
+from attnbench.models.lora import Einsum, FeedForward
 from attnbench.models.masks import TokenMask, prepared
 from attnbench.models.rope import apply_rope
 
+__all__ = [
+    "PALIGEMMA_VOCAB_SIZE", "Attention", "Block", "Config", "Embedder", "FeedForward", "Module", "RMSNorm", "Variant",
+    "get_config",
+]  # fmt: skip
 Tokens = Sequence[Array | None]
 """One [B, T_i, D_i] per expert; None: this expert does not run."""
 Cache = tuple[Array, Array]
@@ -127,9 +126,7 @@ class Block(nn.Module):
         return self._added(xs, fed, gates, deterministic), kv_cache
 
     def _normed(self, name: str, xs: Tokens, conds: Tokens) -> tuple[list[Array | None], list[Array | None]]:
-        pairs = [
-            (None, None) if x is None else RMSNorm(name=named(name, i))(x, conds[i]) for i, x in enumerate(xs)
-        ]
+        pairs = [(None, None) if x is None else RMSNorm(name=named(name, i))(x, conds[i]) for i, x in enumerate(xs)]
         return [x for x, _ in pairs], [gate for _, gate in pairs]
 
     def _feed_forward(self, expert: int) -> FeedForward:

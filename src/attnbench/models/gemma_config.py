@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from attnbench.errors import UnknownName
-from attnbench.models.lora import LoRAConfig
+
+if TYPE_CHECKING:
+    from attnbench.models.lora import LoRAConfig
 
 PALIGEMMA_VOCAB_SIZE = 257_152
 Variant = Literal["dummy", "gemma_300m", "gemma_300m_lora", "gemma_2b", "gemma_2b_lora"]
@@ -41,6 +43,8 @@ def get_config(variant: Variant | str) -> Config:
         return _SIZES[variant]
     if variant not in _RANKS:
         raise UnknownName("Gemma variant", variant, [*_SIZES, *_RANKS], "attnbench.models.gemma.get_config")
+    from attnbench.models.lora import LoRAConfig
+
     rank = _RANKS[variant]
     update = LoRAConfig(rank=rank, alpha=float(rank))
     return replace(_SIZES[variant.removesuffix("_lora")], lora_configs={"attn": update, "ffn": update})

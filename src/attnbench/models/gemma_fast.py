@@ -17,12 +17,12 @@ from jax import Array
 from attnbench.errors import UnknownName, UsageError
 from attnbench.models import gemma_config
 from attnbench.models.attend import FlashChoice, FullyMasked, attend, flash_fields, path_of
-from attnbench.models.layers import Embedder as Embedder
-from attnbench.models.layers import RMSNorm as RMSNorm
+from attnbench.models.layers import Embedder, RMSNorm
 from attnbench.models.lora import Einsum, FeedForward, LoRAConfig
 from attnbench.models.masks import TokenMask, prepared
 from attnbench.models.rope import apply_rope
 
+__all__ = ["Attention", "Block", "Embedder", "FeedForward", "Module", "RMSNorm", "Variant", "get_config"]
 Variant = Literal["dummy", "gemma_2b", "gemma_2b_lora"]
 VARIANTS = ("dummy", "gemma_2b", "gemma_2b_lora")
 Cache = tuple[Array, Array, Array]

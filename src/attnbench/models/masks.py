@@ -7,6 +7,7 @@ traced array. A TokenMask splits the two: the structure of the sequence (`runs`)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,8 @@ from flax import struct
 from jax import Array
 
 from attnbench.errors import InvalidWorkload
+from attnbench.frameworks.jax_plain import rows_that_see, visible
+from attnbench.workloads.masks import Mask, MaskShape
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -22,9 +25,20 @@ class WrongMaskShape(InvalidWorkload, ValueError):
     """A mask that covers other tokens than the queries and keys at hand."""
 
 
+class KnownMask(NamedTuple):
+    """One of `attnbench.masks` for so many queries."""
+
+    mask: Mask
+    q_len: int
+
+    def shape(self, kv_len: int) -> MaskShape:
+        """The same for every batch row and head."""
+        return MaskShape(1, 1, self.q_len, kv_len)
+
+
 @struct.dataclass
 class TokenMask:
-    """A query sees a key that its run or its id reaches, when both are valid. Nothing here is T x S."""
+    """A query sees a key that its run, its id or the known mask reaches, when both are valid. Nothing here is T x S."""
 
     kv_len: int = struct.field(pytree_node=False)
     runs: Runs | None = struct.field(pytree_node=False, default=None)
@@ -32,6 +46,8 @@ class TokenMask:
     (50, 867)."""
     packed: int = struct.field(pytree_node=False, default=0)
     """Among the first so many keys all valid ones are known to stand before the others."""
+    known: KnownMask | None = struct.field(pytree_node=False, default=None)
+    """A structure in the words of `attnbench.masks`; instead of runs or ids."""
     sees_itself: bool = struct.field(pytree_node=False, default=False)
     """Whether every valid query is one of the valid keys it reaches."""
     ids: Array | None = None
@@ -48,6 +64,8 @@ class TokenMask:
     @property
     def q_len(self) -> int:
         """T"""
+        if self.known is not None:
+            return self.known.q_len
         if self.runs is not None:
             return sum(queries for queries, _ in self.runs)
         assert self.q_ids is not None
@@ -65,7 +83,9 @@ class TokenMask:
 
     def rows(self, start: int, stop: int, keys: int) -> Array:
         """The same of some queries and the first `keys` keys."""
-        if self.runs is not None:
+        if self.known is not None:
+            seen = visible(self.known.mask, self.known.shape(self.kv_len))[:, 0, start:stop, :keys]
+        elif self.runs is not None:
             seen = jnp.arange(keys)[None, None, :] < jnp.asarray(self.key_limits[start:stop])[None, :, None]
         else:
             assert self.ids is not None
@@ -81,6 +101,9 @@ class TokenMask:
         """[B, T]: queries with at least one key; None when that is known of all of them."""
         if self.sees_itself:
             return self.q_valid
+        if self.known is not None and self.valid is None and self.q_valid is None:
+            rows = rows_that_see(self.known.mask, self.known.shape(self.kv_len))
+            return None if rows is None else jnp.asarray(rows)[..., 0]
         if self.runs is None:
             return self.array().any(-1)[:, 0]
         if self.valid is None:
@@ -118,7 +141,7 @@ def in_blocks(
 ) -> TokenMask:
     """Blocks that see themselves and all before: `mask_ar` = 1 at each block's first token.
 
-    Queries are the tokens from `queries_from` on (a block's start), keys all of them; `kv_len` counts empty cache slots.
+    Queries are the tokens from `queries_from` on (a block's start), keys all; `kv_len` counts empty cache slots.
     """
     ends = np.cumsum(sizes).tolist()
     runs = tuple((size, end) for size, end in zip(sizes, ends) if end > queries_from)
@@ -128,9 +151,7 @@ def in_blocks(
     else:
         padded = valid
     q_valid = None if valid is None else valid[:, queries_from:tokens]
-    return TokenMask(
-        kv_len=kv_len or tokens, runs=runs, packed=packed, sees_itself=True, valid=padded, q_valid=q_valid
-    )
+    return TokenMask(kv_len=kv_len or tokens, runs=runs, packed=packed, sees_itself=True, valid=padded, q_valid=q_valid)
 
 
 def block_causal(mask_ar: Array, valid: Array, kv_len: int | None = None) -> TokenMask:
@@ -144,6 +165,14 @@ def up_to_own_id(ids: Array, valid: Array, kv_len: int | None = None) -> TokenMa
     room = ((0, 0), (0, slots - valid.shape[1]))
     keys, there = jnp.pad(ids, room), jnp.pad(valid, room)
     return TokenMask(kv_len=slots, sees_itself=True, ids=keys, q_ids=ids, valid=there, q_valid=valid)
+
+
+def known(mask: Mask, q_len: int, kv_len: int | None = None) -> TokenMask:
+    """One of `attnbench.masks` that is the same for every row and head, such as `causal()`, for these lengths."""
+    if mask.per_batch or mask.per_head or mask.weighted:
+        raise InvalidWorkload(f"a known mask is the same for every row and head and has no weights; {mask.id} is not.")
+    mask.check(MaskShape(1, 1, q_len, kv_len or q_len))
+    return TokenMask(kv_len=kv_len or q_len, known=KnownMask(mask, q_len))
 
 
 def make_attn_mask(input_mask: Array, mask_ar: Array) -> Array:

@@ -116,7 +116,7 @@ class Pi0(nn.Module):
         return self._packed(tokens, valid) if self.config.use_flash_attention else (tokens, valid)
 
     def _packed(self, tokens: Array, valid: Array) -> tuple[Array, Array]:
-        """Missing tokens last. Nothing else changes: attention has no order but the positions, which count the valid."""
+        """Missing tokens last. The result is the same: attention knows only positions, which count the valid."""
         order = jnp.argsort(~valid, axis=1, stable=True)
         return jnp.take_along_axis(tokens, order[..., None], axis=1), jnp.take_along_axis(valid, order, axis=1)
 

@@ -70,7 +70,9 @@ class Pi0Fast(nn.Module):
         """`PaliGemma/llm`, with a cache in the model's dtype."""
         config = self.config
         sizes = gemma_fast.get_config(config.paligemma_variant) | {"vocab_size": config.vocab_size}
-        llm = gemma_fast.Module(**sizes, embed_dtype=config.dtype, cache_dtype=config.dtype, **flash_fields(config), parent=None)
+        llm = gemma_fast.Module(
+            **sizes, embed_dtype=config.dtype, cache_dtype=config.dtype, **flash_fields(config), parent=None
+        )
         self.PaliGemma = PaliGemma(llm)
 
     def embed_inputs(self, observation: Observation) -> tuple[Array, Array, Array | None]:
