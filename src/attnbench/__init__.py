@@ -40,7 +40,7 @@ _HOME = {  # public name -> where it lives
     "Workload": ("attnbench.spec", "Workload"),
 }
 
-_MODULES = {"masks": "attnbench.workloads.masks", "nn": "attnbench.nn"}
+_MODULES = {"masks": "attnbench.workloads.masks", "models": "attnbench.models", "nn": "attnbench.nn"}
 
 __all__ = [*_HOME, "masks"]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -82,32 +82,53 @@ class Kvax(Implementation):
         ]
 
         def call(q: Array, k: Array, v: Array) -> Array:
-            import jax
-            import jax.numpy as jnp
-
-            ops, utils = _import_kvax()
-            forward, backward = _blocks(utils, config)
-            tokens = [jnp.asarray(x) for x in (q_positions, segments[0], kv_positions, segments[1])]
-            mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
-            with utils.attention_specs(query_specs=AXES, kv_specs=AXES):
-                tables = ops.create_attention_mask(
-                    *tokens,
-                    fwd_params=forward,
-                    bwd_params=backward,
-                    calc_bwd_mask=workload.needs_gradients,
-                    mesh=mesh,
-                )
-                return ops.flash_attention(
-                    q, _rounded_gradient(k), _rounded_gradient(v), *tokens, tables,
-                    scale=workload.softmax_scale,
-                    fwd_params=forward,
-                    bwd_params=backward,
-                    assume_sequential_positions=workload.q_len == workload.kv_len,
-                    permute_tokens_for_load_balance=False,
-                    mesh=mesh,
-                )  # fmt: skip
+            return attend(
+                q, k, v, (q_positions, segments[0], kv_positions, segments[1]),
+                scale=workload.softmax_scale,
+                config=config,
+                gradients=workload.needs_gradients,
+                sequential=workload.q_len == workload.kv_len,
+            )  # fmt: skip
 
         return call
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    tokens: tuple[Array, Array, Array, Array],
+    *,
+    scale: float,
+    config: Config,
+    gradients: bool,
+    sequential: bool = False,
+) -> Array:
+    """kvax itself. `tokens`: positions and segments of queries, then of keys, [b, tokens] each, traced or not.
+
+    A query sees the keys of its own segment whose position is at most its own; `sequential` promises that positions
+    count up.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    ops, utils = _import_kvax()
+    forward, backward = _blocks(utils, config)
+    words = [jnp.asarray(x, jnp.int32) for x in tokens]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
+    with utils.attention_specs(query_specs=AXES, kv_specs=AXES):
+        tables = ops.create_attention_mask(
+            *words, fwd_params=forward, bwd_params=backward, calc_bwd_mask=gradients, mesh=mesh
+        )
+        return ops.flash_attention(
+            q, _rounded_gradient(k), _rounded_gradient(v), *words, tables,
+            scale=scale,
+            fwd_params=forward,
+            bwd_params=backward,
+            assume_sequential_positions=sequential,
+            permute_tokens_for_load_balance=False,
+            mesh=mesh,
+        )  # fmt: skip
 
 
 def _rounded_gradient(array: Array) -> Array:

@@ -1,0 +1,168 @@
+"""The flash path: a mask cut into calls that attnbench's implementations can do without a T x S array.
+
+| mask | what a call gets |
+| --- | --- |
+| TokenMask with runs, all keys valid | one call per run, no mask at all: a run is full attention over the first keys |
+| TokenMask with runs and padding | one call per run with key lengths; holes are closed by gathering the keys first |
+| TokenMask of a known mask, all keys valid | that mask, in the implementation's own words (`is_causal`, a window) |
+| TokenMask with ids, or an array | one call with a boolean array (kvax: the ids themselves, no array) |
+
+Keys may be reordered freely: their positions are already in them. With "auto" consecutive runs of fewer than 128
+queries (a denoise or a decode step) are one call to jax.xla with a small array: on an H200 that took 15 to 21 us where
+the fused kernels took 47 to 117 us (results/h200/gemma.jsonl).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from attnbench.dispatch.attention import attention
+from attnbench.dispatch.explain import explain
+from attnbench.errors import Unsupported
+from attnbench.impls import jax_kvax, jax_late_masks
+from attnbench.impls.jax_late_masks import Form
+from attnbench.models.masks import TokenMask
+from attnbench.workloads import masks
+from attnbench.workloads.masks import Mask
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "auto": ("auto",),
+    "cudnn": ("jax.cudnn",),
+    "tokamax": ("jax.tokamax-mosaic", "jax.tokamax-triton", "jax.tokamax-xla-chunked"),
+    "kvax": ("jax.kvax",),
+    "pallas": ("jax.pallas-triton",),
+    "jax": ("jax.xla",),
+}
+"""flash_attention_impl -> implementations, the first that can run the call is used."""
+SHORT = 128
+SCALE = 1.0
+"""Queries come scaled."""
+
+
+class Piece(NamedTuple):
+    """One call: queries start:stop over the first `keys` keys."""
+
+    start: int
+    stop: int
+    keys: int
+    form: Form
+    choice: str
+
+
+def flash_attention(q: Array, k: Array, v: Array, mask: Array | TokenMask, choice: str) -> Array:
+    """[B, T, N, H] with anything in rows that see no key; Unsupported with the reasons when no implementation can."""
+    if isinstance(mask, TokenMask) and mask.known is not None and mask.valid is None:
+        return _call(q, k, v, "none", choice, known=mask.known.mask)
+    if choice == "kvax":
+        return _kvax(q, k, v, mask)
+    if isinstance(mask, TokenMask) and mask.runs is not None:
+        return _by_runs(q, k, v, mask, choice)
+    array = mask.array() if isinstance(mask, TokenMask) else mask
+    return _call(q, k, v, "array", choice, mask=array)
+
+
+def pieces(mask: TokenMask, choice: str) -> list[Piece]:
+    """The calls that a mask of runs becomes."""
+    assert mask.runs is not None
+    found: list[Piece] = []
+    start = 0
+    for queries, keys in mask.runs:
+        stop = start + queries
+        alone: Form = "none" if mask.valid is None else "lengths"
+        if choice != "auto" or queries >= SHORT:
+            found.append(Piece(start, stop, keys, alone, choice))
+        elif found and found[-1].choice == "jax":
+            last = found.pop()
+            found.append(Piece(last.start, stop, max(last.keys, keys), "array", "jax"))
+        else:
+            found.append(Piece(start, stop, keys, "none" if alone == "none" else "array", "jax"))
+        start = stop
+    return found
+
+
+def _by_runs(q: Array, k: Array, v: Array, mask: TokenMask, choice: str) -> Array:
+    calls = pieces(mask, choice)
+    in_front = (k, v)
+    unpacked = [piece.keys for piece in calls if piece.form == "lengths" and piece.keys > mask.packed]
+    if unpacked:
+        order = mask.with_order().order
+        assert order is not None
+        order = order[:, : max(unpacked)]
+        in_front = tuple(jnp.take_along_axis(x, order[:, :, None, None], axis=1) for x in (k, v))
+    outs = []
+    for start, stop, keys, form, how in calls:
+        source = in_front if form == "lengths" and keys > mask.packed else (k, v)
+        part = (q[:, start:stop], *(x[:, :keys] for x in source))
+        if form == "lengths":
+            outs.append(_call(*part, form, how, kv_lengths=jnp.maximum(mask.valid_keys(keys), 1)))
+        else:
+            outs.append(_call(*part, form, how, mask=mask.rows(start, stop, keys) if form == "array" else None))
+    return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+
+
+def _call(
+    q: Array,
+    k: Array,
+    v: Array,
+    form: Form,
+    choice: str,
+    *,
+    mask: Array | None = None,
+    kv_lengths: Array | None = None,
+    known: Mask | None = None,
+) -> Array:
+    name = pick(q, k, v, form, choice, known)
+    try:
+        if form == "none":
+            return attention(q, k, v, mask=known, scale=SCALE, impl=name)
+        if mask is not None:
+            mask = mask | ~mask.any(-1, keepdims=True)  # fused kernels give NaN gradients to rows without keys
+        return jax_late_masks.attend(name, q, k, v, scale=SCALE, kv_lengths=kv_lengths, mask=mask)
+    except (NotImplementedError, RuntimeError, ImportError) as error:
+        if isinstance(error, Unsupported):
+            raise
+        raise _refusal(choice, [f"{name}: {error}"]) from error
+
+
+def pick(q: Array, k: Array, v: Array, form: Form, choice: str, known: Mask | None = None) -> str:
+    """The implementation of one call; its name, or Unsupported with every reason."""
+    mask = known or jax_late_masks.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
+    reasons = []
+    for name in CHOICES[choice]:
+        told = explain(q, k, v, mask=mask, scale=SCALE, impl=name)
+        for candidate in told.candidates:
+            late = None if form == "none" else jax_late_masks.takes(candidate.name)
+            if candidate.reason is None and late is None:
+                return candidate.name
+            reasons.append(f"{candidate.name}: {candidate.reason or late}")
+    raise _refusal(choice, reasons)
+
+
+def _refusal(choice: str, reasons: list[str]) -> Unsupported:
+    return Unsupported(
+        f'flash_attention_impl="{choice}" cannot run this: {"; ".join(reasons)}. '
+        "fallback=True uses the standard attention instead."
+    )
+
+
+def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
+    """Causal by position, positions being the mask's ids; a hidden key has a segment of its own (-1: padding)."""
+    if not isinstance(mask, TokenMask):
+        raise _refusal("kvax", ["jax.kvax: takes no boolean array, only a TokenMask"])
+    if mask.known is not None:
+        raise _refusal("kvax", ["jax.kvax: takes no padding known only inside jit with a mask of attnbench.masks"])
+    told = explain(q, k, v, mask=masks.causal(), scale=SCALE, impl="jax.kvax")
+    if told.pick is None:
+        raise _refusal("kvax", [f"{one.name}: {one.reason}" for one in told.candidates])
+    queries, keys = mask.positions_of_kvax()
+    valid = jnp.ones((1, k.shape[1]), bool) if mask.valid is None else mask.valid
+    sizes = [(q.shape[0], q.shape[1])] * 2 + [(q.shape[0], k.shape[1])] * 2
+    tokens = (queries, jnp.zeros((1, 1), jnp.int32), keys, jnp.where(valid, 0, -1))
+    q_positions, q_segments, kv_positions, kv_segments = (jnp.broadcast_to(x, s) for x, s in zip(tokens, sizes))
+    config = jax_kvax.KVAX.configs(told.workload)[0]
+    return jax_kvax.attend(
+        q, k, v, (q_positions, q_segments, kv_positions, kv_segments), scale=SCALE, config=config, gradients=True
+    )

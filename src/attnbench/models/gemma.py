@@ -1,0 +1,220 @@
+"""Gemma of pi0 and pi0.5: several experts' tokens, each with its own weights, in one attention.
+
+Constructor, call and parameter tree are openpi's; `use_flash_attention`, `flash_attention_impl`, `fallback` and
+`fully_masked` are ours (see `attnbench.models.attend`). Everywhere openpi takes a boolean mask array, a
+`masks.TokenMask` is welcome too, and the flash path needs no T x S array with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from attnbench.errors import UsageError
+from attnbench.models.attend import FlashChoice, FullyMasked, attend, flash_fields, path_of
+from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config, Variant, get_config
+from attnbench.models.layers import Embedder, RMSNorm
+from attnbench.models.lora import Einsum, FeedForward
+from attnbench.models.masks import TokenMask, prepared
+from attnbench.models.rope import apply_rope
+
+__all__ = [
+    "PALIGEMMA_VOCAB_SIZE", "Attention", "Block", "Config", "Embedder", "FeedForward", "Module", "RMSNorm", "Variant",
+    "get_config",
+]  # fmt: skip
+Tokens = Sequence[Array | None]
+"""One [B, T_i, D_i] per expert; None: this expert does not run."""
+Cache = tuple[Array, Array]
+"""K and V, [B, S, K, H] of a layer, [L, B, S, K, H] of a model."""
+
+
+def named(name: str, expert: int) -> str:
+    """openpi's names: no suffix for the first expert."""
+    return name if expert == 0 else f"{name}_{expert}"
+
+
+class Attention(nn.Module):
+    """Joint attention of the experts; parameters q_einsum, kv_einsum (or qkv_einsum), attn_vec_einsum of each."""
+
+    configs: Sequence[Config]
+    use_flash_attention: bool = False
+    flash_attention_impl: FlashChoice = "auto"
+    fallback: bool = False
+    fully_masked: FullyMasked = "uniform"
+
+    @nn.compact
+    def __call__(
+        self, xs: Tokens, positions: Array, attn_mask: Array | TokenMask, kv_cache: Cache | None
+    ) -> tuple[list[Array | None], Cache]:
+        """Outputs per expert and the grown cache; the cache given is left as it was."""
+        if len({(c.head_dim, c.num_heads, c.num_kv_heads) for c in self.configs}) != 1:
+            raise UsageError("experts that attend together need the same head_dim, num_heads and num_kv_heads.")
+        dtype = next(x.dtype for x in xs if x is not None)
+        projected = [self._project(i, x) for i, x in enumerate(xs) if x is not None]
+        q, k, v = (jnp.concatenate(parts, axis=1) for parts in zip(*projected, strict=True))
+        q = apply_rope(q, positions).astype(dtype) * jnp.asarray(self.configs[0].head_dim ** -0.5, dtype)
+        k = apply_rope(k, positions).astype(dtype)
+        if kv_cache is not None:
+            k, v = (jnp.concatenate([old, new], axis=1) for old, new in zip(kv_cache, (k, v)))
+        encoded = attend(q, k, v, attn_mask, path_of(self), dtype)
+        outs: list[Array | None] = []
+        start = 0
+        for i, x in enumerate(xs):
+            if x is None:
+                outs.append(None)
+                continue
+            outs.append(self._project_back(i, encoded[:, start : start + x.shape[1]]))
+            start += x.shape[1]
+        return outs, (k, v)
+
+    def _project(self, expert: int, x: Array) -> tuple[Array, Array, Array]:
+        config = self.configs[expert]
+        lecun, lora = nn.initializers.lecun_normal, config.lora_configs.get("attn")
+        inner = (config.width, config.head_dim)
+        if config.num_kv_heads == config.num_heads:
+            init = lecun(in_axis=-2, out_axis=-1, batch_axis=(0, 1))
+            qkv = Einsum((3, config.num_heads, *inner), init, lora, name=named("qkv_einsum", expert))
+            q, k, v = qkv("BSD,3KDH->3BSKH", x)
+            return q, k, v
+        init = lecun(in_axis=-2, out_axis=-1, batch_axis=(0,))
+        q = Einsum((config.num_heads, *inner), init, lora, name=named("q_einsum", expert))("BTD,NDH->BTNH", x)
+        init = lecun(in_axis=-2, out_axis=-1, batch_axis=(0, 1))
+        kv = Einsum((2, config.num_kv_heads, *inner), init, lora, name=named("kv_einsum", expert))
+        k, v = kv("BSD,2KDH->2BSKH", x)
+        return q, k, v
+
+    def _project_back(self, expert: int, encoded: Array) -> Array:
+        config = self.configs[expert]
+        init = nn.initializers.lecun_normal(in_axis=(-3, -2), out_axis=-1)
+        shape = (config.num_heads, config.head_dim, config.width)
+        out = Einsum(shape, init, config.lora_configs.get("attn"), name=named("attn_vec_einsum", expert))
+        return out("BTNH,NHD->BTD", encoded)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward with residuals; a condition modulates the norms and gates the residuals."""
+
+    configs: Sequence[Config]
+    dropout: float = 0.0
+    dropout_bdims: tuple[int, ...] = ()
+    use_flash_attention: bool = False
+    flash_attention_impl: FlashChoice = "auto"
+    fallback: bool = False
+    fully_masked: FullyMasked = "uniform"
+
+    @nn.compact
+    def __call__(
+        self,
+        xs: Tokens,
+        kv_cache: Cache | None,
+        positions: Array,
+        attn_mask: Array | TokenMask,
+        adarms_cond: Tokens,
+        deterministic: bool = True,
+    ) -> tuple[list[Array | None], Cache]:
+        """One layer; the cache as in Attention."""
+        attention = Attention(configs=self.configs, name="attn", **flash_fields(self))
+        normed, gates = self._normed("pre_attention_norm", xs, adarms_cond)
+        attended, kv_cache = attention(normed, positions, attn_mask, kv_cache)
+        xs = self._added(xs, attended, gates, deterministic)
+        normed, gates = self._normed("pre_ffw_norm", xs, adarms_cond)
+        fed = [None if x is None else self._feed_forward(i)(x) for i, x in enumerate(normed)]
+        return self._added(xs, fed, gates, deterministic), kv_cache
+
+    def _normed(self, name: str, xs: Tokens, conds: Tokens) -> tuple[list[Array | None], list[Array | None]]:
+        pairs = [(None, None) if x is None else RMSNorm(name=named(name, i))(x, conds[i]) for i, x in enumerate(xs)]
+        return [x for x, _ in pairs], [gate for _, gate in pairs]
+
+    def _feed_forward(self, expert: int) -> FeedForward:
+        config = self.configs[expert]
+        return FeedForward(config.width, config.mlp_dim, config.lora_configs.get("ffn"), name=named("mlp", expert))
+
+    def _added(self, xs: Tokens, ys: Tokens, gates: Tokens, deterministic: bool) -> list[Array | None]:
+        if self.dropout:
+            drop = nn.Dropout(self.dropout, self.dropout_bdims)
+            ys = [None if y is None else drop(y, deterministic) for y in ys]
+        sums: list[Array | None] = []
+        for x, y, gate in zip(xs, ys, gates, strict=True):
+            if x is None or y is None:
+                sums.append(None)
+            else:
+                sums.append(x + (y if gate is None else y * gate))
+        return sums
+
+
+class Module(nn.Module):
+    """The transformer: blocks in a scan with stacked parameters under `layers`, a final norm per expert."""
+
+    configs: Sequence[Config]
+    embed_dtype: str
+    dropout: float = 0.0
+    dropout_bdims: tuple[int, ...] = ()
+    adarms: bool = False
+    vocab_size: int = PALIGEMMA_VOCAB_SIZE
+    use_flash_attention: bool = False
+    flash_attention_impl: FlashChoice = "auto"
+    fallback: bool = False
+    fully_masked: FullyMasked = "uniform"
+
+    def setup(self) -> None:
+        """Every block is recomputed in the backward pass, as in openpi."""
+        if len({config.depth for config in self.configs}) != 1:
+            raise UsageError("experts that attend together need the same depth.")
+        self.embedder = Embedder(self.vocab_size, self.configs[0].width, name="embedder")
+        recomputed = nn.remat(
+            Block,
+            prevent_cse=False,
+            static_argnums=(6,),  # deterministic; 0 is self
+            policy=jax.checkpoint_policies.nothing_saveable,
+        )
+        scanned = nn.scan(
+            recomputed,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+            length=self.configs[0].depth,
+        )
+        self.layers = scanned(
+            configs=self.configs, dropout=self.dropout, dropout_bdims=self.dropout_bdims, **flash_fields(self)
+        )
+        self.final_norms = [RMSNorm(name=named("final_norm", i)) for i in range(len(self.configs))]
+
+    def embed(self, tokens: Array) -> Array:
+        """[B, T] whole numbers -> the first expert's tokens."""
+        return self.embedder.encode(tokens).astype(self.embed_dtype)
+
+    def __call__(
+        self,
+        embedded: Tokens,
+        positions: Array,
+        mask: Array | TokenMask,
+        adarms_cond: Tokens | None = None,
+        *,
+        kv_cache: Cache | None = None,
+        deterministic: bool = True,
+    ) -> tuple[list[Array | None], Cache]:
+        """`mask` is [B, T, S] or a TokenMask; the cache is that of all layers."""
+        xs = [None if x is None else x.astype(self.embed_dtype) for x in embedded]
+        mask = prepared(mask, self.use_flash_attention)
+        conds = list(adarms_cond) if adarms_cond is not None else [None] * len(self.configs)
+        xs, cache = self.layers(xs, kv_cache, positions, mask, conds, deterministic)
+        outs = [
+            None if x is None else norm(x, cond)[0] for norm, x, cond in zip(self.final_norms, xs, conds, strict=True)
+        ]
+        return outs, cache
+
+    def init_all(self, use_adarms: Sequence[bool] | None = None) -> None:
+        """Touch every parameter once: `module.init(key, method="init_all")`; openpi calls this method `init`."""
+        use_adarms = use_adarms or [False] * len(self.configs)
+        experts = len(self.configs)
+        self.embed(jnp.zeros((1, 1), jnp.int32))
+        self(
+            [jnp.zeros((1, 1, config.width)) for config in self.configs],
+            jnp.zeros((1, experts), jnp.int32),
+            jnp.ones((1, experts, experts), bool),
+            [jnp.zeros((1, c.width)) if used else None for used, c in zip(use_adarms, self.configs, strict=True)],
+        )

@@ -1,0 +1,50 @@
+"""Sizes of the Gemmas that openpi uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from attnbench.errors import UnknownName
+
+if TYPE_CHECKING:
+    from attnbench.models.lora import LoRAConfig
+
+PALIGEMMA_VOCAB_SIZE = 257_152
+Variant = Literal["dummy", "gemma_300m", "gemma_300m_lora", "gemma_2b", "gemma_2b_lora"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One expert; experts that attend together share depth, heads and head_dim."""
+
+    width: int
+    depth: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    lora_configs: Mapping[str, LoRAConfig] = field(default_factory=dict)
+    """"attn" and "ffn", where they have low-rank updates."""
+
+
+_SIZES = {
+    "dummy": Config(width=64, depth=4, mlp_dim=128, num_heads=8, num_kv_heads=1, head_dim=16),
+    "gemma_300m": Config(width=1024, depth=18, mlp_dim=4096, num_heads=8, num_kv_heads=1, head_dim=256),
+    "gemma_2b": Config(width=2048, depth=18, mlp_dim=16_384, num_heads=8, num_kv_heads=1, head_dim=256),
+}
+_RANKS = {"gemma_300m_lora": 32, "gemma_2b_lora": 16}
+
+
+def get_config(variant: Variant | str) -> Config:
+    """The sizes of a variant."""
+    if variant in _SIZES:
+        return _SIZES[variant]
+    if variant not in _RANKS:
+        raise UnknownName("Gemma variant", variant, [*_SIZES, *_RANKS], "attnbench.models.gemma.get_config")
+    from attnbench.models.lora import LoRAConfig
+
+    rank = _RANKS[variant]
+    update = LoRAConfig(rank=rank, alpha=float(rank))
+    return replace(_SIZES[variant.removesuffix("_lora")], lora_configs={"attn": update, "ffn": update})

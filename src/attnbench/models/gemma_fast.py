@@ -1,0 +1,262 @@
+"""Gemma of pi0-FAST: one token list and a cache of fixed size, written one token at a time.
+
+Constructor, call and parameter tree are openpi's. Unlike `gemma`, rotated queries stay float32 and K is rounded to
+`cache_dtype` when stored; the flash path rounds the queries to K's dtype, since kernels take one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from attnbench.errors import UnknownName, UsageError
+from attnbench.models import gemma_config
+from attnbench.models.attend import FlashChoice, FullyMasked, attend, flash_fields, path_of
+from attnbench.models.layers import Embedder, RMSNorm
+from attnbench.models.lora import Einsum, FeedForward, LoRAConfig
+from attnbench.models.masks import TokenMask, prepared
+from attnbench.models.rope import apply_rope
+
+__all__ = ["Attention", "Block", "Embedder", "FeedForward", "Module", "RMSNorm", "Variant", "get_config"]
+Variant = Literal["dummy", "gemma_2b", "gemma_2b_lora"]
+VARIANTS = ("dummy", "gemma_2b", "gemma_2b_lora")
+Cache = tuple[Array, Array, Array]
+"""Next free slot [B] (the same in all rows), K and V [B, S, K, H]; of a model with a leading axis of layers."""
+
+
+def get_config(variant: Variant | str) -> dict[str, Any]:
+    """The arguments of `Module` for a variant."""
+    if variant not in VARIANTS:
+        raise UnknownName("Gemma variant", variant, VARIANTS, "attnbench.models.gemma_fast.get_config")
+    sizes = gemma_config.get_config(variant)
+    return {
+        "variant": variant,
+        "width": sizes.width,
+        "depth": sizes.depth,
+        "mlp_dim": sizes.mlp_dim,
+        "num_heads": sizes.num_heads,
+        "num_kv_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "norm_eps": 1e-6,
+        "vocab_size": gemma_config.PALIGEMMA_VOCAB_SIZE,
+        "scan": True,
+        "remat_policy": "nothing_saveable",
+        "lora_configs": dict(sizes.lora_configs),
+    }
+
+
+class Attention(nn.Module):
+    """Parameters q_einsum, kv_einsum (or qkv_einsum) and attn_vec_einsum."""
+
+    num_heads: int
+    num_kv_heads: int
+    features: int
+    head_dim: int
+    cache_dtype: str | None = None
+    lora_config: LoRAConfig | None = None
+    use_flash_attention: bool = False
+    flash_attention_impl: FlashChoice = "auto"
+    fallback: bool = False
+    fully_masked: FullyMasked = "uniform"
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        positions: Array,
+        attn_mask: Array | TokenMask,
+        kv_cache: Cache | None,
+        decode: bool = False,
+        deterministic: bool = True,
+    ) -> tuple[Array, Cache]:
+        """Without a cache: any number of tokens, and a cache as long as the mask. With one: one token more."""
+        del decode, deterministic  # part of openpi's call
+        q, k, v = self._project(x)
+        q = apply_rope(q, positions) * self.head_dim**-0.5
+        k = apply_rope(k, positions)
+        slots = attn_mask.kv_len if isinstance(attn_mask, TokenMask) else attn_mask.shape[-1]
+        cache = self._new_cache(k, v, slots) if kv_cache is None else self._grown(k, v, kv_cache)
+        encoded = attend(q, cache[1], cache[2], attn_mask, path_of(self), x.dtype)
+        init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
+        shape = (self.num_heads, self.head_dim, self.features)
+        out = Einsum(shape, init, self.lora_config, name="attn_vec_einsum")("BTNH,NHD->BTD", encoded)
+        return out, cache
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        lecun, inner = nn.initializers.lecun_normal, (self.features, self.head_dim)
+        pairs = lecun(in_axis=-2, out_axis=-1, batch_axis=(0, 1))
+        if self.num_kv_heads == self.num_heads:
+            q, k, v = Einsum((3, self.num_heads, *inner), pairs, self.lora_config, name="qkv_einsum")(
+                "BSD,3KDH->3BSKH", x
+            )
+            return q, k, v
+        single = lecun(in_axis=-2, out_axis=-1, batch_axis=(0,))
+        q = Einsum((self.num_heads, *inner), single, self.lora_config, name="q_einsum")("BTD,NDH->BTNH", x)
+        k, v = Einsum((2, self.num_kv_heads, *inner), pairs, self.lora_config, name="kv_einsum")("BSD,2KDH->2BSKH", x)
+        return q, k, v
+
+    def _new_cache(self, k: Array, v: Array, slots: int) -> Cache:
+        dtype = self.cache_dtype or k.dtype
+        free = ((0, 0), (0, slots - k.shape[1]), (0, 0), (0, 0))
+        k_cache, v_cache = (jnp.pad(x.astype(dtype), free) for x in (k, v))
+        return jnp.full(k.shape[0], k.shape[1], jnp.int32), k_cache, v_cache
+
+    def _grown(self, k: Array, v: Array, cache: Cache) -> Cache:
+        if k.shape[1] != 1:
+            raise UsageError(f"a cache that exists takes one new token, not {k.shape[1]}.")
+        slot, k_cache, v_cache = cache
+        k_cache, v_cache = (
+            jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot[0], 0, 0))
+            for old, new in ((k_cache, k), (v_cache, v))
+        )
+        return slot + 1, k_cache, v_cache
+
+
+class Block(nn.Module):
+    """Attention and feed-forward with residuals."""
+
+    num_heads: int
+    num_kv_heads: int
+    embed_dim: int
+    head_dim: int
+    hidden_dim: int
+    dropout: float = 0.0
+    dropout_bdims: tuple[int, ...] = ()
+    cache_dtype: str | None = None
+    lora_configs: Mapping[str, LoRAConfig] | None = None
+    use_flash_attention: bool = False
+    flash_attention_impl: FlashChoice = "auto"
+    fallback: bool = False
+    fully_masked: FullyMasked = "uniform"
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        kv_cache: Cache | None,
+        positions: Array,
+        attn_mask: Array | TokenMask,
+        decode: bool = False,
+        deterministic: bool = True,
+    ) -> tuple[Array, Cache]:
+        """One layer."""
+        lora = self.lora_configs or {}
+        attention = Attention(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            features=self.embed_dim,
+            head_dim=self.head_dim,
+            cache_dtype=self.cache_dtype,
+            lora_config=lora.get("attn"),
+            name="attn",
+            **flash_fields(self),
+        )
+        normed, _ = RMSNorm(name="pre_attention_norm")(x)
+        attended, kv_cache = attention(normed, positions, attn_mask, kv_cache, decode, deterministic)
+        x = x + self._dropped(attended, deterministic)
+        normed, _ = RMSNorm(name="pre_ffw_norm")(x)
+        fed = FeedForward(self.embed_dim, self.hidden_dim, lora.get("ffn"), name="mlp")(normed)
+        return x + self._dropped(fed, deterministic), kv_cache
+
+    def _dropped(self, x: Array, deterministic: bool) -> Array:
+        return nn.Dropout(self.dropout, self.dropout_bdims)(x, deterministic) if self.dropout else x
+
+
+class Module(nn.Module):
+    """The transformer: blocks in a scan with stacked parameters under `layers`; fields are openpi's."""
+
+    variant: str
+    width: int
+    depth: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    vocab_size: int
+    embed_dtype: str
+    dropout: float = 0.0
+    dropout_bdims: tuple[int, ...] = ()
+    cache_dtype: str | None = None
+    scan: bool = True
+    remat_policy: str = "none"
+    lora_configs: Mapping[str, LoRAConfig] | None = None
+    use_flash_attention: bool = False
+    flash_attention_impl: FlashChoice = "auto"
+    fallback: bool = False
+    fully_masked: FullyMasked = "uniform"
+
+    def setup(self) -> None:
+        """`norm_eps` and `scan` are read by nobody, as in openpi: the norms have 1e-6, the blocks are scanned."""
+        self.embedder = Embedder(self.vocab_size, self.width, nn.initializers.zeros_init(), name="embedder")
+        self.final_norm = RMSNorm(name="final_norm")
+        block: Any = Block
+        if self.remat_policy != "none":
+            policy = getattr(jax.checkpoint_policies, self.remat_policy)
+            block = nn.remat(Block, prevent_cse=False, static_argnums=(5, 6), policy=policy)
+        scanned = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+            length=self.depth,
+        )
+        self.layers = scanned(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            embed_dim=self.width,
+            head_dim=self.head_dim,
+            hidden_dim=self.mlp_dim,
+            dropout=self.dropout,
+            dropout_bdims=self.dropout_bdims,
+            cache_dtype=self.cache_dtype,
+            lora_configs=self.lora_configs,
+            **flash_fields(self),
+        )
+
+    def __call__(
+        self,
+        tokens: Array | None = None,
+        embedded_prefix: Array | None = None,
+        embed_only: bool = False,
+        pre_logits: Array | None = None,
+        positions: Array | None = None,
+        mask: Array | TokenMask | None = None,
+        decode: bool = False,
+        kv_cache: Cache | None = None,
+        deterministic: bool = True,
+        return_prelogits: bool = False,
+    ) -> Any:
+        """(logits, cache, parts); the embeddings with `embed_only`; (logits, parts) of `pre_logits`.
+
+        Without a mask the attention is causal; `mask` is [B, T, S] or a TokenMask, and S is the size of the cache.
+        """
+        if pre_logits is not None:
+            logits = self.embedder.decode(pre_logits)
+            return logits, {"pre_logits": pre_logits, "logits": logits}
+        parts = [] if embedded_prefix is None else [embedded_prefix]
+        if tokens is not None:
+            parts.append(self.embedder.encode(tokens))
+        x = jnp.concatenate(parts, axis=-2).astype(self.embed_dtype)
+        if embed_only:
+            return x
+        if decode and (positions is None or mask is None):
+            raise UsageError("decoding needs positions and a mask.")
+        batch, length = x.shape[:2]
+        if positions is None:
+            positions = jnp.arange(length, dtype=jnp.int32)[None]
+        if mask is None:
+            mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
+        mask = prepared(mask, self.use_flash_attention)
+        x, kv_cache = self.layers(x, kv_cache, positions, mask, decode, deterministic)
+        out = {"encoded": x}
+        x = out["pre_logits"] = self.final_norm(x)[0]
+        if return_prelogits:
+            return x, kv_cache, out
+        out["logits"] = self.embedder.decode(x)
+        return out["logits"], kv_cache, out

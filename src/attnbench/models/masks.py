@@ -1,0 +1,198 @@
+"""Which token sees which, in a few numbers per token: masks whose arrays may exist only inside jit.
+
+`attnbench.masks` hold concrete numbers and become part of a workload's name; a model under jit has its padding as a
+traced array. A TokenMask splits the two: the structure of the sequence (`runs`) is static, the padding is arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+
+from attnbench.errors import InvalidWorkload
+from attnbench.frameworks.jax_plain import rows_that_see, visible
+from attnbench.workloads.masks import Mask, MaskShape
+
+Runs = tuple[tuple[int, int], ...]
+
+
+class WrongMaskShape(InvalidWorkload, ValueError):
+    """A mask that covers other tokens than the queries and keys at hand."""
+
+
+class KnownMask(NamedTuple):
+    """One of `attnbench.masks` for so many queries."""
+
+    mask: Mask
+    q_len: int
+
+    def shape(self, kv_len: int) -> MaskShape:
+        """The same for every batch row and head."""
+        return MaskShape(1, 1, self.q_len, kv_len)
+
+
+@struct.dataclass
+class TokenMask:
+    """A query sees a key that its run, its id or the known mask reaches, when both are valid. Nothing here is T x S."""
+
+    kv_len: int = struct.field(pytree_node=False)
+    runs: Runs | None = struct.field(pytree_node=False, default=None)
+    """(queries, keys) from the first query on: these queries see the first so many keys. pi0: (816, 816), (1, 817),
+    (50, 867)."""
+    packed: int = struct.field(pytree_node=False, default=0)
+    """Among the first so many keys all valid ones are known to stand before the others."""
+    known: KnownMask | None = struct.field(pytree_node=False, default=None)
+    """A structure in the words of `attnbench.masks`; instead of runs or ids."""
+    sees_itself: bool = struct.field(pytree_node=False, default=False)
+    """Whether every valid query is one of the valid keys it reaches."""
+    ids: Array | None = None
+    """[B, S]; without runs: a query sees the keys whose id is at most its own."""
+    q_ids: Array | None = None
+    """[B, T]"""
+    valid: Array | None = None
+    """[B, S]; None: every key is."""
+    q_valid: Array | None = None
+    """[B, T]; None: every query is."""
+    order: Array | None = None
+    """[B, S]: all valid keys, then the others, each in their order; see `with_order`."""
+
+    @property
+    def q_len(self) -> int:
+        """T"""
+        if self.known is not None:
+            return self.known.q_len
+        if self.runs is not None:
+            return sum(queries for queries, _ in self.runs)
+        assert self.q_ids is not None
+        return self.q_ids.shape[1]
+
+    @property
+    def key_limits(self) -> np.ndarray:
+        """[T]: how many keys each query's run reaches."""
+        assert self.runs is not None
+        return np.repeat([keys for _, keys in self.runs], [queries for queries, _ in self.runs])
+
+    def array(self) -> Array:
+        """Boolean [B or 1, 1, T, S], made of comparisons that XLA fuses into their use."""
+        return self.rows(0, self.q_len, self.kv_len)
+
+    def rows(self, start: int, stop: int, keys: int) -> Array:
+        """The same of some queries and the first `keys` keys."""
+        if self.known is not None:
+            seen = visible(self.known.mask, self.known.shape(self.kv_len))[:, 0, start:stop, :keys]
+        elif self.runs is not None:
+            seen = jnp.arange(keys)[None, None, :] < jnp.asarray(self.key_limits[start:stop])[None, :, None]
+        else:
+            assert self.ids is not None
+            assert self.q_ids is not None
+            seen = self.ids[:, None, :keys] <= self.q_ids[:, start:stop, None]
+        if self.valid is not None:
+            seen = seen & self.valid[:, None, :keys]
+        if self.q_valid is not None:
+            seen = seen & self.q_valid[:, start:stop, None]
+        return seen[:, None]
+
+    def rows_that_see(self) -> Array | None:
+        """[B, T]: queries with at least one key; None when that is known of all of them."""
+        if self.sees_itself:
+            return self.q_valid
+        if self.known is not None and self.valid is None and self.q_valid is None:
+            rows = rows_that_see(self.known.mask, self.known.shape(self.kv_len))
+            return None if rows is None else jnp.asarray(rows)[..., 0]
+        if self.runs is None:
+            return self.array().any(-1)[:, 0]
+        if self.valid is None:
+            return self.q_valid
+        reached = jnp.cumsum(self.valid, axis=1)[:, self.key_limits - 1] > 0
+        return reached if self.q_valid is None else reached & self.q_valid
+
+    def with_order(self) -> TokenMask:
+        """The same with `order` worked out, once for all layers."""
+        if self.order is not None or self.valid is None:
+            return self
+        return self.replace(order=jnp.argsort(~self.valid, axis=1, stable=True))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def valid_keys(self, keys: int) -> Array:
+        """[B]: how many of the first keys are valid."""
+        assert self.valid is not None
+        return self.valid[:, :keys].sum(axis=1, dtype=jnp.int32)
+
+    def positions_of_kvax(self) -> tuple[Array, Array]:
+        """(queries [B or 1, T], keys [B or 1, S]): a key is seen when its number is at most the query's."""
+        if self.runs is None:
+            assert self.q_ids is not None
+            assert self.ids is not None
+            return self.q_ids, self.ids
+        return jnp.asarray(self.key_limits - 1)[None], jnp.arange(self.kv_len)[None]
+
+
+def in_blocks(
+    sizes: Sequence[int],
+    valid: Array | None = None,
+    *,
+    queries_from: int = 0,
+    kv_len: int | None = None,
+    packed: int = 0,
+) -> TokenMask:
+    """Blocks that see themselves and all before: `mask_ar` = 1 at each block's first token.
+
+    Queries are the tokens from `queries_from` on (a block's start), keys all; `kv_len` counts empty cache slots.
+    """
+    ends = np.cumsum(sizes).tolist()
+    runs = tuple((size, end) for size, end in zip(sizes, ends) if end > queries_from)
+    tokens = ends[-1]
+    if kv_len is not None and valid is not None and kv_len > tokens:
+        padded = jnp.pad(valid, ((0, 0), (0, kv_len - tokens)))
+    else:
+        padded = valid
+    q_valid = None if valid is None else valid[:, queries_from:tokens]
+    return TokenMask(kv_len=kv_len or tokens, runs=runs, packed=packed, sees_itself=True, valid=padded, q_valid=q_valid)
+
+
+def block_causal(mask_ar: Array, valid: Array, kv_len: int | None = None) -> TokenMask:
+    """The mask of openpi's `make_attn_mask` for a structure that is itself an array ([B, T] or [T])."""
+    return up_to_own_id(jnp.cumsum(jnp.broadcast_to(mask_ar, valid.shape).astype(jnp.int32), axis=1), valid, kv_len)
+
+
+def up_to_own_id(ids: Array, valid: Array, kv_len: int | None = None) -> TokenMask:
+    """Tokens that see the ids up to their own ([B, T]); `kv_len` counts empty cache slots."""
+    slots = kv_len or valid.shape[1]
+    room = ((0, 0), (0, slots - valid.shape[1]))
+    keys, there = jnp.pad(ids, room), jnp.pad(valid, room)
+    return TokenMask(kv_len=slots, sees_itself=True, ids=keys, q_ids=ids, valid=there, q_valid=valid)
+
+
+def known(mask: Mask, q_len: int, kv_len: int | None = None) -> TokenMask:
+    """One of `attnbench.masks` that is the same for every row and head, such as `causal()`, for these lengths."""
+    if mask.per_batch or mask.per_head or mask.weighted:
+        raise InvalidWorkload(f"a known mask is the same for every row and head and has no weights; {mask.id} is not.")
+    mask.check(MaskShape(1, 1, q_len, kv_len or q_len))
+    return TokenMask(kv_len=kv_len or q_len, known=KnownMask(mask, q_len))
+
+
+def make_attn_mask(input_mask: Array, mask_ar: Array) -> Array:
+    """openpi's dense form: bool [B, T, T]."""
+    return block_causal(jnp.asarray(mask_ar), jnp.asarray(input_mask)).array()[:, 0]
+
+
+def check_shape(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: int) -> None:
+    """A TokenMask of other lengths, or an array that is not [B, 1, T, S], is a mistake."""
+    if isinstance(attn_mask, TokenMask):
+        found, wanted = (attn_mask.q_len, attn_mask.kv_len), (q_len, kv_len)
+    else:
+        found, wanted = tuple(attn_mask.shape), (batch, 1, q_len, kv_len)
+    if found != wanted:
+        raise WrongMaskShape(f"the attention mask covers {found}, queries and keys are {wanted}.")
+
+
+def prepared(mask: Array | TokenMask, for_flash: bool) -> Array | TokenMask:
+    """What all layers share: an array as [B, 1, T, S] (from [B, T, S] too), a TokenMask with its order of keys."""
+    if isinstance(mask, TokenMask):
+        return mask.with_order() if for_flash else mask
+    array = jnp.asarray(mask)
+    return array[:, None] if array.ndim == 3 else array

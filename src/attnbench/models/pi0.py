@@ -1,0 +1,231 @@
+"""pi0 and pi0.5: a prefix of image and text tokens, an action expert, flow matching. Vision tokens come as embeddings.
+
+Names and shapes of parameters are openpi's (its vision tower, `PaliGemma/img`, is not here). Time runs as in its code:
+1 is noise, 0 the actions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from attnbench.errors import UsageError
+from attnbench.models import gemma
+from attnbench.models.attend import FlashChoice, FullyMasked, flash_fields
+from attnbench.models.masks import TokenMask, in_blocks
+
+Params = Any
+
+
+@dataclass(frozen=True)
+class Pi0Config:
+    """Defaults are openpi's; `vocab_size` shrinks the embedding table for tests."""
+
+    dtype: str = "bfloat16"
+    paligemma_variant: gemma.Variant = "gemma_2b"
+    action_expert_variant: gemma.Variant = "gemma_300m"
+    action_dim: int = 32
+    action_horizon: int = 50
+    pi05: bool = False
+    vocab_size: int = gemma.PALIGEMMA_VOCAB_SIZE
+    use_flash_attention: bool = False
+    flash_attention_impl: FlashChoice = "auto"
+    fallback: bool = False
+    fully_masked: FullyMasked = "uniform"
+
+
+@struct.dataclass
+class Observation:
+    """What the policy sees. A mask of None says that all those tokens are there, which spares the kernels a mask."""
+
+    image_tokens: Array
+    """[B, P, D]: what the vision tower gives, all cameras behind one another."""
+    image_mask: Array | None = None
+    """[B, P]; False for every token of a missing camera."""
+    tokens: Array | None = None
+    """[B, L] text"""
+    token_mask: Array | None = None
+    """[B, L]"""
+    state: Array | None = None
+    """[B, action_dim]; pi0.5 has it in the text instead."""
+
+
+class PaliGemma(nn.Module):
+    """Only a place in the tree: `PaliGemma/llm`."""
+
+    llm: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The language model."""
+        return self.llm(*args, **kwargs)
+
+    def embed(self, tokens: Array) -> Array:
+        """Text tokens of the first expert."""
+        return self.llm.embed(tokens)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Pi0(nn.Module):
+    """Two experts: the prefix's and the actions'."""
+
+    config: Pi0Config
+
+    def setup(self) -> None:
+        """Projections around the transformer."""
+        config = self.config
+        experts = [gemma.get_config(config.paligemma_variant), gemma.get_config(config.action_expert_variant)]
+        width = experts[1].width
+        llm = gemma.Module(
+            configs=experts,
+            embed_dtype=config.dtype,
+            adarms=config.pi05,
+            vocab_size=config.vocab_size,
+            **flash_fields(config),
+            parent=None,
+        )
+        self.PaliGemma = PaliGemma(llm)
+        self.action_in_proj = nn.Dense(width)
+        self.action_out_proj = nn.Dense(config.action_dim)
+        if config.pi05:
+            self.time_mlp_in, self.time_mlp_out = nn.Dense(width), nn.Dense(width)
+        else:
+            self.state_proj = nn.Dense(width)
+            self.action_time_mlp_in, self.action_time_mlp_out = nn.Dense(width), nn.Dense(width)
+
+    @property
+    def suffix_blocks(self) -> tuple[int, ...]:
+        """Sizes of the blocks after the prefix: the state alone (not in pi0.5), the actions."""
+        return (self.config.action_horizon,) if self.config.pi05 else (1, self.config.action_horizon)
+
+    def embed_prefix(self, observation: Observation) -> tuple[Array, Array | None]:
+        """Image and text tokens [B, P, D], and which of them are there."""
+        images = observation.image_tokens.astype(self.config.dtype)
+        parts, there = [images], [(images.shape[:2], observation.image_mask)]
+        if observation.tokens is not None:
+            parts.append(self.PaliGemma.embed(observation.tokens))
+            there.append((observation.tokens.shape, observation.token_mask))
+        tokens = jnp.concatenate(parts, axis=1)
+        if all(mask is None for _, mask in there):
+            return tokens, None
+        valid = jnp.concatenate([jnp.ones(shape, bool) if mask is None else mask for shape, mask in there], axis=1)
+        return self._packed(tokens, valid) if self.config.use_flash_attention else (tokens, valid)
+
+    def _packed(self, tokens: Array, valid: Array) -> tuple[Array, Array]:
+        """Missing tokens last. The result is the same: attention knows only positions, which count the valid."""
+        order = jnp.argsort(~valid, axis=1, stable=True)
+        return jnp.take_along_axis(tokens, order[..., None], axis=1), jnp.take_along_axis(valid, order, axis=1)
+
+    def embed_suffix(self, observation: Observation, noisy: Array, time: Array) -> tuple[Array, Array | None]:
+        """The action expert's tokens, and in pi0.5 the condition of its norms."""
+        actions = self.action_in_proj(noisy)
+        when = time_embedding(time, actions.shape[-1])
+        if self.config.pi05:
+            return actions, nn.swish(self.time_mlp_out(nn.swish(self.time_mlp_in(when))))
+        if observation.state is None:
+            raise UsageError("pi0 needs the state: Observation(state=[B, action_dim]); only pi0.5 has it in its text.")
+        when = jnp.broadcast_to(when[:, None], actions.shape)
+        mixed = self.action_time_mlp_in(jnp.concatenate([actions, when], axis=-1))
+        mixed = self.action_time_mlp_out(nn.swish(mixed))
+        return jnp.concatenate([self.state_proj(observation.state)[:, None], mixed], axis=1), None
+
+    def velocity(self, observation: Observation, noisy: Array, time: Array) -> Array:
+        """Prefix and suffix in one pass: [B, horizon, action_dim]."""
+        prefix, valid = self.embed_prefix(observation)
+        suffix, cond = self.embed_suffix(observation, noisy, time)
+        mask = self._mask(prefix.shape[1], valid, suffix=True)
+        positions = jnp.concatenate([_positions(prefix, valid), self._suffix_positions(prefix, valid)], axis=1)
+        (_, out), _ = self.PaliGemma([prefix, suffix], positions, mask, [None, cond])
+        return self.action_out_proj(out[:, -self.config.action_horizon :])
+
+    def compute_loss(self, rng: Array, observation: Observation, actions: Array) -> Array:
+        """Flow matching at a random time: squared error of the velocity, [B, horizon]."""
+        noise_rng, time_rng = jax.random.split(rng)
+        noise = jax.random.normal(noise_rng, actions.shape)
+        time = jax.random.beta(time_rng, 1.5, 1, actions.shape[:1]) * 0.999 + 0.001
+        share = time[:, None, None]
+        velocity = self.velocity(observation, share * noise + (1 - share) * actions, time)
+        return jnp.mean(jnp.square(velocity - (noise - actions)), axis=-1)
+
+    def prefill(self, observation: Observation) -> tuple[gemma.Cache, Array | None]:
+        """The prefix's cache, and which of its tokens are there."""
+        prefix, valid = self.embed_prefix(observation)
+        mask = self._mask(prefix.shape[1], valid, suffix=False)
+        _, cache = self.PaliGemma([prefix, None], _positions(prefix, valid), mask)
+        return cache, valid
+
+    def denoise(
+        self, observation: Observation, cache: gemma.Cache, valid: Array | None, noisy: Array, time: Array
+    ) -> Array:
+        """The velocity from a prefix cache, which stays as it is."""
+        suffix, cond = self.embed_suffix(observation, noisy, time)
+        prefix = cache[0][0]
+        mask = self._mask(prefix.shape[1], valid, suffix=True, queries_from=prefix.shape[1])
+        positions = self._suffix_positions(prefix, valid)
+        (_, out), _ = self.PaliGemma([None, suffix], positions, mask, [None, cond], kv_cache=cache)
+        return self.action_out_proj(out[:, -self.config.action_horizon :])
+
+    def _mask(self, prefix: int, valid: Array | None, *, suffix: bool, queries_from: int = 0) -> TokenMask:
+        blocks = self.suffix_blocks if suffix else ()
+        if valid is not None:
+            valid = jnp.pad(valid, ((0, 0), (0, sum(blocks))), constant_values=True)
+        packed = prefix if self.config.use_flash_attention else 0
+        mask = in_blocks((prefix, *blocks), valid, queries_from=queries_from, packed=packed)
+        return mask.replace(q_valid=None) if queries_from else mask  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _suffix_positions(self, prefix: Array, valid: Array | None) -> Array:
+        """They go on where the valid prefix tokens end."""
+        count = jnp.full(prefix.shape[0], prefix.shape[1]) if valid is None else valid.sum(axis=1)
+        return count[:, None] + jnp.arange(sum(self.suffix_blocks))
+
+
+def _positions(prefix: Array, valid: Array | None) -> Array:
+    """Valid tokens are counted from 0."""
+    if valid is None:
+        return jnp.broadcast_to(jnp.arange(prefix.shape[1]), prefix.shape[:2])
+    return jnp.cumsum(valid, axis=1) - 1
+
+
+def time_embedding(time: Array, width: int, shortest: float = 4e-3, longest: float = 4.0) -> Array:
+    """Sines and cosines of time [B] with periods between the two: [B, width]."""
+    periods = shortest * (longest / shortest) ** jnp.linspace(0.0, 1.0, width // 2)
+    angles = time[:, None] * (2 * jnp.pi / periods)[None]
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def sample_actions(
+    model: Pi0, params: Params, rng: Array, observation: Observation, *, num_steps: int = 10, noise: Array | None = None
+) -> Array:
+    """From noise to actions in Euler steps: one pass over the prefix, then only the suffix against its cache."""
+    config = model.config
+    if noise is None:
+        batch = observation.image_tokens.shape[0]
+        noise = jax.random.normal(rng, (batch, config.action_horizon, config.action_dim))
+    cache, valid = model.apply({"params": params}, observation, method="prefill")
+    step = -1.0 / num_steps
+
+    def euler(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        actions, time = carry
+        times = jnp.broadcast_to(time, actions.shape[:1])
+        velocity = model.apply({"params": params}, observation, cache, valid, actions, times, method="denoise")
+        return actions + step * velocity, time + step
+
+    return jax.lax.fori_loop(0, num_steps, euler, (noise, jnp.float32(1.0)))[0]
+
+
+def random_observation(
+    config: Pi0Config, rng: Array, batch: int = 1, image_tokens: int = 768, text_tokens: int | None = None
+) -> Observation:
+    """Random tokens of a size, 48 of text by default (pi0.5: 200), all of them there."""
+    length = text_tokens if text_tokens is not None else 200 if config.pi05 else 48
+    keys = jax.random.split(rng, 3)
+    width = gemma.get_config(config.paligemma_variant).width
+    return Observation(
+        image_tokens=jax.random.normal(keys[0], (batch, image_tokens, width)),
+        tokens=jax.random.randint(keys[1], (batch, length), 0, config.vocab_size),
+        state=None if config.pi05 else jax.random.normal(keys[2], (batch, config.action_dim)),
+    )

@@ -1,0 +1,184 @@
+"""pi0-FAST: actions as text tokens, prefill and autoregressive decode. Vision tokens come as embeddings.
+
+Prompts are moved to the right end before decoding, so that every row writes the same cache slot. A generated token
+stands at the position after the last valid one; `position_rule="openpi"` is one too high, as openpi was until its
+fix. Which prefix keys a generated token sees is the prefix's own validity, so a missing camera in the middle is
+right too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from attnbench.errors import UsageError
+from attnbench.models import gemma_fast
+from attnbench.models.attend import FlashChoice, FullyMasked, flash_fields
+from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE
+from attnbench.models.masks import TokenMask, block_causal, in_blocks, up_to_own_id
+from attnbench.models.pi0 import PaliGemma
+
+EOS = 1
+PositionRule = Literal["contiguous", "openpi"]
+RULES: dict[str, int] = {"contiguous": 0, "openpi": 1}
+"""Position of the first generated token, counted from the number of valid prefix tokens."""
+
+
+@dataclass(frozen=True)
+class Pi0FastConfig:
+    """Defaults are openpi's; `vocab_size` shrinks the embedding table for tests."""
+
+    dtype: str = "bfloat16"
+    paligemma_variant: gemma_fast.Variant = "gemma_2b"
+    vocab_size: int = PALIGEMMA_VOCAB_SIZE
+    use_flash_attention: bool = False
+    flash_attention_impl: FlashChoice = "auto"
+    fallback: bool = False
+    fully_masked: FullyMasked = "uniform"
+
+
+@struct.dataclass
+class Observation:
+    """Image and text tokens. Without `token_ar_mask` all of them see each other, as a prompt does."""
+
+    image_tokens: Array
+    """[B, P, D]"""
+    tokens: Array
+    """[B, L]"""
+    image_mask: Array | None = None
+    """[B, P]"""
+    token_mask: Array | None = None
+    """[B, L]"""
+    token_ar_mask: Array | None = None
+    """[B, L]: 1 where a token is hidden from all before it."""
+    token_loss_mask: Array | None = None
+    """[B, L]"""
+
+
+class Pi0Fast(nn.Module):
+    """A decoder of image and text tokens."""
+
+    config: Pi0FastConfig
+
+    def setup(self) -> None:
+        """`PaliGemma/llm`, with a cache in the model's dtype."""
+        config = self.config
+        sizes = gemma_fast.get_config(config.paligemma_variant) | {"vocab_size": config.vocab_size}
+        llm = gemma_fast.Module(
+            **sizes, embed_dtype=config.dtype, cache_dtype=config.dtype, **flash_fields(config), parent=None
+        )
+        self.PaliGemma = PaliGemma(llm)
+
+    def embed_inputs(self, observation: Observation) -> tuple[Array, Array, Array | None]:
+        """Tokens [B, T, D], which of them are there [B, T], their autoregressive mask [B, T] or None."""
+        images = observation.image_tokens.astype(self.config.dtype)
+        text = self.PaliGemma(observation.tokens, embed_only=True)
+        image_mask = jnp.ones(images.shape[:2], bool) if observation.image_mask is None else observation.image_mask
+        token_mask = jnp.ones(text.shape[:2], bool) if observation.token_mask is None else observation.token_mask
+        ar = observation.token_ar_mask
+        if ar is not None:
+            ar = jnp.pad(ar.astype(jnp.int32), ((0, 0), (images.shape[1], 0)))
+        valid = jnp.concatenate([image_mask, token_mask], axis=1)
+        return jnp.concatenate([images, text], axis=1), valid, ar
+
+    def logits(self, observation: Observation) -> Array:
+        """Of every text token but the first, from the tokens before it: [B, L - 1, vocabulary]."""
+        tokens, valid, ar = self.embed_inputs(observation)
+        tokens, valid = tokens[:, :-1], valid[:, :-1]
+        mask = _mask(valid, None if ar is None else ar[:, :-1], valid.shape[1])
+        hidden, _, _ = self.PaliGemma(embedded_prefix=tokens, mask=mask, return_prelogits=True)
+        return self.PaliGemma(pre_logits=hidden[:, 1 - observation.tokens.shape[1] :])[0]
+
+    def compute_loss(self, observation: Observation) -> Array:
+        """Mean cross-entropy of the tokens that `token_loss_mask` names, [B]."""
+        if observation.token_loss_mask is None:
+            raise UsageError("the loss needs Observation(token_loss_mask=[B, L]): which tokens are to be predicted.")
+        logp = jax.nn.log_softmax(self.logits(observation).astype(jnp.float32), axis=-1)
+        chosen = jnp.take_along_axis(logp, observation.tokens[:, 1:, None], axis=-1)[..., 0]
+        counted = observation.token_loss_mask[:, 1:]
+        return -(chosen * counted).sum(-1) / jnp.clip(counted.sum(-1), 1)
+
+    def prefill(self, observation: Observation, room: int) -> tuple[Array, gemma_fast.Cache, Array]:
+        """Logits of the first generated token [B, 1, vocabulary], the cache with `room` free slots, the valid slots."""
+        tokens, valid, ar = self.embed_inputs(observation)
+        ids = None if ar is None else jnp.cumsum(ar, axis=1)
+        tokens, valid, ids = right_aligned(tokens, valid, ids)
+        slots = tokens.shape[1] + room
+        mask = _aligned_mask(valid, ids, slots)
+        positions = jnp.cumsum(valid, axis=1) - 1
+        hidden, cache, _ = self.PaliGemma(
+            embedded_prefix=tokens, mask=mask, positions=positions, decode=True, return_prelogits=True
+        )
+        return self.PaliGemma(pre_logits=hidden[:, -1:])[0], cache, jnp.pad(valid, ((0, 0), (0, room)))
+
+    def decode(self, token: Array, position: Array, cache: gemma_fast.Cache, valid: Array) -> tuple[Array, Any]:
+        """Logits after one more token [B, 1] at positions [B, 1]; `valid` [B, slots] counts that token in."""
+        mask = TokenMask(kv_len=valid.shape[1], runs=((1, valid.shape[1]),), sees_itself=True, valid=valid)
+        logits, cache, _ = self.PaliGemma(token, mask=mask, positions=position, decode=True, kv_cache=cache)
+        return logits, cache
+
+
+def _mask(valid: Array, ar: Array | None, kv_len: int) -> TokenMask:
+    return in_blocks((valid.shape[1],), valid, kv_len=kv_len) if ar is None else block_causal(ar, valid, kv_len)
+
+
+def _aligned_mask(valid: Array, ids: Array | None, slots: int) -> TokenMask:
+    if ids is None:
+        return in_blocks((valid.shape[1],), valid, kv_len=slots)
+    return up_to_own_id(ids, valid, slots)
+
+
+def right_aligned(tokens: Array, valid: Array, ids: Array | None) -> tuple[Array, Array, Array | None]:
+    """Every row rolled until its last valid token is the last of all."""
+    length = valid.shape[1]
+    used = jnp.max(jnp.where(valid, jnp.arange(length) + 1, 0), axis=1)
+    order = (jnp.arange(length)[None] + used[:, None]) % length
+    turned = [None if x is None else jnp.take_along_axis(x, order, axis=1) for x in (valid, ids)]
+    assert turned[0] is not None
+    return jnp.take_along_axis(tokens, order[..., None], axis=1), turned[0], turned[1]
+
+
+def sample_tokens(
+    model: Pi0Fast,
+    params: Any,
+    rng: Array,
+    observation: Observation,
+    *,
+    max_decoding_steps: int = 256,
+    temperature: float = 0.0,
+    position_rule: PositionRule = "contiguous",
+) -> Array:
+    """Generated tokens [B, max_decoding_steps], 0 after the end token of a row; greedy at temperature 0."""
+    if position_rule not in RULES:
+        raise UsageError(f'position_rule is {" or ".join(RULES)}, not "{position_rule}".')
+    variables = {"params": params}
+    logits, cache, valid = model.apply(variables, observation, max_decoding_steps, method="prefill")
+    start = valid.shape[1] - max_decoding_steps
+    first = valid.sum(axis=1)[:, None] + RULES[position_rule]
+    found = jnp.zeros((valid.shape[0], max_decoding_steps), jnp.int32)
+
+    def choose(key: Array, logits: Array) -> Array:
+        if temperature > 0:
+            return jax.random.categorical(key, logits.astype(jnp.float32) / temperature, axis=-1)
+        return jnp.argmax(logits, axis=-1)
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, ended, key, logits, cache, valid, found = carry
+        key, this = jax.random.split(key)
+        token = jnp.where(ended[:, None], 0, choose(this, logits)).astype(jnp.int32)
+        found = jax.lax.dynamic_update_slice(found, token, (0, i))
+        valid = valid | (jnp.arange(valid.shape[1]) == start + i)
+        logits, cache = model.apply(variables, token, first + i, cache, valid, method="decode")
+        return i + 1, ended | (token[:, 0] == EOS), key, logits, cache, valid, found
+
+    def unfinished(carry: tuple[Any, ...]) -> Array:
+        return (carry[0] < max_decoding_steps) & ~carry[1].all()
+
+    begun = (jnp.int32(0), jnp.zeros(valid.shape[0], bool), rng, logits, cache, valid, found)
+    return jax.lax.while_loop(unfinished, step, begun)[-1]

@@ -1,0 +1,170 @@
+"""pi0 and pi0.5 whole: forward, loss, gradients and sampling with the flash path on and off."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("flax")
+
+import jax.numpy as jnp  # noqa: E402
+from gemma_cases import CHOICES, error, random_params  # noqa: E402
+
+from attnbench.errors import UsageError  # noqa: E402
+from attnbench.models import pi0  # noqa: E402
+
+pytestmark = pytest.mark.jax
+BATCH, IMAGES, TEXT, HORIZON, WIDE = 2, 12, 6, 4, 3
+MISSING = np.ones((BATCH, IMAGES), bool)
+MISSING[0, 4:8] = False  # the second of three cameras
+PADDED = np.arange(TEXT) < np.array([[3], [6]])
+
+
+def config(pi05=False, dtype="float32", **flash):
+    return pi0.Pi0Config(
+        dtype=dtype, paligemma_variant="dummy", action_expert_variant="dummy", action_dim=WIDE, action_horizon=HORIZON,
+        pi05=pi05, vocab_size=40, **flash,
+    )  # fmt: skip
+
+
+def flash(choice, pi05=False, dtype="float32"):
+    return pi0.Pi0(config(pi05, dtype, use_flash_attention=True, flash_attention_impl=choice))
+
+
+@cache
+def case(pi05, padded=True):
+    observation = pi0.random_observation(config(pi05), jax.random.key(1), BATCH, IMAGES, TEXT)
+    if padded:
+        observation = observation.replace(image_mask=jnp.asarray(MISSING), token_mask=jnp.asarray(PADDED))
+    actions = jax.random.normal(jax.random.key(2), (BATCH, HORIZON, WIDE))
+    words = (jax.random.key(1), observation, actions)
+    return random_params(pi0.Pi0(config(pi05)), *words, method="compute_loss"), observation, actions
+
+
+def everything(model, params, observation, actions):
+    """Velocity, loss, gradients and sampled actions, in one program."""
+
+    def loss(params):
+        return model.apply({"params": params}, jax.random.key(7), observation, actions, method="compute_loss").mean()
+
+    time = jnp.array([0.3, 0.8])
+    velocity = model.apply({"params": params}, observation, actions, time, method="velocity")
+    value, gradients = jax.value_and_grad(loss)(params)
+    sampled = pi0.sample_actions(model, params, jax.random.key(3), observation)
+    return {"velocity": velocity, "loss": value, "gradients": gradients, "sampled": sampled}
+
+
+@cache
+def standard(pi05, padded=True, dtype="float32"):
+    return jax.jit(lambda *a: everything(pi0.Pi0(config(pi05, dtype)), *a))(*case(pi05, padded))
+
+
+@pytest.mark.parametrize("pi05", [False, True], ids=["pi0", "pi0.5"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_flash_on_equals_flash_off(pi05, choice):
+    found = jax.jit(lambda *a: everything(flash(choice, pi05), *a))(*case(pi05))
+    wanted = standard(pi05)
+    assert error(found["velocity"], wanted["velocity"]) < 1e-5
+    assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
+    assert error(found["gradients"], wanted["gradients"]) < 3e-5
+    assert error(found["sampled"], wanted["sampled"]) < 3e-5
+
+
+def test_without_padding_no_kernel_gets_a_mask(monkeypatch):
+    from attnbench.models import flash as calls
+
+    forms = []
+    real = calls.pick
+    monkeypatch.setattr(calls, "pick", lambda *given: forms.append(given[3]) or real(*given))
+    params, observation, actions = case(False, padded=False)
+    apply = jax.jit(lambda *a: flash("jax").apply({"params": a[0]}, *a[1:], method="velocity"))
+    found = apply(params, observation, actions, jnp.array([0.3, 0.8]))
+    assert set(forms) == {"none"}
+    assert error(found, standard(False, padded=False)["velocity"]) < 1e-5
+
+
+def test_bfloat16_is_as_good_as_the_standard_path():
+    truth, plain = standard(False), standard(False, dtype="bfloat16")
+    found = jax.jit(lambda *a: everything(flash("jax", dtype="bfloat16"), *a))(*case(False))
+    for name, times in {"velocity": 2, "loss": 2, "sampled": 2, "gradients": 3}.items():
+        assert error(found[name], truth[name]) <= times * error(plain[name], truth[name]) + 4 * 2**-8, name
+
+
+@pytest.mark.parametrize("pi05", [False, True], ids=["pi0", "pi0.5"])
+def test_a_cached_step_equals_the_whole_pass(pi05):
+    params, observation, actions = case(pi05)
+    model, time = pi0.Pi0(config(pi05)), jnp.array([0.3, 0.8])
+
+    @jax.jit
+    def from_cache(params):
+        cache, valid = model.apply({"params": params}, observation, method="prefill")
+        one, two = (
+            model.apply({"params": params}, observation, cache, valid, actions, time, method="denoise")
+            for _ in range(2)
+        )
+        return one, two, cache
+
+    one, two, (k, _) = from_cache(params)
+    assert k.shape == (4, BATCH, IMAGES + TEXT, 1, 16)
+    np.testing.assert_array_equal(one, two)
+    assert error(one, standard(pi05)["velocity"]) < 1e-5
+
+
+def test_sampling_is_ten_euler_steps_of_the_whole_pass():
+    params, observation, _ = case(False)
+    model = pi0.Pi0(config())
+    velocity = jax.jit(lambda *a: model.apply({"params": params}, *a, method="velocity"))
+    actions = jax.random.normal(jax.random.key(3), (BATCH, HORIZON, WIDE))
+    for i in range(10):
+        actions = actions - 0.1 * velocity(observation, actions, jnp.full(BATCH, 1 - 0.1 * i))
+    assert error(standard(False)["sampled"], actions) < 1e-5
+
+
+def test_missing_tokens_change_nothing():
+    params, observation, actions = case(False)
+    noise = jax.random.normal(jax.random.key(9), observation.image_tokens.shape)
+    other = observation.replace(
+        image_tokens=jnp.where(MISSING[..., None], observation.image_tokens, noise),
+        tokens=jnp.where(PADDED, observation.tokens, 7),
+    )
+    for model in (pi0.Pi0(config()), flash("jax")):
+        apply = jax.jit(
+            lambda o, model=model: model.apply({"params": params}, o, actions, jnp.ones(BATCH), method="velocity")
+        )
+        assert error(apply(other), apply(observation)) < 1e-6
+        moved = apply(observation.replace(image_tokens=observation.image_tokens.at[0, 9].add(1.0)))
+        assert error(moved, apply(observation)) > 1e-4
+
+
+def test_positions_count_valid_tokens_and_the_suffix_goes_on():
+    """Leaving the missing tokens out altogether is the same as masking them."""
+    params, observation, actions = case(False)
+    model = pi0.Pi0(config())
+    row = jax.tree.map(lambda x: x[:1], observation)
+    masked = model.apply({"params": params}, row, actions[:1], jnp.ones(1), method="velocity")
+    there, told = MISSING[0], PADDED[0]
+    short = row.replace(
+        image_tokens=row.image_tokens[:, there], tokens=row.tokens[:, told], image_mask=None, token_mask=None
+    )
+    found = model.apply({"params": params}, short, actions[:1], jnp.ones(1), method="velocity")
+    assert error(found, masked) < 1e-5
+
+
+def test_pi0_needs_a_state():
+    params, observation, actions = case(False)
+    with pytest.raises(UsageError, match="needs the state"):
+        pi0.Pi0(config()).apply(
+            {"params": params}, observation.replace(state=None), actions, jnp.ones(BATCH), method="velocity"
+        )
+
+
+def test_time_is_told_apart():
+    width = 16
+    at = np.array([0.0, 0.25, 1.0])
+    found = pi0.time_embedding(jnp.asarray(at), width)
+    periods = np.geomspace(4e-3, 4.0, width // 2)
+    angles = at[:, None] * 2 * np.pi / periods
+    np.testing.assert_allclose(found, np.concatenate([np.sin(angles), np.cos(angles)], axis=-1), atol=2e-3)

@@ -1,0 +1,144 @@
+"""TokenMask: openpi's mask without T x S, and the calls that the flash path makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("flax")
+
+import jax.numpy as jnp  # noqa: E402
+from gemma_cases import tokens  # noqa: E402
+
+import attnbench as ab  # noqa: E402
+from attnbench.errors import InvalidWorkload  # noqa: E402
+from attnbench.models import flash  # noqa: E402
+from attnbench.models.attend import standard_attention  # noqa: E402
+from attnbench.models.masks import TokenMask, block_causal, in_blocks, known, make_attn_mask  # noqa: E402
+from attnbench.workloads.masks import MaskShape  # noqa: E402
+
+pytestmark = pytest.mark.jax
+PI0 = (816, 1, 50)
+AR = np.concatenate([np.zeros(816), [1], [1], np.zeros(49)]).astype(bool)
+
+
+def by_definition(valid, mask_ar):
+    """cumsum(mask_ar)[j] <= cumsum(mask_ar)[i], and both valid."""
+    ids = np.cumsum(np.broadcast_to(mask_ar, valid.shape), axis=1)
+    return (ids[:, None, :] <= ids[:, :, None]) & valid[:, None, :] & valid[:, :, None]
+
+
+def some_valid(batch, length, seed=0):
+    return np.random.default_rng(seed).random((batch, length)) > 0.3
+
+
+@pytest.mark.parametrize("ar", ["111111", "000111", "1010100100", "011000"])
+def test_ids_and_the_dense_form_are_openpis_rule(ar):
+    mask_ar = np.array([int(c) for c in ar])
+    valid = some_valid(3, len(ar))
+    wanted = by_definition(valid, mask_ar)
+    np.testing.assert_array_equal(block_causal(jnp.asarray(mask_ar), jnp.asarray(valid)).array()[:, 0], wanted)
+    np.testing.assert_array_equal(make_attn_mask(jnp.asarray(valid), jnp.asarray(mask_ar)), wanted)
+
+
+def test_runs_say_what_pi0s_ids_say():
+    valid = some_valid(2, 867)
+    mask = in_blocks(PI0, jnp.asarray(valid))
+    assert mask.runs == ((816, 816), (1, 817), (50, 867))
+    wanted = by_definition(valid, AR)
+    np.testing.assert_array_equal(mask.array()[:, 0], wanted)
+    np.testing.assert_array_equal(mask.rows_that_see(), wanted.any(-1))
+    mine = ab.masks.block_causal(np.cumsum(AR)) & ab.masks.valid(valid)
+    seen = mine.array(MaskShape(2, 1, 867, 867)) & valid[:, None, :, None]
+    np.testing.assert_array_equal(mask.array(), seen)
+
+
+def test_queries_of_the_suffix_and_empty_slots():
+    valid = some_valid(2, 10)
+    whole = by_definition(valid, np.array([0, 0, 0, 0, 0, 0, 1, 1, 0, 0]))
+    suffix = in_blocks((6, 1, 3), jnp.asarray(valid), queries_from=6)
+    np.testing.assert_array_equal(suffix.array()[:, 0], whole[:, 6:])
+    roomy = in_blocks((6, 1, 3), jnp.asarray(valid), kv_len=14)
+    np.testing.assert_array_equal(roomy.array()[:, 0], np.pad(whole, ((0, 0), (0, 0), (0, 4))))
+    without = in_blocks((6, 4), kv_len=14)
+    assert without.array().shape == (1, 1, 10, 14)
+    assert not without.array()[..., 10:].any()
+    assert without.rows_that_see() is None
+
+
+def test_rows_that_see_looks_where_nothing_is_promised():
+    valid = jnp.asarray([[False, False, True, True], [True, False, False, False]])
+    mask = TokenMask(kv_len=4, runs=((1, 2), (1, 4)), valid=valid)
+    assert mask.rows_that_see().tolist() == [[False, True], [True, True]]
+    ids = TokenMask(kv_len=4, ids=jnp.asarray([[2, 2, 1, 3]] * 2), q_ids=jnp.asarray([[0, 1]] * 2), valid=valid)
+    assert ids.rows_that_see().tolist() == [[False, True], [False, False]]
+
+
+def test_long_runs_are_kernel_calls_and_short_ones_share_a_small_array():
+    valid = jnp.ones((1, 867), bool)
+    assert flash.pieces(in_blocks(PI0, valid), "auto") == [
+        (0, 816, 816, "lengths", "auto"),
+        (816, 867, 867, "array", "jax"),
+    ]
+    assert [(piece.form, piece.choice) for piece in flash.pieces(in_blocks(PI0), "cudnn")] == [("none", "cudnn")] * 3
+    assert [piece.form for piece in flash.pieces(in_blocks(PI0, valid), "cudnn")] == ["lengths"] * 3
+    decode = TokenMask(kv_len=1274, runs=((1, 1274),), valid=jnp.ones((1, 1274), bool))
+    assert flash.pieces(decode, "auto") == [(0, 1, 1274, "array", "jax")]
+    assert flash.pieces(in_blocks((50,)), "auto") == [(0, 50, 50, "none", "jax")]
+
+
+@pytest.mark.parametrize("packed", [0, 12])
+@pytest.mark.parametrize("choice", ["jax", "auto"])
+def test_holes_are_closed_by_moving_keys(packed, choice, monkeypatch):
+    """With `packed` the first keys are already in order, and only the others are moved."""
+    monkeypatch.setattr(flash, "SHORT", 4)
+    valid = some_valid(3, 20, seed=4)
+    valid[:, 13:] = True
+    if packed:
+        valid[:, :packed] = np.sort(valid[:, :packed], axis=1)[:, ::-1]
+    mask = in_blocks((12, 3, 5), jnp.asarray(valid), packed=packed)
+    q, k, v = tokens(3, 20, 4, 8, seed=1), tokens(3, 20, 2, 8, seed=2), tokens(3, 20, 2, 8, seed=3)
+    found = jax.jit(flash.flash_attention, static_argnums=4)(q, k, v, mask, choice)
+    wanted = standard_attention(q, k, v, mask.array(), jnp.float32)
+    seen = np.asarray(mask.rows_that_see())
+    np.testing.assert_allclose(np.asarray(found)[seen], np.asarray(wanted)[seen], atol=2e-6)
+
+
+def test_the_flash_path_holds_no_square_array():
+    """The program of a long run with padding has no [.., T, S] boolean among its constants or arguments."""
+    mask = in_blocks((256, 1, 50), jnp.ones((2, 307), bool), packed=256)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(mask.with_order())]
+    assert all(len(shape) == 2 for shape in shapes)
+    q, k = (jax.ShapeDtypeStruct((2, 307, n, 16), jnp.float32) for n in (8, 1))
+    calls = []
+    real = flash.jax_late_masks.attend
+    flash.jax_late_masks.attend = lambda *a, **w: calls.append(w) or real(*a, **w)
+    try:
+        jax.eval_shape(lambda q, k, v: flash.flash_attention(q, k, v, mask, "auto"), q, k, k)
+    finally:
+        flash.jax_late_masks.attend = real
+    assert [(w["mask"] is None, w["kv_lengths"] is None) for w in calls] == [(True, False), (False, True)]
+    assert calls[1]["mask"].shape == (2, 1, 51, 307)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_a_known_mask_reaches_the_implementation_in_its_own_words(name, padded):
+    one = {"causal": ab.masks.causal(), "window": ab.masks.window(3)}[name]
+    mask = known(one, 6, 10)
+    if padded:
+        mask = mask.replace(valid=jnp.asarray(some_valid(2, 10, seed=2)).at[:, 4:].set(True))
+    q, k, v = tokens(2, 6, 4, 8, seed=1), tokens(2, 10, 1, 8, seed=2), tokens(2, 10, 1, 8, seed=3)
+    found = jax.jit(flash.flash_attention, static_argnums=4)(q, k, v, mask, "auto")
+    wanted = standard_attention(q, k, v, mask.array(), jnp.float32)
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    there = np.asarray(mask.valid) if padded else np.ones((1, 10), bool)
+    np.testing.assert_array_equal(mask.array(), one.array(MaskShape(1, 1, 6, 10)) & there[:, None, None])
+
+
+def test_what_differs_between_rows_is_not_known():
+    with pytest.raises(InvalidWorkload, match="same for every row"):
+        known(ab.masks.lengths([3, 4]), 4)
+    blind = known(ab.masks.causal(), 4, 2)
+    assert blind.rows_that_see().tolist() == [[False, False, True, True]]
