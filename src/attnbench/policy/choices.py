@@ -10,6 +10,12 @@ Settings = dict[str, int | float | str | bool]
 """A config of an implementation, as a file holds it."""
 
 
+def label_of(implementation: str, config: Settings) -> str:
+    """The implementation, and the config where it is not the default: its name in tables."""
+    told = ",".join(f"{k}={v}" for k, v in sorted(config.items()))
+    return f"{implementation}[{told}]" if told else implementation
+
+
 class Alternative(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The next best, for where the choice cannot run."""
 
@@ -17,6 +23,11 @@ class Alternative(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     config: Settings = {}
     ratio: float
     """Its time over that of the choice, same run."""
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return label_of(self.implementation, self.config)
 
 
 class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -45,9 +56,8 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def label(self) -> str:
-        """The implementation, and the config where it is not the default."""
-        config = ",".join(f"{k}={v}" for k, v in sorted(self.config.items()))
-        return f"{self.implementation}[{config}]" if config else self.implementation
+        """Name in tables."""
+        return label_of(self.implementation, self.config)
 
     @property
     def runner_up(self) -> Alternative | None:

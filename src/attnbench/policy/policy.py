@@ -18,7 +18,7 @@ IMMATERIAL = {"torch": {"numpy", "transformers"}, "jax": {"numpy", "ml_dtypes", 
 """Packages that no attention of the framework is computed by."""
 
 
-class Regret(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Regret(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Time of what was chosen over time of the fastest, over shapes."""
 
     mean: float
@@ -26,6 +26,8 @@ class Regret(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worst: float
     worst_at: str
     shapes: int
+    missed: int = 0
+    """Shapes beside them that nothing could be said of."""
 
 
 class Crossing(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -194,7 +196,8 @@ def pooled(parts: Iterable[Regret]) -> Regret | None:
     count = sum(one.shapes for one in each)
     worst = max(each, key=lambda one: one.worst)
     mean = exp(sum(log(one.mean) * one.shapes for one in each) / count)
-    return Regret(mean=mean, worst=worst.worst, worst_at=worst.worst_at, shapes=count)
+    missed = sum(one.missed for one in each)
+    return Regret(mean=mean, worst=worst.worst, worst_at=worst.worst_at, shapes=count, missed=missed)
 
 
 def _merged(old: Place, new: Place) -> Place:
