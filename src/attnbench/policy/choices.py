@@ -38,7 +38,7 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     regret: float = 1.0
     """Its time over that of the fastest of the same run: more than 1 where a near tie was settled otherwise."""
     regret_high: float = 1.0
-    """Upper edge of the 95 % interval, against every other candidate."""
+    """Upper edge of the 99 % interval, against every other candidate."""
     candidates: int = 1
     """Implementations (and configs) that were timed there and might have been chosen."""
     alternatives: tuple[Alternative, ...] = ()
@@ -52,7 +52,9 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         if not self.implementation:
             raise ValueError("a choice must name an implementation")
         if not 1 <= self.regret <= self.regret_high:
-            raise ValueError(f"regret is 1 or more and regret_high not below it, not {self.regret} and {self.regret_high}")
+            raise ValueError(
+                f"regret is 1 or more and regret_high not below it, not {self.regret} and {self.regret_high}"
+            )
 
     @property
     def label(self) -> str:

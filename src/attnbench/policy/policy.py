@@ -73,7 +73,9 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     @property
     def on_grid(self) -> Regret | None:
         """Over the measured shapes themselves; None without entries."""
-        return pooled(Regret(mean=e.use.regret, worst=e.use.regret, worst_at=e.at.title, shapes=1) for e in self.entries)
+        return pooled(
+            Regret(mean=e.use.regret, worst=e.use.regret, worst_at=e.at.title, shapes=1) for e in self.entries
+        )
 
     def stale(self, environment: Environment) -> str | None:
         """Why the entries do not hold there; None where they do."""
@@ -98,7 +100,9 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         return min(found, key=lambda one: (one[0], one[1].at.order), default=None)
 
 
-class Policy(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="kind", tag="policy"):
+class Policy(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="kind", tag="policy"
+):
     """Measured choices. `a | b` merges: where both have an entry for a shape at one place, b's stands."""
 
     schema: int = SCHEMA
@@ -162,9 +166,7 @@ class Policy(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             places[place.key] = _merged(places[place.key], place) if place.key in places else place
         return Policy(places=tuple(places[key] for key in sorted(places, key=repr)))
 
-    def _nearest(
-        self, workload: Workload, framework: str, environment: Environment
-    ) -> tuple[float, Entry] | None:
+    def _nearest(self, workload: Workload, framework: str, environment: Environment) -> tuple[float, Entry] | None:
         environment = structs.replace(environment, framework=framework)
         shape = shape_of(workload)
         # Of two places that hold here, the one that shares more of the software, then the younger.
