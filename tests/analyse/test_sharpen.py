@@ -31,13 +31,14 @@ def test_the_middle_in_log_space_of_neighbours_that_differ():
 
 
 def test_it_closes_in_on_the_crossing_and_stops():
-    lengths, asked = [128, 2048], []
-    while found := proposals(made(along(**SLOW, lengths=lengths), along(**FAST, lengths=lengths)), none):
+    """Both take as long at 750 tokens."""
+    lengths, asked = [128, 4096], []
+    fast = FAST | {"ns": lambda n: 6000.0 + 2 * n}
+    while found := proposals(made(along(**SLOW, lengths=lengths), along(**fast, lengths=lengths)), none):
         asked.append(found[0].workload.q_len)
         lengths = sorted({*lengths, asked[-1]})
-        assert len(asked) < 10
-    below, above = max(n for n in lengths if n < 500), min(n for n in lengths if n >= 500)
-    assert above / below <= 1.5
+    assert asked[0] == 704
+    assert min(abs(n - 750) for n in lengths) <= 50
     assert len(asked) <= 5
 
 

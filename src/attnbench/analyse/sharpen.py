@@ -76,12 +76,12 @@ def _between(place: Place, ground: Ground) -> Iterator[Proposal]:
                 continue
             made = _resized(first, track, middle)
             fields = ground.fields[first.id], ground.fields[second.id]
-            stake = _stake(fields, below, above)
-            if made is not None and stake > LEAST_STAKE:
+            stakes = _stakes(fields, below, above)
+            if made is not None and min(stakes, default=0.0) > LEAST_STAKE:
                 yield Proposal(
                     workload=made,
                     labels=tuple(dict.fromkeys(name for field in fields for name in contenders(field))),
-                    gain=stake * log(high / low),
+                    gain=sum(stakes) * log(high / low),
                     why=f"{below} at {low:,} tokens, {above} at {high:,}",
                 )
 
@@ -102,10 +102,10 @@ def _resized(workload: Workload, track: Track, tokens: int) -> Workload | None:
         return None
 
 
-def _stake(fields: Sequence[Field], a: str, b: str) -> float:
-    """How far apart the two choices are at the end where they are nearer: 0 where the choice may as well change."""
+def _stakes(fields: Sequence[Field], a: str, b: str) -> list[float]:
+    """How far apart the two choices are at each end, as logarithms: what a wrong one costs there."""
     times = [(field[a].time, field[b].time) for field in fields if a in field and b in field]
-    return min((abs(log(one.median_ns / other.median_ns)) for one, other in times if one and other), default=0.0)
+    return [abs(log(one.median_ns / other.median_ns)) for one, other in times if one and other]
 
 
 def _configs(ground: Ground, variants: Variants) -> Iterator[Proposal]:
