@@ -49,7 +49,7 @@ def choose(
 
     `ab.attention(impl="auto")` asks the file when the setting `policy` (ATTNBENCH_POLICY) or `ab.use_policy` names it.
 
-    Examples: `attnbench choose latest -o policy.json` · `attnbench choose RUN --max-memory 2GB --forbid torch.flex`
+    Examples: `attnbench choose latest -o policy.json` · `attnbench choose RUN --deterministic --forbid torch.eager`
     """
     from attnbench.cli.output import print_json
 
@@ -69,10 +69,11 @@ def choose(
 
 def choose_from(sources: Sequence[Source], constraints: Constraints) -> Chosen:
     """The policy of runs, under what the registry says of their implementations."""
+    from attnbench import registry
     from attnbench.analyse.choose import choose as choose_records
 
     names = {record.implementation for source in sources for record in source.records}
-    return choose_records(sources, constraints, _by_name_only(names))
+    return choose_records(sources, constraints, _by_name_only(names), registry.names())
 
 
 def write(chosen: Chosen, output: Path | None) -> int:
