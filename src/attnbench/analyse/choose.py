@@ -50,6 +50,7 @@ def choose(
     constraints = constraints or Constraints()
     check_names(constraints, (record for source in ordered for record in source.records), known)
     grounds, refused = survey(ordered, constraints, left_out or {})
+    grounds.sort(key=lambda ground: repr(ground.place.key))
     places = [place for place in map(_filled, grounds) if place.entries]
     return Chosen(Policy() | Policy(places=tuple(places)), _unchosen(refused, grounds), tuple(grounds))
 
