@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test gallery figures chromium check lint types layers docs clean
+.PHONY: bench test gallery figures policies chromium check lint types layers docs clean
 
 bench: $(STAMP)
 	$(BIN)/attnbench run quick --budget 0.5
@@ -20,6 +20,11 @@ gallery: $(STAMP)
 # What the README and results/README.md say of results/cpu.
 figures: $(STAMP)
 	$(BIN)/python benchmarks/figures.py
+
+# The policies that come with the package, chosen from the published runs.
+policies: $(STAMP)
+	$(BIN)/attnbench choose results/h200/*.jsonl -o src/attnbench/policies/h200.json
+	$(BIN)/attnbench choose results/cpu/quick.jsonl -o src/attnbench/policies/cpu.json
 
 # The browser tests need it; where it cannot be had, they are skipped and say so.
 chromium:

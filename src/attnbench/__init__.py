@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from attnbench.dispatch.attention import attention as attention
     from attnbench.dispatch.explain import explain as explain
     from attnbench.measuring.memory import MemoryProfiler as MemoryProfiler
+    from attnbench.policy import load_policy as load_policy
+    from attnbench.policy import use_policy as use_policy
     from attnbench.registry import names as implementations  # noqa: F401
     from attnbench.registry import register as register
     from attnbench.runner import BenchmarkRunner as BenchmarkRunner
@@ -29,6 +31,8 @@ _HOME = {  # public name -> where it lives
     "attention": ("attnbench.dispatch.attention", "attention"),
     "explain": ("attnbench.dispatch.explain", "explain"),
     "MemoryProfiler": ("attnbench.measuring.memory", "MemoryProfiler"),
+    "load_policy": ("attnbench.policy", "load_policy"),
+    "use_policy": ("attnbench.policy", "use_policy"),
     "implementations": ("attnbench.registry", "names"),
     "register": ("attnbench.registry", "register"),
     "BenchmarkRunner": ("attnbench.runner", "BenchmarkRunner"),

@@ -20,7 +20,7 @@ from attnbench.errors import BrokenFile, UsageError
 from attnbench.workloads.suite_file import line_of, read_toml
 
 PREFIX = "ATTNBENCH_"
-FILE_RELATIVE = ("runs_dir", "baselines_dir", "thresholds")
+FILE_RELATIVE = ("runs_dir", "baselines_dir", "thresholds", "policy")
 """Paths that a settings file gives relative to itself."""
 SEPARATORS = {"implementations": None, "pythonpath": os.pathsep}
 """Of the settings that are lists, between the words of a variable; None for spaces."""
@@ -53,6 +53,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """TOML file of floors per case; in a file, relative to that file."""
     baselines_dir: str = "baselines"
     """Where baselines are kept; in a file, relative to that file."""
+    policy: str | None = None
+    """Policy file that `attention` asks before those that come with attnbench; in a file, relative to that file."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "budget_s", "timeout_s"):

@@ -1,0 +1,94 @@
+"""Policy files: JSON that people can read, of each entry one line for the shape and one for the choice."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from attnbench.errors import BrokenFile, UsageError
+from attnbench.policy.policy import SCHEMA, Policy
+
+PACKAGED = "policies"
+WIDTH = 120
+"""What is longer than a line is broken up, except within entries."""
+
+
+def load_policy(path: str | Path) -> Policy:
+    """Read a policy file; what is missing, broken or of a newer attnbench is said in one sentence."""
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"no policy can be read from {path}: {error.strerror or error}. `attnbench choose RUN -o {path}` makes one."
+        ) from error
+    return read_policy(content, str(path))
+
+
+def read_policy(content: bytes, origin: str) -> Policy:
+    """The policy in the content of a file."""
+    try:
+        found = msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BrokenFile(origin, None, f"this is no policy file ({error}).") from error
+    if not isinstance(found, dict) or found.get("kind") != "policy":
+        raise BrokenFile(origin, None, 'this is no policy file (it does not say "kind": "policy").')
+    schema = found.get("schema", SCHEMA)
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise BrokenFile(
+            origin, None, f"written by a newer attnbench (schema {schema}; this one reads {SCHEMA}): upgrade."
+        )
+    try:
+        return structs.replace(msgspec.convert(found, Policy), origin=origin)
+    except msgspec.ValidationError as error:
+        raise BrokenFile(origin, None, f"this policy is broken: {error}.") from error
+
+
+def save_policy(policy: Policy, path: str | Path) -> None:
+    """Write a policy file, whole or not at all."""
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(policy_text(policy), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another file with -o.") from error
+
+
+def policy_text(policy: Policy) -> str:
+    """The content of its file: the same policy always gives the same text."""
+    document = msgspec.to_builtins(structs.replace(policy, origin=""))
+    return _laid_out({"kind": "policy", "schema": policy.schema, **document}, 0) + "\n"
+
+
+def packaged() -> tuple[Policy, ...]:
+    """Those that come with attnbench, made by its published runs."""
+    folder = files("attnbench") / PACKAGED
+    found = sorted((one for one in folder.iterdir() if one.name.endswith(".json")), key=lambda one: one.name)
+    return tuple(read_policy(one.read_bytes(), f"packaged {one.name}") for one in found)
+
+
+def _laid_out(value: Any, depth: int) -> str:
+    """Indented JSON: what fits a line stands on one, and so do the shape and the choice of an entry."""
+    line = _line(value)
+    if not isinstance(value, dict | list | tuple) or len(line) + depth <= WIDTH:
+        return line
+    pad, close = " " * (depth + 1), " " * depth
+    if isinstance(value, dict):
+        inner = [
+            f"{pad}{_line(key)}: {_line(one) if 'use' in value else _laid_out(one, depth + 1)}"
+            for key, one in value.items()
+        ]
+        return "{\n" + ",\n".join(inner) + f"\n{close}}}"
+    inner = [pad + _laid_out(one, depth + 1) for one in value]
+    return "[\n" + ",\n".join(inner) + f"\n{close}]"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,233 @@
+"""Policy: measured choices per device, software and shape class. Readable, mergeable, and it knows when it is stale."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from math import exp, log
+
+import msgspec
+from msgspec import Struct, field, structs
+
+from attnbench.policy.choices import Choice, Entry
+from attnbench.policy.shapes import REACH, Shape, distance, shape_of
+from attnbench.spec import Environment, Pass, Workload
+
+SCHEMA = 1
+IMMATERIAL = {"torch": {"numpy", "transformers"}, "jax": {"numpy", "ml_dtypes", "flax"}}
+"""Packages that no attention of the framework is computed by."""
+
+
+class Regret(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Time of what was chosen over time of the fastest, over shapes."""
+
+    mean: float
+    """Geometric."""
+    worst: float
+    worst_at: str
+    shapes: int
+    missed: int = 0
+    """Shapes beside them that nothing could be said of."""
+
+
+class Crossing(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Along the length, from where on another implementation is chosen."""
+
+    track: str
+    """What is alike at both lengths."""
+    pass_: Pass = field(name="pass")
+    below: str
+    above: str
+    tokens: float | None = None
+    """Where both take as long, interpolated; null where the measured lengths are too far apart to say."""
+    low: float
+    high: float
+
+
+class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Where entries were measured; they hold nowhere else."""
+
+    device: str
+    device_name: str
+    framework: str
+    capability: tuple[int, int] | None = None
+    threads: int = 0
+    """Of a CPU; 0 elsewhere."""
+    software: dict[str, str] = {}
+    """Package -> version, of those that compute attention."""
+    driver: str = ""
+    """For the reader; not compared."""
+    made: str = ""
+    runs: tuple[str, ...] = ()
+    held_out: Regret | None = None
+    """Off the grid: each shape in turn chosen for by the others."""
+    crossings: tuple[Crossing, ...] = ()
+    entries: tuple[Entry, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Two places of one key may share their entries."""
+        software = tuple(sorted(self.software.items()))
+        return (self.device, self.device_name, self.framework, self.capability or (), self.threads, software)
+
+    @property
+    def on_grid(self) -> Regret | None:
+        """Over the measured shapes themselves; None without entries."""
+        return pooled(
+            Regret(mean=e.use.regret, worst=e.use.regret, worst_at=e.at.title, shapes=1) for e in self.entries
+        )
+
+    def stale(self, environment: Environment) -> str | None:
+        """Why the entries do not hold there; None where they do."""
+        if self.framework != environment.framework:
+            return f"measured with {self.framework}, not with {environment.framework}"
+        if (self.device, self.device_name) != (environment.device, environment.device_name):
+            here = f"{environment.device_name} ({environment.device})"
+            return f"measured on {self.device_name} ({self.device}), this is {here}"
+        if self.threads and self.threads != environment.threads:
+            return f"measured with {self.threads} threads, here are {environment.threads}"
+        changed = [
+            f"{name} {version} (here {environment.packages[name]})"
+            for name, version in sorted(self.software.items())
+            if environment.packages.get(name, version) != version
+        ]
+        return f"measured with {', '.join(changed)}" if changed else None
+
+    def nearest(self, shape: Shape) -> tuple[float, Entry] | None:
+        """The entry nearest in log space of those that agree in every hard axis; None where none does."""
+        alike = [entry for entry in self.entries if entry.at.hard == shape.hard]
+        found = ((distance(entry.at, shape), entry) for entry in alike)
+        return min(found, key=lambda one: (one[0], one[1].at.order), default=None)
+
+
+class Policy(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="kind", tag="policy"
+):
+    """Measured choices. `a | b` merges: where both have an entry for a shape at one place, b's stands."""
+
+    schema: int = SCHEMA
+    places: tuple[Place, ...] = ()
+    origin: str = ""
+    """The file it was read from; not written."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Of every place."""
+        return tuple(entry for place in self.places for entry in place.entries)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.origin or "a policy made in this process"
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits over what it says."""
+        return hashlib.sha256(msgspec.json.encode(structs.replace(self, origin=""), order="sorted")).hexdigest()[:12]
+
+    def choice(self, workload: Workload, framework: str, environment: Environment) -> Choice | None:
+        """What to run: the nearest measured shape within reach, at a place that this environment is; None on a miss.
+
+        Off the grid the regret is that of the entry times what the place lost on held-out shapes.
+        """
+        found = self._nearest(workload, framework, environment)
+        if found is None or found[0] > REACH:
+            return None
+        octaves, entry, place = found
+        use, lost = entry.use, place.held_out
+        if octaves == 0 or lost is None:
+            return structs.replace(use, distance=octaves)
+        regret = use.regret * lost.mean
+        high = max(regret, use.regret_high, lost.worst)
+        return structs.replace(use, distance=octaves, regret=regret, regret_high=high)
+
+    def miss(self, workload: Workload, framework: str, environment: Environment) -> str | None:
+        """Why `choice` has nothing to say; None where it has."""
+        environment = structs.replace(environment, framework=framework)
+        if why := self.stale(environment):
+            return why
+        found = self._nearest(workload, framework, environment)
+        shape = shape_of(workload)
+        if found is None:
+            places = [place for place in self.places if place.stale(environment) is None]
+            return f"{self.name} has no entry for {_lacking(shape, [e for p in places for e in p.entries])}"
+        if found[0] <= REACH:
+            return None
+        return (
+            f"the nearest entry of {self.name} ({found[1].at.title}) is {found[0]:.1f} octaves away, "
+            f"more than {REACH:g} are too far"
+        )
+
+    def stale(self, environment: Environment) -> str | None:
+        """Why nothing in it holds in this environment (another device, framework or software); None where some does."""
+        reasons = [place.stale(environment) for place in self.places]
+        if any(reason is None for reason in reasons):
+            return None
+        of_framework = [r for r, p in zip(reasons, self.places) if r and p.framework == environment.framework]
+        if not of_framework:
+            return f"{self.name} holds nothing for {environment.framework or 'this framework'}"
+        return f"{self.name} does not hold here: {'; '.join(dict.fromkeys(of_framework))}"
+
+    def __or__(self, other: Policy) -> Policy:
+        places = {place.key: place for place in self.places}
+        for place in other.places:
+            places[place.key] = _merged(places[place.key], place) if place.key in places else place
+        return Policy(places=tuple(places[key] for key in sorted(places, key=repr)))
+
+    def _nearest(
+        self, workload: Workload, framework: str, environment: Environment
+    ) -> tuple[float, Entry, Place] | None:
+        environment = structs.replace(environment, framework=framework)
+        shape = shape_of(workload)
+        # Of two places that hold here, the one that shares more of the software, then the younger.
+        places = [place for place in self.places if place.stale(environment) is None]
+        places.sort(key=lambda place: (len(place.software.keys() & environment.packages.keys()), place.made))
+        found = [(*one, place) for place in reversed(places) if (one := place.nearest(shape)) is not None]
+        return min(found, key=lambda one: one[0], default=None)
+
+
+def place_of(environment: Environment) -> Place:
+    """The place of an environment, without entries."""
+    skipped = IMMATERIAL.get(environment.framework, set())
+    return Place(
+        device=environment.device,
+        device_name=environment.device_name,
+        framework=environment.framework,
+        capability=environment.capability,
+        threads=environment.threads if environment.device == "cpu" else 0,
+        software={name: version for name, version in sorted(environment.packages.items()) if name not in skipped},
+        driver=environment.driver,
+    )
+
+
+def pooled(parts: Iterable[Regret]) -> Regret | None:
+    """The regret over the shapes of all parts; None where there are none."""
+    each = list(parts)
+    if not each:
+        return None
+    count = sum(one.shapes for one in each)
+    worst = max(each, key=lambda one: one.worst)
+    mean = exp(sum(log(one.mean) * one.shapes for one in each) / count)
+    missed = sum(one.missed for one in each)
+    return Regret(mean=mean, worst=worst.worst, worst_at=worst.worst_at, shapes=count, missed=missed)
+
+
+def _merged(old: Place, new: Place) -> Place:
+    entries = {entry.at: entry for entry in (*old.entries, *new.entries)}
+    crossings = {(one.track, one.pass_, one.below, one.above): one for one in (*old.crossings, *new.crossings)}
+    return structs.replace(
+        new,
+        made=max(old.made, new.made),
+        runs=tuple(dict.fromkeys((*old.runs, *new.runs))),
+        held_out=pooled(one for one in (old.held_out, new.held_out) if one is not None),
+        crossings=tuple(crossings.values()),
+        entries=tuple(sorted(entries.values(), key=lambda entry: entry.at.order)),
+    )
+
+
+def _lacking(shape: Shape, entries: Iterable[Entry]) -> str:
+    """The hard axes of a shape that no entry agrees in, or all of them where only the combination is missing."""
+    known = [entry.at.hard for entry in entries]
+    missing = [f"{name} {value}" for name, value in shape.hard.items() if all(one[name] != value for one in known)]
+    together = [f"{name} {value}" for name, value in shape.hard.items() if value is not False and name != "v_head_dim"]
+    return ", ".join(missing) if missing else f"{', '.join(together)} together"

@@ -1,0 +1,110 @@
+"""The classes a policy tells apart: axes that must agree, and how far two shapes are from each other in the others."""
+
+from __future__ import annotations
+
+from math import hypot, log2
+
+from msgspec import Struct, field
+
+from attnbench.spec import Pass, Workload
+
+REACH = 2.0
+"""Octaves within which a measured shape speaks for another: four times as many tokens, no more."""
+PARALLEL_WEIGHT = 0.5
+"""Of an octave of batch x heads: twice the rows change the choice less than twice the tokens."""
+GROUP_WEIGHT = 1.0
+"""Of an octave of query heads per key/value head: grouped heads are other kernels."""
+
+
+class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an entry was measured on."""
+
+    pass_: Pass = field(name="pass")
+    dtype: str
+    mask: str
+    """Kinds of its parts, such as causal or causal&lengths; sizes are left open."""
+    head_dim: int
+    v_head_dim: int = 0
+    """0 where it is head_dim."""
+    softcap: bool = False
+    heads: int
+    kv_heads: int
+    batch: int
+    q_len: int
+    kv_len: int
+
+    def __post_init__(self) -> None:
+        sizes = ("head_dim", "heads", "kv_heads", "batch", "q_len", "kv_len")
+        wrong = [name for name in sizes if getattr(self, name) < 1] + ["v_head_dim"] * (self.v_head_dim < 0)
+        if wrong:
+            raise ValueError(f"{wrong[0]} must be at least 1, not {getattr(self, wrong[0])}")
+
+    @property
+    def hard(self) -> dict[str, str | int | bool]:
+        """Axes that must agree before one shape may speak for another."""
+        return {
+            "pass": self.pass_,
+            "dtype": self.dtype,
+            "mask": self.mask,
+            "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim or self.head_dim,
+            "softcap": self.softcap,
+        }
+
+    @property
+    def layout(self) -> str:
+        """MHA, GQA or MQA."""
+        if self.heads == self.kv_heads:
+            return "MHA"
+        return "MQA" if self.kv_heads == 1 else "GQA"
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+        tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        dims = f"{self.head_dim}/{self.v_head_dim}" if self.v_head_dim else f"{self.head_dim}"
+        facts = [f"{self.batch} x {tokens} tokens", f"{heads} heads of {dims}", self.mask, self.dtype, self.pass_]
+        return " · ".join(facts + ["softcap"] * self.softcap)
+
+    @property
+    def order(self) -> tuple[str | int | bool, ...]:
+        """By class, then by size: the order of a file."""
+        sizes = (self.heads, self.kv_heads, self.batch, self.kv_len, self.q_len)
+        return (self.pass_, self.dtype, self.mask, self.head_dim, self.v_head_dim, self.softcap, *sizes)
+
+
+def shape_of(workload: Workload) -> Shape:
+    """The shape of a workload; scale and inputs do not bear on the choice."""
+    w = workload
+    return Shape(
+        pass_=w.pass_,
+        dtype=w.dtype,
+        mask=mask_kind(w),
+        head_dim=w.head_dim,
+        v_head_dim=0 if w.value_dim == w.head_dim else w.value_dim,
+        softcap=w.softcap is not None,
+        heads=w.heads,
+        kv_heads=w.kv_heads,
+        batch=w.batch,
+        q_len=w.q_len,
+        kv_len=w.kv_len,
+    )
+
+
+def mask_kind(workload: Workload) -> str:
+    """Kinds of the mask's parts in alphabetical order; `full` where every query sees every key, whatever says so."""
+    mask, shape = workload.visible_mask, workload.mask_shape
+    kinds = sorted(set(mask.kinds) - {"full"})
+    everything = shape.batch * shape.heads * shape.q_len * shape.kv_len
+    if not kinds or (not mask.weighted and mask.pairs(shape) == everything):
+        return "full"
+    return "&".join(kinds)
+
+
+def distance(a: Shape, b: Shape) -> float:
+    """Octaves between two shapes whose hard axes agree; a doubling of queries and keys together is one."""
+    queries, keys = log2(a.q_len / b.q_len), log2(a.kv_len / b.kv_len)
+    parallel = PARALLEL_WEIGHT * log2(a.batch * a.heads / (b.batch * b.heads))
+    group = GROUP_WEIGHT * log2(a.heads * b.kv_heads / (a.kv_heads * b.heads))
+    return hypot(queries / 2**0.5, keys / 2**0.5, parallel, group)
