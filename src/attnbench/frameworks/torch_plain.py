@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from attnbench.spec import Call, Workload
+from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks import Full
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def once_per_device(make: Callable[[torch.device], Made]) -> Callable[[torch.dev
     """Build may not know the device: what depends on it is made at the first call there and kept."""
     made: dict[torch.device, Made] = {}
 
+    @constant_when_traced
     def get(device: torch.device) -> Made:
         if device not in made:
             made[device] = make(device)

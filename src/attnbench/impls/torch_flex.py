@@ -26,6 +26,7 @@ class Flex(Implementation):
     name = "torch.flex"
     framework = "torch"
     layout = "bhsd"
+    traceable = True
     untested = ("rocm", "xpu", "mps")
     expects = (COMPILED_GRAPH,)
     forbids = (r"^aten::_(safe_)?softmax", r"^aten::bmm", r"cunn_SoftMax")
