@@ -44,13 +44,22 @@ def attention(
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    words = (literal(mask), scale, softcap, impl, layout, heads, return_lse)
+    words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse))
     if all([has_static_value(size) for x in (q, k, v) for size in x.shape]):
-        outlines = [(tuple([int(size) for size in x.shape]), x.dtype, x.device) for x in (q, k, v)]
-        name = chosen_now(tuple(outlines), train, *words)
+        outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
+        name = chosen_now(outlines, train, *words)
     else:
         name = chosen_when_run(train, *words)
     return getattr(CALLS, name)(q, k, v)
+
+
+def specialised(value: Any) -> Any:
+    """The same with plain numbers, which dynamo guards on, for those that it made symbols of."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    if isinstance(value, tuple):
+        return tuple([specialised(one) for one in value])
+    return guard_scalar(value) if isinstance(value, (int, float)) else value
 
 
 class Calls:
@@ -76,7 +85,7 @@ def chosen_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) ->
     demand = demand_of(q, k, v, words, train, "traced", "torch")
     pick, decision = chosen(words.impl, demand)
     if pick.traceable:
-        call = built(pick, decision, demand, words.layout)
+        call = built(pick, decision, demand, words.layout, q.device)
     else:
         call = as_operator(words, train, (pick.name, decision.config))
     return CALLS.keep(call, outlines, train, mask, rest, pick.name, decision.config, registry.generation())

@@ -41,6 +41,7 @@ ENUM_NAMES = {
     "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
 }
+FLAG_NAMES = {"math": "math", "flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn"}
 NO_KERNEL = ("No available kernel", "No viable backend")
 HALF = ("float16", "bfloat16")
 
@@ -117,9 +118,9 @@ class Sdpa(Implementation):
         from torch.compiler import is_dynamo_compiling
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        backend = getattr(SDPBackend, ENUM_NAMES[self.backend])
+        backend, pinned = getattr(SDPBackend, ENUM_NAMES[self.backend]), Pinned(FLAG_NAMES[self.backend])
         # Dynamo follows torch's own context only.
-        return lambda: sdpa_kernel(backend) if is_dynamo_compiling() else Pinned(backend)
+        return lambda: sdpa_kernel(backend) if is_dynamo_compiling() else pinned
 
 
 def _exact_bias(workload: Workload) -> str | None:
