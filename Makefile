@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test gallery chromium check lint types layers docs clean
+.PHONY: bench test gallery policies chromium check lint types layers docs clean
 
 bench: $(STAMP)
 	$(BIN)/attnbench run quick --budget 0.5
@@ -16,6 +16,11 @@ test: $(STAMP) chromium
 # The report of results/h200, the charts in docs/gallery, and what the README says of both.
 gallery: $(STAMP)
 	$(BIN)/python benchmarks/gallery.py
+
+# The policies that come with the package, chosen from the published runs.
+policies: $(STAMP)
+	$(BIN)/attnbench choose results/h200/*.jsonl -o src/attnbench/policies/h200.json
+	$(BIN)/attnbench choose results/cpu/quick.jsonl -o src/attnbench/policies/cpu.json
 
 # The browser tests need it; where it cannot be had, they are skipped and say so.
 chromium:

@@ -32,7 +32,7 @@ def threshold_of(track: Track, names: Mapping[str, Sequence[Record]], front: Fro
         return None
     told, figures = [f"use {parts[0].name} up to {parts[0].lengths[-1]:,} tokens"], []
     for below, above in pairwise(parts):
-        figure = _boundary(names, below, above)
+        figure = boundary(names, below, above)
         figures.append(figure)
         told.append(_from(figure, below, above))
     family = track.family
@@ -68,7 +68,7 @@ def _reach(name: str, lengths: Sequence[int], leaders: Mapping[int, set[str]]) -
     return next((i for i, n in enumerate(lengths) if name not in leaders[n]), len(lengths))
 
 
-def _boundary(names: Mapping[str, Sequence[Record]], below: Part, above: Part) -> Figure:
+def boundary(names: Mapping[str, Sequence[Record]], below: Part, above: Part) -> Figure:
     """Where the two take as long: between two measured lengths, or at the first of the upper part."""
     name = f"{above.name} instead of {below.name} from"
     found = crossover(exact(names[above.name]), exact(names[below.name]))

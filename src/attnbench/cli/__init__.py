@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError
 
 from attnbench.cli.baseline import baseline
 from attnbench.cli.bisect import bisect
+from attnbench.cli.choose import choose
 from attnbench.cli.compare import compare
 from attnbench.cli.doctor import doctor
 from attnbench.cli.export import export
@@ -26,6 +27,7 @@ from attnbench.cli.listing import listing
 from attnbench.cli.report import report
 from attnbench.cli.run import run
 from attnbench.cli.show import show
+from attnbench.cli.tune import tune
 from attnbench.cli.verify import verify
 from attnbench.errors import AttnBenchError
 
@@ -58,6 +60,8 @@ app.command(gate)
 app.command(baseline, name="baseline")
 app.command(history)
 app.command(bisect)
+app.command(choose)
+app.command(tune)
 app.command(export)
 app.command(report)
 

@@ -41,6 +41,7 @@ class Kvax(Implementation):
     framework = "jax"
     process = "kvax"
     expects = (r"(?i)flash_attention",)
+    tunables = {"block_q": 128, "block_kv": 128, "warps": 8, "stages": 3}
 
     def available(self, environment: Environment) -> str | None:
         """CUDA and the three packages."""

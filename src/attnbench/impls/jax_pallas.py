@@ -42,6 +42,7 @@ class PallasTriton(Implementation):
     framework = "jax"
     expects = (r"mha_forward|mha_backward",)
     untested = ("rocm",)
+    tunables = {"block": 128}
 
     @property
     def verify_only(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -29,6 +29,7 @@ class BlockSparseTriton(Implementation):
     framework = "torch"
     layout = "bhsd"
     untested = ("cuda",)
+    tunables = candidates(Workload(batch=1, q_len=128, heads=1, head_dim=128, dtype="bfloat16", pass_="train"))[0]
 
     @property
     def verify_only(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

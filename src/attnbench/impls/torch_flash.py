@@ -160,6 +160,7 @@ class FlashAttention3(Flash):
     name = "torch.fa3"
     process = "fa3"
     expects = (r"flash|FlashAttn",)
+    tunables = {"num_splits": 1}
 
     def available(self, environment: Environment) -> str | None:
         newer = environment.capability is not None and environment.capability[0] > 9

@@ -30,6 +30,7 @@ class Flex(Implementation):
     untested = ("rocm", "xpu", "mps")
     expects = (COMPILED_GRAPH,)
     forbids = (r"^aten::_(safe_)?softmax", r"^aten::bmm", r"cunn_SoftMax")
+    tunables = {"block_size": 128}
 
     def available(self, environment: Environment) -> str | None:
         return first_reason(needs_device(environment, "cpu", "cuda", "rocm", "xpu"), needs_compiler(environment))

@@ -10,6 +10,12 @@ Settings = dict[str, int | float | str | bool]
 """A config of an implementation, as a file holds it."""
 
 
+def label_of(implementation: str, config: Settings) -> str:
+    """The implementation, and the config where it is not the default: its name in tables."""
+    told = ",".join(f"{k}={v}" for k, v in sorted(config.items()))
+    return f"{implementation}[{told}]" if told else implementation
+
+
 class Alternative(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The next best, for where the choice cannot run."""
 
@@ -17,6 +23,11 @@ class Alternative(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     config: Settings = {}
     ratio: float
     """Its time over that of the choice, same run."""
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return label_of(self.implementation, self.config)
 
 
 class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -27,7 +38,7 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     regret: float = 1.0
     """Its time over that of the fastest of the same run: more than 1 where a near tie was settled otherwise."""
     regret_high: float = 1.0
-    """Upper edge of the 95 % interval, against every other candidate."""
+    """Upper edge of the 99 % interval, against every other candidate."""
     candidates: int = 1
     """Implementations (and configs) that were timed there and might have been chosen."""
     alternatives: tuple[Alternative, ...] = ()
@@ -41,13 +52,14 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         if not self.implementation:
             raise ValueError("a choice must name an implementation")
         if not 1 <= self.regret <= self.regret_high:
-            raise ValueError(f"regret is 1 or more and regret_high not below it, not {self.regret} and {self.regret_high}")
+            raise ValueError(
+                f"regret is 1 or more and regret_high not below it, not {self.regret} and {self.regret_high}"
+            )
 
     @property
     def label(self) -> str:
-        """The implementation, and the config where it is not the default."""
-        config = ",".join(f"{k}={v}" for k, v in sorted(self.config.items()))
-        return f"{self.implementation}[{config}]" if config else self.implementation
+        """Name in tables."""
+        return label_of(self.implementation, self.config)
 
     @property
     def runner_up(self) -> Alternative | None:

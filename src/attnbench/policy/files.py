@@ -1,4 +1,4 @@
-"""Policy files: JSON that people can read, one entry a line."""
+"""Policy files: JSON that people can read, of each entry one line for the shape and one for the choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnbench.policy.policy import SCHEMA, Policy
 
 PACKAGED = "policies"
 WIDTH = 120
-"""What is longer than a line is broken up, except the entries."""
+"""What is longer than a line is broken up, except within entries."""
 
 
 def load_policy(path: str | Path) -> Policy:
@@ -55,7 +55,7 @@ def save_policy(policy: Policy, path: str | Path) -> None:
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(policy_text(policy))
+        draft.write_text(policy_text(policy), encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another file with -o.") from error
@@ -70,20 +70,25 @@ def policy_text(policy: Policy) -> str:
 def packaged() -> tuple[Policy, ...]:
     """Those that come with attnbench, made by its published runs."""
     folder = files("attnbench") / PACKAGED
-    if not folder.is_dir():
-        return ()
     found = sorted((one for one in folder.iterdir() if one.name.endswith(".json")), key=lambda one: one.name)
     return tuple(read_policy(one.read_bytes(), f"packaged {one.name}") for one in found)
 
 
 def _laid_out(value: Any, depth: int) -> str:
-    """Indented JSON in which whatever fits a line, and every entry, stands on one."""
-    line = json.dumps(value)
-    if not isinstance(value, dict | list) or len(line) + depth <= WIDTH or (isinstance(value, dict) and "use" in value):
+    """Indented JSON: what fits a line stands on one, and so do the shape and the choice of an entry."""
+    line = _line(value)
+    if not isinstance(value, dict | list | tuple) or len(line) + depth <= WIDTH:
         return line
     pad, close = " " * (depth + 1), " " * depth
     if isinstance(value, dict):
-        inner = [f"{pad}{json.dumps(key)}: {_laid_out(one, depth + 1)}" for key, one in value.items()]
+        inner = [
+            f"{pad}{_line(key)}: {_line(one) if 'use' in value else _laid_out(one, depth + 1)}"
+            for key, one in value.items()
+        ]
         return "{\n" + ",\n".join(inner) + f"\n{close}}}"
     inner = [pad + _laid_out(one, depth + 1) for one in value]
     return "[\n" + ",\n".join(inner) + f"\n{close}]"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

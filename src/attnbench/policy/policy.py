@@ -18,7 +18,7 @@ IMMATERIAL = {"torch": {"numpy", "transformers"}, "jax": {"numpy", "ml_dtypes", 
 """Packages that no attention of the framework is computed by."""
 
 
-class Regret(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Regret(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Time of what was chosen over time of the fastest, over shapes."""
 
     mean: float
@@ -26,6 +26,8 @@ class Regret(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worst: float
     worst_at: str
     shapes: int
+    missed: int = 0
+    """Shapes beside them that nothing could be said of."""
 
 
 class Crossing(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -71,7 +73,9 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     @property
     def on_grid(self) -> Regret | None:
         """Over the measured shapes themselves; None without entries."""
-        return pooled(Regret(mean=e.use.regret, worst=e.use.regret, worst_at=e.at.title, shapes=1) for e in self.entries)
+        return pooled(
+            Regret(mean=e.use.regret, worst=e.use.regret, worst_at=e.at.title, shapes=1) for e in self.entries
+        )
 
     def stale(self, environment: Environment) -> str | None:
         """Why the entries do not hold there; None where they do."""
@@ -96,7 +100,9 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         return min(found, key=lambda one: (one[0], one[1].at.order), default=None)
 
 
-class Policy(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="kind", tag="policy"):
+class Policy(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="kind", tag="policy"
+):
     """Measured choices. `a | b` merges: where both have an entry for a shape at one place, b's stands."""
 
     schema: int = SCHEMA
@@ -160,9 +166,7 @@ class Policy(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             places[place.key] = _merged(places[place.key], place) if place.key in places else place
         return Policy(places=tuple(places[key] for key in sorted(places, key=repr)))
 
-    def _nearest(
-        self, workload: Workload, framework: str, environment: Environment
-    ) -> tuple[float, Entry] | None:
+    def _nearest(self, workload: Workload, framework: str, environment: Environment) -> tuple[float, Entry] | None:
         environment = structs.replace(environment, framework=framework)
         shape = shape_of(workload)
         # Of two places that hold here, the one that shares more of the software, then the younger.
@@ -194,7 +198,8 @@ def pooled(parts: Iterable[Regret]) -> Regret | None:
     count = sum(one.shapes for one in each)
     worst = max(each, key=lambda one: one.worst)
     mean = exp(sum(log(one.mean) * one.shapes for one in each) / count)
-    return Regret(mean=mean, worst=worst.worst, worst_at=worst.worst_at, shapes=count)
+    missed = sum(one.missed for one in each)
+    return Regret(mean=mean, worst=worst.worst, worst_at=worst.worst_at, shapes=count, missed=missed)
 
 
 def _merged(old: Place, new: Place) -> Place:

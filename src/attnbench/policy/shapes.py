@@ -12,8 +12,8 @@ REACH = 2.0
 """Octaves within which a measured shape speaks for another: four times as many tokens, no more."""
 PARALLEL_WEIGHT = 0.5
 """Of an octave of batch x heads: twice the rows change the choice less than twice the tokens."""
-GROUP_WEIGHT = 0.5
-"""Of an octave of query heads per key/value head."""
+GROUP_WEIGHT = 1.0
+"""Of an octave of query heads per key/value head: grouped heads are other kernels."""
 
 
 class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -93,9 +93,13 @@ def shape_of(workload: Workload) -> Shape:
 
 
 def mask_kind(workload: Workload) -> str:
-    """Kinds of the mask's parts in alphabetical order; `full` adds nothing to another part."""
-    kinds = sorted(set(workload.visible_mask.kinds))
-    return "&".join(kind for kind in kinds if kind != "full" or len(kinds) == 1)
+    """Kinds of the mask's parts in alphabetical order; `full` where every query sees every key, whatever says so."""
+    mask, shape = workload.visible_mask, workload.mask_shape
+    kinds = sorted(set(mask.kinds) - {"full"})
+    everything = shape.batch * shape.heads * shape.q_len * shape.kv_len
+    if not kinds or (not mask.weighted and mask.pairs(shape) == everything):
+        return "full"
+    return "&".join(kinds)
 
 
 def distance(a: Shape, b: Shape) -> float:

@@ -39,7 +39,7 @@ class Found(Struct, frozen=True, kw_only=True):
     """Why those asked before it, or all, had nothing to say."""
 
 
-_stack: ContextVar[_Stack] = ContextVar("attnbench_policies", default=_Stack())
+_stack: ContextVar[_Stack] = ContextVar("attnbench_policies", default=_Stack())  # noqa: B039 (frozen)
 _epoch = 0
 
 

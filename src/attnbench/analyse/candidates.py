@@ -1,0 +1,102 @@
+"""Which records a policy may choose from, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from attnbench.analyse.ranking import ANCHOR, is_timed, label, matches
+from attnbench.errors import UnknownName
+from attnbench.spec import Ok, Record
+
+WRAPPERS: dict[str, str] = dict.fromkeys(
+    ("torch.hf-sdpa", "torch.hf-eager"), "calls another candidate through Transformers: ask for it with --only"
+)
+"""Never faster than what they call, and they import far more."""
+
+
+class Constraints(Struct, frozen=True, kw_only=True):
+    """What a choice must keep to."""
+
+    max_memory: int | None = None
+    """Peak extra bytes of a call."""
+    deterministic: bool = False
+    """The same bits every time."""
+    max_error: float | None = None
+    """Relative error against float64, of the output and of the gradients."""
+    only: tuple[str, ...] = ()
+    """Names, families or frameworks; none: all."""
+    forbid: tuple[str, ...] = ()
+
+
+class Refusal(Struct, frozen=True):
+    """A record that may not be chosen."""
+
+    record: Record
+    why: str
+
+
+def eligible(
+    records: Iterable[Record], constraints: Constraints, left_out: Mapping[str, str]
+) -> tuple[list[Ok], list[Refusal]]:
+    """Records that may be chosen, and those that may not. `left_out`: names -> why sweeps leave them out."""
+    kept: list[Ok] = []
+    refused: list[Refusal] = []
+    for record in records:
+        if record.implementation.startswith(ANCHOR):
+            continue
+        why = _why_not(record, constraints, left_out)
+        if why is None and is_timed(record):
+            kept.append(record)
+        else:
+            refused.append(Refusal(record, why or "was not timed"))
+    return kept, refused
+
+
+def check_names(constraints: Constraints, records: Iterable[Record]) -> None:
+    """Refuse --only and --forbid of what the records do not hold."""
+    known = {name for record in records for name in (record.implementation, label(record))}
+    for wanted in (*constraints.only, *constraints.forbid):
+        if not any(_named(name, name, [wanted]) for name in known):
+            raise UnknownName("implementation in these runs", wanted, known, "attnbench show RUN")
+
+
+def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, str]) -> str | None:
+    if not isinstance(record, Ok):
+        return f"{record.status.replace('_', ' ')}: {record.reason}"
+    if record.time is None:
+        return "was verified, not timed"
+    if record.approximate:
+        return "is approximate"
+    if record.environment is None:
+        return "does not say where it was measured"
+    name = record.implementation
+    if "." not in name:
+        return "is a bare function: register it as an implementation"
+    by_name = name in constraints.only or label(record) in constraints.only
+    if not by_name and (name in left_out or name in WRAPPERS):
+        return left_out.get(name) or WRAPPERS[name]
+    return _against(record, constraints)
+
+
+def _against(record: Ok, constraints: Constraints) -> str | None:
+    """The constraint it breaks."""
+    name, config_name = record.implementation, label(record)
+    if constraints.only and not _named(name, config_name, constraints.only):
+        return "is not among --only"
+    if _named(name, config_name, constraints.forbid):
+        return "is forbidden"
+    if constraints.deterministic and not record.deterministic:
+        return "is not deterministic"
+    peak, limit = record.memory.peak_bytes, constraints.max_memory
+    if limit is not None and (peak is None or peak > limit):
+        return "its memory is not known" if peak is None else f"needs {peak:,} bytes"
+    error = max(record.errors.forward or 0.0, record.errors.backward or 0.0)
+    if constraints.max_error is not None and error > constraints.max_error:
+        return f"has an error of {error:.1e}"
+    return None
+
+
+def _named(name: str, config_name: str, wanted: Sequence[str]) -> bool:
+    return any(matches(name, one) or config_name == one for one in wanted)

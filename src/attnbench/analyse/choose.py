@@ -1,0 +1,78 @@
+"""Records of one or several runs -> a policy: what to run where, with its regret and the evidence.
+
+Implementations are held against each other within one run only. Of several runs of a workload the newest counts that
+holds as many candidates as the one before it, or at least those that led there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct, structs
+
+from attnbench.analyse.candidates import Constraints, Refusal, check_names
+from attnbench.analyse.crossings import crossings_of
+from attnbench.analyse.held_out import held_out_of
+from attnbench.analyse.ranking import label
+from attnbench.analyse.settle import settle
+from attnbench.analyse.survey import Ground, Source, survey
+from attnbench.policy import Entry, Place, Policy
+
+SHOWN_REASONS = 3
+
+
+class Unchosen(Struct, frozen=True):
+    """A workload that nothing was chosen for."""
+
+    framework: str
+    workload: str
+    why: str
+
+
+class Chosen(Struct, frozen=True):
+    """A policy, and what it is silent about."""
+
+    policy: Policy
+    unchosen: tuple[Unchosen, ...]
+    grounds: tuple[Ground, ...]
+
+
+def choose(
+    sources: Iterable[Source], constraints: Constraints | None = None, left_out: Mapping[str, str] | None = None
+) -> Chosen:
+    """The policy of some runs. `left_out`: implementations that are chosen only if `only` names them, with the why."""
+    ordered = sorted(sources, key=lambda source: source.created)
+    constraints = constraints or Constraints()
+    check_names(constraints, (record for source in ordered for record in source.records))
+    grounds, refused = survey(ordered, constraints, left_out or {})
+    places = [place for place in map(_filled, grounds) if place.entries]
+    return Chosen(Policy() | Policy(places=tuple(places)), _unchosen(refused, grounds), tuple(grounds))
+
+
+def _filled(ground: Ground) -> Place:
+    """The place with its entries, its crossings and what it loses off the grid."""
+    chosen = {shape: settle(fields) for shape, fields in ground.by_shape.items()}
+    entries = [Entry(at=shape, use=choice) for shape, choice in chosen.items() if choice is not None]
+    entries.sort(key=lambda entry: entry.at.order)
+    place = structs.replace(ground.place, entries=tuple(entries))
+    return structs.replace(place, held_out=held_out_of(place, ground), crossings=crossings_of(place, ground))
+
+
+def _unchosen(refused: Sequence[Refusal], grounds: Sequence[Ground]) -> tuple[Unchosen, ...]:
+    """Workloads of which a framework has records, but none that may be chosen."""
+    covered = {(ground.place.framework, workload) for ground in grounds for workload in ground.fields}
+    reasons: dict[tuple[str, str], dict[str, str]] = {}
+    for one in refused:
+        key = one.record.implementation.partition(".")[0], one.record.workload.id
+        if key not in covered:
+            reasons.setdefault(key, {})[label(one.record)] = one.why
+    return tuple(Unchosen(*key, _told(found)) for key, found in reasons.items())
+
+
+def _told(reasons: Mapping[str, str]) -> str:
+    """The commonest reasons, each with whom it concerns."""
+    common = [why for why, _ in Counter(reasons.values()).most_common()]
+    told = [f"{', '.join(name for name in reasons if reasons[name] == why)}: {why}" for why in common[:SHOWN_REASONS]]
+    left = len(common) - len(told)
+    return "; ".join(told) + (f"; {left} more reasons" if left > 0 else "")

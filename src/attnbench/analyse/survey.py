@@ -1,0 +1,97 @@
+"""Runs -> what was measured where: per place, the candidates of each workload that were timed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct, structs
+
+from attnbench.analyse.candidates import Constraints, Refusal, eligible
+from attnbench.analyse.clocks import without_other_clocks
+from attnbench.analyse.ranking import is_timed, label
+from attnbench.analyse.ratios import condensed
+from attnbench.analyse.settle import Field
+from attnbench.policy import Place, Shape, place_of, shape_of
+from attnbench.spec import Environment, Ok, Record
+
+CONTENDER = 1.5
+"""So many times the fastest: nobody slower will lead after another measurement."""
+
+
+class Source(Struct, frozen=True):
+    """A run to choose from."""
+
+    name: str
+    created: str
+    records: Sequence[Record]
+
+
+class Ground(Struct, frozen=True):
+    """What was measured at one place."""
+
+    place: Place
+    fields: dict[str, Field]
+    """Workload id -> its candidates, all of one run."""
+
+    @property
+    def by_shape(self) -> dict[Shape, list[Field]]:
+        """Workloads that one entry stands for, such as windows of several sizes."""
+        found: dict[Shape, list[Field]] = {}
+        for field in self.fields.values():
+            workload = next(iter(field.values())).workload
+            found.setdefault(shape_of(workload), []).append(field)
+        return found
+
+
+def survey(
+    sources: Iterable[Source], constraints: Constraints, left_out: Mapping[str, str]
+) -> tuple[list[Ground], list[Refusal]]:
+    """The grounds, and the records that may not be chosen. `sources`: the oldest first."""
+    grounds: dict[tuple[object, ...], Ground] = {}
+    refused: list[Refusal] = []
+    for source in sources:
+        found, others = eligible(source.records, constraints, left_out)
+        refused += others
+        for (key, workload), records in _together(found).items():
+            place = _place(records[0])
+            ground = grounds.setdefault(key, Ground(place, {}))
+            field = {label(record): record for record in records}
+            if workload not in ground.fields or supersedes(field, ground.fields[workload]):
+                ground.fields[workload] = field
+            runs = tuple(dict.fromkeys((*ground.place.runs, source.name)))
+            made = max(ground.place.made, source.created)
+            grounds[key] = Ground(structs.replace(ground.place, runs=runs, made=made), ground.fields)
+    return list(grounds.values()), refused
+
+
+def supersedes(new: Field, old: Field) -> bool:
+    """Whether a newer measurement takes the place of an older: with as many candidates, or with those that led."""
+    return len(new) >= len(old) or set(contenders(old)) <= set(new)
+
+
+def contenders(field: Field) -> list[str]:
+    """The fastest two, and whoever is within half as much again of the fastest; in order of time."""
+    times = {name: record.time.median_ns for name, record in field.items() if record.time is not None}
+    order = sorted(times, key=lambda name: (times[name], name))
+    return [name for n, name in enumerate(order) if n < 2 or times[name] <= CONTENDER * times[order[0]]]
+
+
+def _together(records: Iterable[Ok]) -> dict[tuple[tuple[object, ...], str], list[Ok]]:
+    """(place, workload id) -> records of one run, by one clock."""
+    groups: dict[tuple[tuple[object, ...], str], dict[str, Ok]] = {}
+    for record in records:
+        groups.setdefault((_place(record).key, record.workload.id), {})[record.cell.id] = record
+    return {
+        key: [one for one in map(condensed, without_other_clocks(group.values())) if is_timed(one)]
+        for key, group in groups.items()
+    }
+
+
+def _place(record: Ok) -> Place:
+    environment = record.environment
+    assert environment is not None
+    return place_of(_with_framework(environment, record.implementation))
+
+
+def _with_framework(environment: Environment, implementation: str) -> Environment:
+    return structs.replace(environment, framework=environment.framework or implementation.partition(".")[0])

@@ -1,0 +1,156 @@
+"""`attnbench choose`: runs -> a policy file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from attnbench.cli.options import Json, Many
+from attnbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from attnbench.analyse.candidates import Constraints
+    from attnbench.analyse.choose import Chosen
+    from attnbench.analyse.survey import Source
+
+NOTHING = 3
+SIZE = re.compile(r"([\d.]+)\s*([kMGT]?i?B?)", re.IGNORECASE)
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+WITHIN = Group("What may be chosen")
+Output = Annotated[Path | None, Parameter(name=["--output", "-o"], help="The policy file; without it none is written.")]
+
+
+@Parameter(name="*", group=WITHIN)
+@dataclass(frozen=True, kw_only=True)
+class Within:
+    """Constraints on the choice."""
+
+    max_memory: Annotated[str | None, Parameter(help="Most extra memory of a call, such as 2GB or 512MiB.")] = None
+    deterministic: Annotated[bool, Parameter(negative="", help="Only what gives the same bits every time.")] = False
+    max_error: Annotated[
+        float | None, Parameter(help="Largest relative error against float64, of output and gradients.")
+    ] = None
+    only: Annotated[tuple[str, ...], Many, Parameter(help="Only these: names, a framework or a family.")] = ()
+    forbid: Annotated[tuple[str, ...], Many, Parameter(help="Never these: names, a framework or a family.")] = ()
+
+
+def choose(
+    *runs: Annotated[str, Parameter(help="Run files, parts of their names, or `latest` (when none is given).")],
+    output: Output = None,
+    within: Within = Within(),  # noqa: B008 (frozen)
+    json: Json = False,
+) -> int:
+    """Choose an implementation for every measured shape: the fastest, near ties by a rule that reruns agree on.
+
+    `ab.attention(impl="auto")` asks the file when the setting `policy` (ATTNBENCH_POLICY) or `ab.use_policy` names it.
+
+    Examples: `attnbench choose latest -o policy.json` · `attnbench choose RUN --max-memory 2GB --forbid torch.flex`
+    """
+    from attnbench.cli.output import print_json
+
+    constraints = read_constraints(within)
+    chosen = choose_from(read_sources(runs or ("latest",)), constraints)
+    code = write(chosen, output)
+    if json:
+        from attnbench.report.choose import document
+
+        print_json(document(chosen.policy, chosen.unchosen, output if code == 0 else None))
+        return code
+    tell(chosen)
+    if output is not None and code == 0:
+        _say(f"wrote {output}")
+    return code
+
+
+def choose_from(sources: Sequence[Source], constraints: Constraints) -> Chosen:
+    """The policy of runs, under what the registry says of their implementations."""
+    from attnbench.analyse.choose import choose as choose_records
+
+    names = {record.implementation for source in sources for record in source.records}
+    return choose_records(sources, constraints, _by_name_only(names))
+
+
+def write(chosen: Chosen, output: Path | None) -> int:
+    """Write the policy where there is one; the exit code says whether there is."""
+    from attnbench.policy import save_policy
+
+    if not chosen.policy.entries:
+        return NOTHING
+    if output is not None:
+        save_policy(chosen.policy, output)
+    return 0
+
+
+def tell(chosen: Chosen) -> None:
+    """Tables and closing sentence on stdout."""
+    from attnbench.cli.output import stdout_console
+    from attnbench.report.choose import closing, print_policy
+
+    console = stdout_console()
+    print_policy(console, chosen.policy, chosen.unchosen)
+    console.print()
+    console.print(closing(chosen.policy), highlight=False, markup=False, soft_wrap=True)
+
+
+def read_constraints(within: Within) -> Constraints:
+    """The options, checked."""
+    from attnbench.analyse.candidates import Constraints
+
+    if within.max_error is not None and not within.max_error > 0:
+        raise UsageError(f"--max-error must be more than 0, not {within.max_error:g}.")
+    return Constraints(
+        max_memory=None if within.max_memory is None else read_size(within.max_memory),
+        deterministic=within.deterministic,
+        max_error=within.max_error,
+        only=within.only,
+        forbid=within.forbid,
+    )
+
+
+def read_size(text: str) -> int:
+    """2GB, 512MiB or 1000000 -> bytes."""
+    found = SIZE.fullmatch(text.strip())
+    try:
+        size = float(found[1]) * UNITS[found[2].lower().removesuffix("b")] if found else 0.0
+    except (KeyError, ValueError):
+        size = 0.0
+    if not size >= 1:
+        raise UsageError(f'--max-memory takes a size such as 2GB or 512MiB, not "{text}".')
+    return int(size)
+
+
+def read_sources(names: Sequence[str]) -> list[Source]:
+    """Every run named, each once."""
+    from attnbench.analyse.survey import Source
+    from attnbench.cli.show import find_run
+    from attnbench.store.runfile import read_run
+
+    found: list[Source] = []
+    for path in dict.fromkeys(find_run(name) for name in names):
+        run = read_run(path)
+        for warning in run.warnings:
+            _say(f"warning: {warning}")
+        found.append(Source(path.name, run.header.created, run.records))
+    if not any(source.records for source in found):
+        raise UsageError(f"{', '.join(source.name for source in found)}: no records to choose from.")
+    return found
+
+
+def _by_name_only(names: set[str]) -> dict[str, str]:
+    """Of the implementations known here, those that sweeps leave out, with the reason."""
+    from attnbench import registry
+
+    known, _ = registry.loadable()
+    found = {name: registry.get(name).by_name_only for name in known if name in names}
+    return {name: f"by name only: {why}" for name, why in found.items() if why}
+
+
+def _say(text: str) -> None:
+    from attnbench.cli.output import stderr_console
+
+    stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)

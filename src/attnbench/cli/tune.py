@@ -1,0 +1,187 @@
+"""`attnbench tune`: measure what sharpens a policy most, for so many minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from msgspec import structs
+
+from attnbench.cli.choose import Within
+from attnbench.cli.options import Choice, Json, Quiet, Sampling, Shape
+from attnbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from attnbench.analyse.candidates import Constraints
+    from attnbench.analyse.choose import Chosen
+    from attnbench.analyse.survey import Source
+    from attnbench.cli.order import Prepared
+    from attnbench.spec import Record, Workload
+
+NOTHING, INTERRUPTED = 3, 130
+SUITE = "tune"
+
+
+def tune(
+    suite: Annotated[
+        str | None, Parameter(help="A suite by name or a TOML file; `quick` when no shape is given.")
+    ] = None,
+    /,
+    *,
+    output: Annotated[Path, Parameter(name=["--output", "-o"], help="The policy file.")] = Path("policy.json"),
+    minutes: Annotated[float, Parameter(help="No workload is begun that would end later.")] = 10.0,
+    quick: Annotated[bool, Parameter(negative="", help="Cap shapes and sampling time of the suite.")] = False,
+    shape: Shape = Shape(),  # noqa: B008 (frozen)
+    choice: Choice = Choice(),  # noqa: B008
+    sampling: Sampling = Sampling(),  # noqa: B008
+    within: Within = Within(),  # noqa: B008
+    out: Annotated[Path | None, Parameter(help="Folder of run files.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Measure a suite, then lengths between different choices, then configs of the leaders; write the policy.
+
+    Every round is a run file of its own, and the policy is written after each: Ctrl-C keeps what there is.
+
+    Examples: `attnbench tune --seq-len 256 4096 --causal --minutes 5 -o policy.json`
+    """
+    from attnbench.cli.choose import read_constraints, tell
+    from attnbench.cli.order import Order, prepare
+    from attnbench.cli.output import print_json
+    from attnbench.report.choose import document
+
+    if not minutes > 0:
+        raise UsageError(f"--minutes must be more than 0, not {minutes:g}.")
+    constraints = read_constraints(within)
+    order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=None, out=out)
+    session = Session(prepare(order), Clock(monotonic(), 60 * minutes), quiet or json)
+    chosen, end = session.carry_out(constraints, output)
+    if chosen is None:
+        _say(f"{end}; nothing was measured." if end == "interrupted" else "Nothing could be measured.")
+        return INTERRUPTED if end == "interrupted" else NOTHING
+    written = output if chosen.policy.entries else None
+    if json:
+        print_json(document(chosen.policy, chosen.unchosen, written) | {"runs": session.paths, "end": end})
+    else:
+        tell(chosen)
+        _say(session.told(end))
+        _say(f"wrote {output}" if written else "no policy was written: nothing could be chosen")
+    return INTERRUPTED if end == "interrupted" else 0 if written else NOTHING
+
+
+class TimeIsUp(Exception):
+    """The next workload would end too late."""
+
+
+@dataclass
+class Clock:
+    """How much of the time is left; the last workload tells how long the next may take."""
+
+    started: float
+    seconds: float
+    last: float = 0.0
+
+    def tick(self) -> None:
+        """A workload is over."""
+        now = monotonic() - self.started
+        took, self.last = now - self.last, now
+        if now + took > self.seconds:
+            raise TimeIsUp
+
+
+@dataclass
+class Session:
+    """Rounds of measuring and choosing."""
+
+    prepared: Prepared
+    clock: Clock
+    quiet: bool
+
+    def __post_init__(self) -> None:
+        self.sources: list[Source] = []
+        self.paths: list[Path] = []
+
+    def carry_out(self, constraints: Constraints, output: Path) -> tuple[Chosen | None, str]:
+        """The last policy (None: nothing was measured) and what ended the rounds."""
+        from attnbench.analyse.sharpen import batch, proposals
+        from attnbench.cli.choose import choose_from, write
+
+        asked = self.prepared.request
+        workloads, labels = asked.workloads, tuple(asked.implementations)
+        chosen: Chosen | None = None
+        while True:
+            end = self._round(workloads, labels)
+            if not self.sources:
+                return None, end
+            chosen = choose_from(self.sources, constraints)
+            write(chosen, output)
+            measured = {record.cell.id for source in self.sources for record in source.records}
+            found = proposals(chosen, variants) if not end else []
+            found = [one for one in found if any(f"{name}/{one.workload.id}" not in measured for name in one.labels)]
+            if not found:
+                return chosen, end or "nothing is left to sharpen"
+            following = batch(found)
+            workloads, labels = tuple(one.workload for one in following), following[0].labels
+            if not self.quiet:
+                _say(f"round {len(self.paths) + 1}: {following[0].why}" + _more(len(following) - 1))
+
+    def _round(self, workloads: Sequence[Workload], labels: Sequence[str]) -> str:
+        """Measure, keep the run; returns what stopped it before its end, or nothing."""
+        from attnbench.analyse.survey import Source
+        from attnbench.cli.output import stderr_console
+        from attnbench.cli.session import Recorder
+        from attnbench.report.progress import make_listener
+        from attnbench.run import launch as launcher
+        from attnbench.store.runfile import read_run
+
+        request = structs.replace(self.prepared.request, workloads=tuple(workloads), implementations=tuple(labels))
+        end = ""
+        with make_listener(stderr_console(), self.quiet) as listener:
+            recorder = Recorder(replace(self.prepared, request=request, suite=SUITE), listener)
+
+            def sink(records: Sequence[Record]) -> None:
+                recorder(records)
+                self.clock.tick()
+
+            try:
+                launcher.launch(request, sink, listener)
+            except KeyboardInterrupt:
+                end = "interrupted"
+            except TimeIsUp:
+                end = "the time is up"
+        if recorder.writer is not None:
+            recorder.writer.close()
+            run = read_run(recorder.writer.path)
+            self.paths.append(recorder.writer.path)
+            self.sources.append(Source(recorder.writer.path.name, run.header.created, run.records))
+        return end
+
+    def told(self, end: str) -> str:
+        """How the time was spent."""
+        minutes, cells = self.clock.last / 60, sum(len(source.records) for source in self.sources)
+        rounds = f"{len(self.paths)} round{'' if len(self.paths) == 1 else 's'}"
+        return f"{rounds}, {cells} records, {minutes:.1f} of {self.clock.seconds / 60:g} minutes: {end}."
+
+
+def variants(name: str, workload: Workload) -> list[str]:
+    """Labels of the other configs of an implementation that may be asked for by name."""
+    from attnbench import registry
+    from attnbench.policy.choices import label_of
+
+    implementation = registry.get(name)
+    others = [dict(config) for config in implementation.configs(workload)[1:]]
+    return [label_of(name, config) for config in others if config.keys() <= implementation.tunables.keys()]
+
+
+def _more(count: int) -> str:
+    return f", and {count} more like it" if count else ""
+
+
+def _say(text: str) -> None:
+    from attnbench.cli.output import stderr_console
+
+    stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)

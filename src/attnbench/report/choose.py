@@ -1,0 +1,117 @@
+"""A policy for the terminal: a table per class, where the choice changes, and one closing sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.markup import escape
+
+from attnbench.analyse.advice import listed, tokens, workloads
+from attnbench.analyse.choose import Unchosen
+from attnbench.analyse.families import FRAMEWORKS
+from attnbench.policy import Crossing, Entry, Place, Policy, Regret, pooled
+from attnbench.report.plain import plain_table
+from attnbench.report.units import DASH
+
+HOPELESS = 10.0
+"""An upper edge beyond it says nothing that a figure could."""
+SHOWN_PICKS = 4
+SHOWN_UNCHOSEN = 8
+
+
+def print_policy(console: Console, policy: Policy, unchosen: Sequence[Unchosen]) -> None:
+    """The tables, the crossings and what nothing was chosen for; the closing sentence is the caller's to print."""
+    for place in policy.places:
+        for title, entries in groupby(place.entries, key=lambda entry: class_title(place, entry)):
+            console.print()
+            console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
+            console.print(plain_table([_row(entry) for entry in entries]), highlight=False)
+        for crossing in place.crossings:
+            console.print(f"  {escape(told_crossing(crossing))}", highlight=False, soft_wrap=True)
+    for one in unchosen[:SHOWN_UNCHOSEN]:
+        told = f"[yellow]not chosen:[/yellow] {escape(f'{one.framework}, {one.workload}: {one.why}')}"
+        console.print(told, highlight=False, soft_wrap=True)
+    if len(unchosen) > SHOWN_UNCHOSEN:
+        rest = workloads(len(unchosen) - SHOWN_UNCHOSEN)
+        console.print(f"[yellow]not chosen:[/yellow] {rest} more; --json lists them", highlight=False)
+
+
+def class_title(place: Place, entry: Entry) -> str:
+    """What the entries of a table have in common."""
+    at = entry.at
+    dims = f"{at.head_dim}/{at.v_head_dim}" if at.v_head_dim else f"{at.head_dim}"
+    facts = [FRAMEWORKS.get(place.framework, place.framework), place.device_name, at.pass_, at.dtype, at.mask]
+    return " · ".join([*facts, f"{at.layout} heads of {dims}", *["softcap"] * at.softcap])
+
+
+def _row(entry: Entry) -> dict[str, str]:
+    at, use = entry.at, entry.use
+    next_best = use.runner_up
+    return {
+        "tokens": f"{at.q_len:,}" if at.q_len == at.kv_len else f"{at.q_len:,} x {at.kv_len:,}",
+        "batch": str(at.batch),
+        "heads": f"{at.heads}" if at.heads == at.kv_heads else f"{at.heads}:{at.kv_heads}",
+        "use": use.label,
+        "regret": f"{use.regret:.3f}",
+        "at most": f"{use.regret_high:.3f}" if use.regret_high <= HOPELESS else DASH,
+        "next": DASH if next_best is None else f"{next_best.label} {next_best.ratio:.2f}x",
+        "of": str(use.candidates),
+    }
+
+
+def told_crossing(crossing: Crossing) -> str:
+    """torch.sdpa-flash instead of torch.eager from about 640 tokens (512-1,024): PyTorch · ..."""
+    span = f"{crossing.low:,.0f}-{crossing.high:,.0f}"
+    where = f"somewhere in {span} tokens" if crossing.tokens is None else f"about {tokens(crossing.tokens)} ({span})"
+    return f"{crossing.above} instead of {crossing.below} from {where}: {crossing.track}"
+
+
+def closing(policy: Policy) -> str:
+    """What to run, and what that loses on the grid and off it."""
+    if not policy.entries:
+        return "Nothing could be chosen."
+    on_grid = pooled(one for place in policy.places if (one := place.on_grid) is not None)
+    off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
+    picks = "; ".join(_picks(place) for place in policy.places)
+    return f"{picks}; {_told_regret(on_grid, off_grid)}."
+
+
+def _picks(place: Place) -> str:
+    """By length where one class was measured at several lengths, else how many shapes each is chosen for."""
+    entries = place.entries
+    alike = {(tuple(e.at.hard.items()), e.at.heads, e.at.kv_heads, e.at.batch) for e in entries}
+    if len(alike) == 1 and len({entry.at.kv_len for entry in entries}) == len(entries):
+        parts = [list(group) for _, group in groupby(entries, key=lambda entry: entry.use.label)]
+        return ", ".join(f"{part[0].use.label} from {part[0].at.kv_len:,} tokens" for part in parts)
+    counts = Counter(entry.use.label for entry in entries).most_common()
+    told = [f"{name} on {n}" for name, n in counts[:SHOWN_PICKS]]
+    rest = sum(n for _, n in counts[SHOWN_PICKS:])
+    return f"{listed([*told, *([f'others on {rest}'] if rest else [])])} of {_shapes(len(entries))}"
+
+
+def _told_regret(on_grid: Regret | None, off_grid: Regret | None) -> str:
+    assert on_grid is not None
+    told = f"regret {on_grid.mean:.3f} on the grid"
+    if off_grid is None:
+        return f"{told}, off it not known (no shape has a neighbour)"
+    missed = f", {off_grid.missed} without a neighbour" if off_grid.missed else ""
+    return f"{told}, {off_grid.mean:.3f} held out (worst {off_grid.worst:.2f} at {off_grid.worst_at}{missed})"
+
+
+def _shapes(count: int) -> str:
+    return f"{count} shape{'' if count == 1 else 's'}"
+
+
+def document(policy: Policy, unchosen: Iterable[Unchosen], path: object) -> dict[str, object]:
+    """What `choose --json` prints."""
+    on_grid = {f"{place.device_name}/{place.framework}": place.on_grid for place in policy.places}
+    return {
+        "policy": policy,
+        "on_grid": on_grid,
+        "unchosen": list(unchosen),
+        "written": path,
+        "closing": closing(policy),
+    }

@@ -1,0 +1,317 @@
+"""Records -> policy: the known best is chosen, ties are settled alike every time, constraints hold, regret is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from length_factory import GPU, along
+from msgspec import structs
+from record_factory import CPU, ok, timing, unsupported, workload
+
+from attnbench.analyse.candidates import Constraints
+from attnbench.analyse.choose import Chosen, choose
+from attnbench.analyse.ranking import ANCHOR, is_timed
+from attnbench.analyse.survey import Source
+from attnbench.errors import UnknownName
+from attnbench.policy import Policy, load_policy, policy_text
+from attnbench.spec import Errors, Memory, Ok, Record
+from attnbench.store.runfile import read_run
+from attnbench.workloads import masks
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = (128, 256, 512, 1024, 2048)
+
+
+def timed(name: str, ns: float, seed: int = 0, spread: float = 0.01, q_len: int = 128, **fields) -> Ok:
+    """Interleaved rounds of a machine that drifts: the drift is everybody's, the noise is its own."""
+    rng, rounds = np.random.default_rng([seed, *name.encode()]), 30
+    drift = np.exp(0.1 * np.sin(np.arange(rounds) / 4))
+    shape = fields.pop("shape", {})
+    return ok(name, ns * drift * np.exp(spread * rng.standard_normal(rounds)), workload(q_len, **shape), **fields)
+
+
+def chosen(*records: Record, **constraints) -> Chosen:
+    return choose([Source("run.jsonl", "2026-01-01", records)], Constraints(**constraints))
+
+
+def picks(found: Chosen | Policy) -> dict[int, str]:
+    policy = found.policy if isinstance(found, Chosen) else found
+    return {entry.at.q_len: entry.use.label for entry in policy.entries}
+
+
+def memory(peak: int) -> Memory:
+    return Memory(peak_bytes=peak)
+
+
+class TestBest:
+    def test_the_fastest_of_each_shape(self):
+        eager = [timed("torch.eager", 10 * n, q_len=n) for n in LENGTHS]
+        fast = [timed("torch.sdpa", 4000 + 2 * n, q_len=n) for n in LENGTHS]
+        found = chosen(*eager, *fast)
+        assert picks(found) == {
+            128: "torch.eager", 256: "torch.eager", 512: "torch.sdpa", 1024: "torch.sdpa", 2048: "torch.sdpa",
+        }  # fmt: skip
+        (place,) = found.policy.places
+        assert (place.device_name, place.framework, place.threads) == ("Test CPU 9000", "torch", 2)
+        assert (place.runs, place.made) == (("run.jsonl",), "2026-01-01")
+        last = place.entries[-1].use
+        assert (last.regret, last.candidates, last.measured) == (1.0, 2, workload(2048).id)
+        assert last.runner_up is not None
+        assert last.runner_up.implementation == "torch.eager"
+        assert last.runner_up.ratio == pytest.approx(20480 / 8096, rel=0.02)
+        assert last.regret_high == 1
+
+    def test_frameworks_and_devices_are_chosen_for_apart(self):
+        jax = structs.replace(CPU, framework="jax", packages={"jax": "0.10"})
+        found = chosen(
+            timed("torch.eager", 1e6), timed("jax.xla", 2e6, environment=jax), timed("torch.fa3", 1e3, environment=GPU)
+        )
+        told = [(place.device, place.framework, place.entries[0].use.label) for place in found.policy.places]
+        assert sorted(told) == [
+            ("cpu", "jax", "jax.xla"),
+            ("cpu", "torch", "torch.eager"),
+            ("cuda", "torch", "torch.fa3"),
+        ]
+
+    def test_configs_are_candidates(self):
+        found = chosen(timed("torch.flex", 2e6), timed("torch.flex", 1e6, config={"block_size": 64}))
+        (entry,) = found.policy.entries
+        assert (entry.use.implementation, entry.use.config) == ("torch.flex", {"block_size": 64})
+
+    def test_what_may_not_be_chosen(self):
+        found = choose(
+            [
+                Source(
+                    "run",
+                    "2026",
+                    [
+                        timed("torch.sage", 1e3, approximate=True),
+                        timed("torch.ring", 1e3),
+                        timed("torch.hf-sdpa", 1e3),
+                        timed("my_kernel", 1e3),
+                        timed("anchor.matmul", 1e3),
+                        ok("torch.checked"),
+                        timed("torch.nowhere", 1e3, environment=None),
+                        unsupported("torch.fa3", "needs cuda"),
+                        timed("torch.eager", 1e6),
+                    ],
+                )
+            ],
+            left_out={"torch.ring": "by name only: it takes several devices"},
+        )
+        assert picks(found) == {128: "torch.eager"}
+        assert found.policy.entries[0].use.candidates == 1
+
+    def test_what_could_not_be_chosen_says_why(self):
+        found = chosen(timed("torch.eager", 1e6), unsupported("torch.fa3", "needs cuda", workload(256)))
+        (one,) = found.unchosen
+        assert (one.framework, one.workload) == ("torch", workload(256).id)
+        assert one.why == "torch.fa3: unsupported: needs cuda"
+
+    def test_workloads_that_one_entry_stands_for_are_settled_together(self):
+        narrow, wide = ({"mask": masks.window(size)} for size in (16, 64))
+        found = chosen(
+            timed("torch.flex", 1e6, shape=narrow), timed("torch.flex", 4e6, shape=wide),
+            timed("torch.sdpa", 3e6, shape=narrow), timed("torch.sdpa", 3e6, shape=wide),
+        )  # fmt: skip
+        (entry,) = found.policy.entries
+        assert entry.use.implementation == "torch.flex"
+        assert entry.use.alternatives[0].ratio == pytest.approx((3 * 3 / 4) ** 0.5, rel=0.02)
+
+    def test_other_clocks_are_not_compared(self):
+        wall = [timed("torch.eager", 4e6), timed("torch.sdpa", 3e6)]
+        graph = ok("torch.fa3", time=timing([1e3] * 30, clock="graph"))
+        assert picks(chosen(*wall, graph)) == {128: "torch.sdpa"}
+
+
+class TestTies:
+    def test_within_one_percent_the_one_with_error_to_spare(self):
+        strained = Errors(forward=9e-7, forward_allowed=1e-6)
+        a = timed("torch.a", 1e6, errors=strained, memory=memory(10))
+        b = timed("torch.b", 1.004e6, memory=memory(10))
+        (entry,) = chosen(a, b).policy.entries
+        assert entry.use.implementation == "torch.b"
+        assert 1 < entry.use.regret < 1.01
+        assert entry.use.regret_high >= entry.use.regret
+
+    def test_then_less_memory_then_no_config_then_the_name(self):
+        light = timed("torch.b", 1.002e6, memory=memory(10_000))
+        assert picks(chosen(timed("torch.a", 1e6, memory=memory(20_000)), light)) == {128: "torch.b"}
+        close = timed("torch.a", 1.002e6, memory=memory(10_100))
+        assert picks(chosen(close, light)) == {128: "torch.a"}
+        plain = timed("torch.c", 1.002e6)
+        assert picks(chosen(timed("torch.a", 1e6, config={"x": 1}), plain)) == {128: "torch.c"}
+
+    def test_unknown_memory_decides_nothing(self):
+        known = timed("torch.b", 1e6, memory=memory(10))
+        assert picks(chosen(known, timed("torch.a", 1.001e6))) == {128: "torch.a"}
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_more_than_five_percent_is_no_tie_however_noisy(self, seed: int):
+        few = [timed("torch.a", 1.06e6, seed, spread=0.3), timed("torch.b", 1e6, seed, spread=0.3)]
+        (entry,) = chosen(*few).policy.entries
+        assert entry.use.regret <= 1.05
+
+    @pytest.mark.parametrize("gap", [0.0, 0.004, 0.05, 0.5])
+    @pytest.mark.parametrize("spread", [0.003, 0.02])
+    def test_reruns_agree(self, gap: float, spread: float):
+        """torch.b is never slower; where the gap is a tie the name decides, else the speed does."""
+        found = []
+        for seed in range(100):
+            a, b = timed("torch.a", 1e6 * (1 + gap), seed, spread), timed("torch.b", 1e6, seed, spread)
+            found.append(picks(chosen(a, b))[128])
+        expected = "torch.a" if gap < 0.01 else "torch.b"
+        assert found.count(expected) >= 95
+
+    def test_a_resampled_run_agrees(self):
+        """A published run with its rounds drawn again, the same rounds for all of a workload."""
+        run = read_run(ROOT / "results" / "h200" / "grid-gpu.jsonl")
+        records = [one for one in run.records if not one.implementation.startswith(ANCHOR)]
+        first = _labels(choose([Source("run", "", records)]).policy)
+        same = total = 0
+        for seed in range(10):
+            again = _labels(choose([Source("run", "", _resampled(records, seed))]).policy)
+            same += sum(first[key] == again[key] for key in first)
+            total += len(first)
+        assert same / total >= 0.95
+
+
+def _labels(policy: Policy) -> dict[tuple[str, str], str]:
+    return {(place.framework, one.use.measured): one.use.label for place in policy.places for one in place.entries}
+
+
+def _resampled(records: Sequence[Record], seed: int) -> list[Record]:
+    counts: dict[str, int] = {}
+    for one in filter(is_timed, records):
+        assert one.time is not None
+        counts[one.workload.id] = min(len(one.time.rounds), counts.get(one.workload.id, 10**9))
+    return [_redrawn(one, counts[one.workload.id], seed) if is_timed(one) else one for one in records]
+
+
+def _redrawn(record: Ok, shared: int, seed: int) -> Ok:
+    """The rounds that every implementation of the workload has, drawn again."""
+    assert record.time is not None
+    parts = np.split(np.array(record.time.samples_ns), np.cumsum(record.time.rounds)[:-1])
+    order = np.random.default_rng([seed, *record.workload.id.encode()]).integers(shared, size=shared)
+    drawn = [parts[place] for place in order]
+    time = timing(np.concatenate(drawn), [len(part) for part in drawn], clock=record.time.clock)
+    return structs.replace(record, time=time)
+
+
+class TestConstraints:
+    records = (
+        timed("torch.fast", 1e6, memory=memory(5000), deterministic=False, errors=Errors(forward=1e-3, backward=2e-3)),
+        timed("torch.fast-two", 2e6, memory=memory(900), errors=Errors(forward=1e-4, backward=5e-3)),
+        timed("torch.slow", 3e6, memory=memory(100), errors=Errors(forward=1e-4)),
+    )
+
+    @pytest.mark.parametrize(
+        ("constraints", "expected"),
+        [
+            ({}, "torch.fast"),
+            ({"max_memory": 1000}, "torch.fast-two"),
+            ({"deterministic": True}, "torch.fast-two"),
+            ({"max_error": 1e-3}, "torch.slow"),
+            ({"forbid": ("torch.fast",)}, "torch.slow"),
+            ({"forbid": ("torch.fast-two",)}, "torch.fast"),
+            ({"only": ("torch.slow",)}, "torch.slow"),
+            ({"only": ("torch",), "max_memory": 100}, "torch.slow"),
+        ],
+        ids=str,
+    )
+    def test_they_hold(self, constraints, expected):
+        assert picks(chosen(*self.records, **constraints)) == {128: expected}
+
+    def test_unknown_memory_keeps_to_no_limit(self):
+        found = chosen(timed("torch.eager", 1e6), max_memory=10**12)
+        assert picks(found) == {}
+        assert "its memory is not known" in found.unchosen[0].why
+
+    def test_nothing_left_says_why(self):
+        found = chosen(*self.records, max_error=1e-9)
+        assert picks(found) == {}
+        assert "torch.slow: has an error of 1.0e-04" in found.unchosen[0].why
+
+    def test_names_nobody_has_are_refused_with_the_nearest(self):
+        with pytest.raises(
+            UnknownName, match=r'no implementation in these runs called "torch\.slw"\. Near: torch\.slow'
+        ):
+            chosen(*self.records, forbid=("torch.slw",))
+
+    def test_what_sweeps_leave_out_may_be_asked_for(self):
+        source = Source("run", "", [timed("torch.ring", 1e3), timed("torch.eager", 1e6)])
+        reasons = {"torch.ring": "by name only"}
+        assert picks(choose([source], Constraints(only=("torch.ring",)), reasons)) == {128: "torch.ring"}
+        assert picks(choose([source], Constraints(only=("torch",)), reasons)) == {128: "torch.eager"}
+
+
+class TestRuns:
+    def test_runs_are_never_mixed(self):
+        first = Source("a", "2026-01-01", [timed("torch.eager", 4e6), timed("torch.flex", 2e6)])
+        later = Source("b", "2026-01-02", [timed("torch.sdpa", 1e6)])
+        for sources in ([first, later], [later, first]):
+            (entry,) = choose(sources).policy.entries
+            assert (entry.use.implementation, entry.use.candidates) == ("torch.flex", 2)
+
+    def test_a_newer_run_with_those_that_led_counts(self):
+        first = Source("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 2e6), timed("torch.c", 9e6)])
+        later = Source("b", "2026-01-02", [timed("torch.a", 3e6), timed("torch.b", 2e6)])
+        assert picks(choose([first, later])) == {128: "torch.b"}
+
+    def test_shapes_of_several_runs_come_together(self):
+        sources = [Source(f"{n}", f"2026-01-0{n}", [timed("torch.a", 1e6, q_len=64 * n)]) for n in (1, 2)]
+        (place,) = choose(sources).policy.places
+        assert [entry.at.q_len for entry in place.entries] == [64, 128]
+        assert (place.runs, place.made) == (("1", "2"), "2026-01-02")
+
+
+class TestOffGrid:
+    def test_the_regret_of_left_out_shapes(self):
+        """Chosen by its neighbours: 128 by 256 (eager there too), 256 by 128, 512 by 256 or 1024, and so on."""
+        eager = [timed("torch.eager", 10 * n, q_len=n, spread=0) for n in LENGTHS]
+        fast = [timed("torch.sdpa", 4000 + 2 * n, q_len=n, spread=0) for n in LENGTHS]
+        (place,) = chosen(*eager, *fast).policy.places
+        assert place.held_out is not None
+        assert (place.held_out.shapes, place.held_out.missed) == (5, 0)
+        assert place.held_out.worst == pytest.approx(5120 / 5024, rel=1e-3)
+        assert place.held_out.mean == pytest.approx((5120 / 5024) ** 0.2, rel=1e-3)
+        assert place.on_grid is not None
+        assert place.on_grid.mean == 1
+
+    def test_a_shape_without_neighbours_is_missed(self):
+        (place,) = chosen(*(timed("torch.a", 1e6, q_len=n) for n in (128, 256, 8192))).policy.places
+        assert place.held_out is not None
+        assert (place.held_out.shapes, place.held_out.missed) == (2, 1)
+        (alone,) = chosen(timed("torch.a", 1e6)).policy.places
+        assert alone.held_out is None
+
+    def test_where_the_neighbours_choice_did_not_run_its_next_best_counts(self):
+        records = [timed("torch.a", 1e6), timed("torch.b", 2e6), timed("torch.c", 5e6)]
+        records += [timed("torch.b", 2e6, q_len=256, spread=0), timed("torch.c", 1e6, q_len=256, spread=0)]
+        (place,) = chosen(*records).policy.places
+        assert place.held_out is not None
+        assert place.held_out.worst_at.startswith("1 x 128") or place.held_out.worst >= 2
+
+
+def test_crossings_carry_an_interval():
+    slow = along("torch.eager", lambda n: 10.0 * n, LENGTHS)
+    fast = along("torch.sdpa", lambda n: 4000.0 + 2 * n, LENGTHS, seed=1)
+    (place,) = chosen(*slow, *fast).policy.places
+    (crossing,) = place.crossings
+    assert (crossing.below, crossing.above) == ("torch.eager", "torch.sdpa")
+    assert (crossing.low, crossing.high) == (256, 512) or (crossing.low, crossing.high) == (256, 1024)
+    assert crossing.low < 500 < crossing.high
+    assert crossing.tokens is None or crossing.tokens == pytest.approx(500, rel=0.05)
+    assert "PyTorch" in crossing.track
+
+
+def test_one_run_gives_one_text(tmp_path: Path):
+    records = read_run(ROOT / "results" / "cpu" / "quick.jsonl").records
+    texts = {policy_text(choose([Source("quick", "2026", found)]).policy) for found in (records, records[::-1])}
+    assert len(texts) == 1
+    path = tmp_path / "policy.json"
+    path.write_text(texts.pop())
+    assert load_policy(path).entries

@@ -1,0 +1,127 @@
+"""`attnbench choose`: what it prints, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from length_factory import along
+from record_factory import CPU, ok, unsupported, workload
+
+from attnbench.cli import execute
+from attnbench.cli.choose import read_size
+from attnbench.errors import UsageError
+from attnbench.policy import load_policy
+from attnbench.spec import Memory
+from attnbench.store.runfile import RunWriter, new_header
+
+LENGTHS = (128, 256, 512, 1024)
+
+
+def write_run(path: Path, *records) -> None:
+    writer = RunWriter(path, new_header("0", "quick"))
+    writer.write(records)
+    writer.close()
+
+
+@pytest.fixture(autouse=True)
+def _project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    memory = {"peak": lambda n: 1000.0 * n * n, "environment": CPU}
+    eager = along("torch.eager", lambda n: 10.0 * n, LENGTHS, **memory)
+    sdpa = along("torch.sdpa", lambda n: 4000.0 + 2 * n, LENGTHS, seed=1, environment=CPU, peak=lambda n: 100.0 * n)
+    refused = unsupported("torch.fa3", "needs cuda", workload(64))
+    write_run(tmp_path / "runs" / "one.jsonl", *eager, *sdpa, refused, ok("anchor.matmul", [1e3]))
+
+
+def test_a_table_the_crossing_and_one_closing_sentence(capsys: pytest.CaptureFixture[str]):
+    assert execute(["choose", "one", "-o", "policy.json"]) == 0
+    out, err = capsys.readouterr()
+    assert "PyTorch · Test CPU 9000 · forward · float32 · causal · MHA heads of 32" in out
+    assert "torch.sdpa instead of torch.eager from" in out
+    assert "not chosen: torch, b1-t64-h4-d32-causal-float32-forward: torch.fa3: unsupported: needs cuda" in out
+    last = out.strip().splitlines()[-1]
+    assert last.startswith("torch.eager from 128 tokens, torch.sdpa from 512 tokens; regret 1.000 on the grid, 1.0")
+    assert " held out (worst " in last
+    assert err == "wrote policy.json\n"
+    found = load_policy("policy.json")
+    assert [entry.use.label for entry in found.entries] == ["torch.eager"] * 2 + ["torch.sdpa"] * 2
+    assert found.places[0].runs == ("one.jsonl",)
+
+
+def test_latest_is_the_default_and_nothing_is_written_unasked(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert execute(["choose"]) == 0
+    assert capsys.readouterr().err == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]):
+    assert execute(["choose", "one", "-o", "policy.json", "--json"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert set(document) == {"policy", "on_grid", "unchosen", "written", "closing"}
+    assert document["policy"] == {"kind": "policy", **document["policy"]}
+    assert document["written"] == "policy.json"
+    assert len(document["unchosen"]) == 1
+    assert err == ""
+
+
+def test_constraints_reach_the_choice(capsys: pytest.CaptureFixture[str]):
+    assert execute(["choose", "one", "--max-memory", "2MB", "--json"]) == 0
+    names = [
+        entry["use"]["implementation"]
+        for entry in json.loads(capsys.readouterr().out)["policy"]["places"][0]["entries"]
+    ]
+    assert names == ["torch.sdpa"] * 4
+    assert execute(["choose", "one", "--only", "torch.eager", "--deterministic", "--max-error", "1e-3"]) == 0
+    assert "torch.eager from 128 tokens; regret" in capsys.readouterr().out
+
+
+def test_runs_of_several_files_come_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_run(tmp_path / "two.jsonl", ok("torch.eager", [1e6] * 9, workload(64)))
+    assert execute(["choose", "one", "two.jsonl", "one", "-o", "policy.json"]) == 0
+    assert [entry.at.q_len for entry in load_policy("policy.json").entries] == [64, *LENGTHS]
+    assert "not chosen" not in capsys.readouterr().out
+
+
+def test_nothing_to_choose_is_said_and_not_written(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert execute(["choose", "one", "--max-error", "1e-12", "-o", "policy.json"]) == 3
+    out = capsys.readouterr().out
+    assert "Nothing could be chosen." in out
+    assert "has an error of" in out
+    assert not (tmp_path / "policy.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["nowhere"], 'there is no run file "nowhere"'),
+        (["one", "--max-memory", "much"], 'takes a size such as 2GB or 512MiB, not "much"'),
+        (["one", "--max-error", "0"], "--max-error must be more than 0"),
+        (["one", "--only", "torch.spda"], 'no implementation in these runs called "torch.spda". Near: torch.sdpa'),
+        (["one", "--forbid", "triton"], 'called "triton"'),
+        (["one", "-o", "runs"], "cannot write runs"),
+        (["policy.txt"], "this is no attnbench run file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]):
+    Path("policy.txt").write_text("{}\n")
+    assert execute(["choose", *arguments]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_sizes():
+    assert [read_size(text) for text in ("2GB", "512MiB", "1.5k", "7", "1 TiB", "3b")] == [
+        2 * 10**9, 512 * 2**20, 1500, 7, 2**40, 3,
+    ]  # fmt: skip
+    for wrong in ("", "GB", "-2GB", "2XB", "1.2.3MB", "0"):
+        with pytest.raises(UsageError, match="--max-memory"):
+            read_size(wrong)
+
+
+def test_a_record_without_memory_is_not_within_a_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    write_run(tmp_path / "bare.jsonl", ok("torch.eager", [1e6] * 9, memory=Memory(peak_bytes=None, reason="unknown")))
+    assert execute(["choose", "bare.jsonl", "--max-memory", "1TB"]) == 3
+    assert "its memory is not known" in capsys.readouterr().out
