@@ -1,4 +1,4 @@
-"""What `ab.attention` adds to a call in eager torch: `python benchmarks/dispatch_overhead.py [-o FILE] [--device cuda]`.
+"""What `ab.attention` adds to a call in eager torch: `python benchmarks/dispatch_overhead.py [-o FILE]`.
 
 A problem so small that the host is what takes the time, on one thread, by the clock of that thread: what others do on
 the machine does not count. Every round times all ways of calling it in turn, in an order drawn anew; what one adds to

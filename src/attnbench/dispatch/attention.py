@@ -35,15 +35,16 @@ def attention(
     policies measured, else the fixed order of `attnbench.dispatch.order` with a warning.
     With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32.
     """
-    is_torch = hasattr(q, "requires_grad")
-    if is_torch:
+    device, recording = None, False
+    if hasattr(q, "requires_grad"):
         import torch
 
         if torch.compiler.is_dynamo_compiling():
             return traced.attention(q, k, v, mask, scale, softcap, impl, layout, heads, return_lse)
+        device, recording = q.device, torch.is_grad_enabled()
     try:
-        if is_torch:
-            place, train = q.device, torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if device is not None:
+            place, train = device, recording and (q.requires_grad or k.requires_grad or v.requires_grad)
         else:
             place, train = _place_and_pass(q, k, v)
         key = (

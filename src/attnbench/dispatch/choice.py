@@ -9,7 +9,7 @@ from attnbench import policy, registry
 from attnbench.dispatch.order import Candidate, Demand, order_on, why_not
 from attnbench.errors import Unsupported
 from attnbench.policy import Choice, Policy
-from attnbench.spec import Config, Implementation
+from attnbench.spec import Config, Environment, Implementation
 
 FIXED = "the first of the fixed order that can run this"
 
@@ -66,6 +66,8 @@ def _measured(demand: Demand) -> Decision:
     missed: list[str] = []
     for one in policy.active():
         choice = one.choice(demand.workload, demand.framework, demand.environment)
+        if choice is None and of_elsewhere(one, demand.environment):
+            continue
         if choice is None:
             why = one.miss(demand.workload, demand.framework, demand.environment)
             missed.append(why or f"{one.name} has no entry")
@@ -94,6 +96,7 @@ def _fixed(demand: Demand, asked: list[Candidate], missed: list[str]) -> Decisio
     return Decision(pick, {}, "all refuse" if pick is None else FIXED, found, None, tuple(missed))
 
 
-def is_packaged(one: Policy) -> bool:
-    """Whether it came with attnbench, so that nobody here asked for it."""
-    return one.origin.startswith("packaged ")
+def of_elsewhere(one: Policy, environment: Environment) -> bool:
+    """Whether it came with attnbench and is of another device: nobody here asked for it, nobody need hear of it."""
+    here = (environment.device, environment.device_name)
+    return one.origin.startswith("packaged ") and all((p.device, p.device_name) != here for p in one.places)

@@ -7,7 +7,7 @@ from msgspec import Struct
 from attnbench import registry
 from attnbench.dispatch.arrays import framework_of, pass_of
 from attnbench.dispatch.choice import Decision, decide
-from attnbench.dispatch.order import Candidate, Demand, order_on, refusal
+from attnbench.dispatch.order import Candidate, Demand, order_on, why_not
 from attnbench.dispatch.plan import Words, demand_of
 from attnbench.policy import Choice
 from attnbench.spec import Array, Workload
@@ -74,10 +74,26 @@ def _name(found: Decision) -> str | None:
 
 
 def _others(found: Decision, demand: Demand) -> list[Candidate]:
-    """Those of the framework that nobody named: each refuses, or could be asked for."""
-    named = {one.name.partition("[")[0] for one in found.candidates}
-    names = [name for name in registry.loadable()[0] if name not in named]
-    mine = [one for one in map(registry.get, names) if one.framework == demand.framework]
+    """Those of the framework that were not asked: each was measured and is slower, refuses, or waits to be named."""
+    measured = _slower(found.evidence.choice, found, demand) if found.evidence else []
+    named = {one.name.partition("[")[0] for one in (*found.candidates, *measured)}
+    mine = [one for one in map(registry.get, registry.loadable()[0]) if one.framework == demand.framework]
     order = order_on(demand.framework, demand.device)
-    reasons = ((one.name, refusal(one, demand.workload, demand.framework, demand.device)) for one in mine)
-    return [Candidate(name, reason or (NOT_REACHED if name in order else NOT_ASKED)) for name, reason in reasons]
+    return measured + [
+        Candidate(one.name, why_not(one.name, {}, demand) or (NOT_REACHED if one.name in order else NOT_ASKED))
+        for one in mine
+        if one.name not in named
+    ]
+
+
+def _slower(choice: Choice, found: Decision, demand: Demand) -> list[Candidate]:
+    asked = {one.name for one in found.candidates}
+    words = f"times the time of {choice.label}"
+    return [
+        Candidate(
+            one.label,
+            why_not(one.implementation, one.config, demand) or f"can run; measured at {one.ratio:.2f} {words}",
+        )
+        for one in choice.alternatives
+        if one.label not in asked
+    ]

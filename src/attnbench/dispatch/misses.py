@@ -1,7 +1,7 @@
 """What happens when no measured policy speaks for a call: a warning once, an error, or silence (setting `on_miss`).
 
-Read when a problem is first seen, not at every call. A policy that somebody asked for and that does not hold here (stale,
-or of another device) is named once as well, even where another one speaks.
+Read when a problem is first seen, not at every call. A policy that somebody asked for and that does not hold here
+(stale, or of another device) is named once as well, even where another one speaks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 from attnbench import policy
 from attnbench.config import load_settings
-from attnbench.dispatch.choice import Decision, is_packaged
+from attnbench.dispatch.choice import Decision, of_elsewhere
 from attnbench.dispatch.order import Demand
 from attnbench.errors import PolicyMiss, PolicyWarning
 
@@ -30,7 +30,7 @@ def report(decision: Decision, demand: Demand) -> None:
         raise PolicyMiss(f"{_miss(decision, demand)}, and on_miss is error; {HOW.partition(';')[0]}.")
     if rule == "warn":
         for one in policy.active():
-            why = None if is_packaged(one) else one.stale(demand.environment)
+            why = None if of_elsewhere(one, demand.environment) else one.stale(demand.environment)
             if why is not None:
                 _once((one.digest, demand.framework, demand.device), f"{why}: it is not used.")
         if decision.evidence is None:
@@ -43,7 +43,7 @@ def forget() -> None:
 
 
 def _miss(decision: Decision, demand: Demand) -> str:
-    reasons = "; ".join(decision.missed) or "none is active"
+    reasons = "; ".join(decision.missed) or "none is of this device"
     return f"no measured policy speaks for {demand.workload.title} on {demand.device} ({reasons})"
 
 

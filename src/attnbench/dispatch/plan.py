@@ -98,16 +98,15 @@ def chosen(impl: str, demand: Demand) -> tuple[Implementation, Decision]:
     return decision.taken(impl, demand), decision
 
 
-def built(
-    pick: Implementation, decision: Decision, demand: Demand, layout: str, prepare_for: Any = None
-) -> Call:
+def built(pick: Implementation, decision: Decision, demand: Demand, layout: str, prepare_for: Any = None) -> Call:
     """The call of an implementation, in the caller's layout; with all that it makes on a device, where one is given."""
     workload, config = demand.workload, decision.config
     with _outside_traces(demand.framework):
         call = pick.build_lse(workload, config) if demand.with_lse else pick.build(workload, config)
     assert call is not None
-    if prepare_for is not None and hasattr(call, "prepare"):
-        call.prepare(prepare_for)
+    prepare = getattr(call, "prepare", None)
+    if prepare_for is not None and prepare is not None:
+        prepare(prepare_for)
     return call if layout == pick.layout else arranged(call, workload, layout, pick.layout, demand.with_lse)
 
 

@@ -45,7 +45,7 @@ def attention(
 
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse))
-    if all([has_static_value(size) for x in (q, k, v) for size in x.shape]):
+    if all(has_static_value(size) for x in (q, k, v) for size in x.shape):
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
         name = chosen_now(outlines, train, *words)
     else:
@@ -63,7 +63,7 @@ def specialised(value: Any) -> Any:
 
 
 class Calls:
-    """What traced code runs, by attribute: a function that dynamo finds in a place of its own it can follow and guard."""
+    """What traced code runs, by attribute: what dynamo finds at a place of its own it can look into and guard."""
 
     def keep(self, call: Call, *what: Any) -> str:
         """Its name; the first of a name stays, because compiled code is guarded by it."""

@@ -119,6 +119,6 @@ def _joined(*literals: Any) -> Mask:
     return parts[0] if len(parts) == 1 else Both(tuple(parts))
 
 
-def mask_of(plain: Any) -> Mask:
-    """The mask that a literal stands for."""
+def mask_of(plain: Any) -> Any:
+    """The mask (or None) that a literal stands for."""
     return from_literal(plain, KINDS)
