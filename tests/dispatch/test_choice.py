@@ -7,14 +7,13 @@ import warnings
 
 import numpy as np
 import pytest
-from policy_factory import policy as made_policy
+from dispatch_problem import entry, here
 
 import attnbench as ab
 from attnbench import registry
 from attnbench.config import load_settings
-from attnbench.dispatch.order import environment_of
 from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported, UsageError
-from attnbench.policy import Alternative, Choice, Entry, save_policy, shape_of
+from attnbench.policy import save_policy
 from attnbench.spec import Implementation
 
 pytestmark = pytest.mark.torch
@@ -32,21 +31,6 @@ def arrays(tokens=32, heads=4, dim=16, framework="torch"):
     import torch
 
     return [torch.from_numpy(x) for x in values]
-
-
-def entry(name, tokens=32, mask=CAUSAL, config=None, rivals=(), **fields):
-    work = ab.Workload(batch=1, q_len=tokens, heads=4, head_dim=16, mask=mask)
-    alternatives = tuple(Alternative(implementation=other, ratio=ratio) for other, ratio in rivals)
-    use = Choice(
-        implementation=name, config=config or {}, candidates=1 + len(rivals), alternatives=alternatives,
-        measured=work.id, **fields,
-    )  # fmt: skip
-    return Entry(at=shape_of(work), use=use)
-
-
-def here(*entries, framework="torch", **changes):
-    """A policy of this machine, or of one that differs from it."""
-    return made_policy(*entries, at=environment_of(framework, "cpu"), **changes)
 
 
 class Spy(Implementation):

@@ -42,8 +42,8 @@ class Namespace(Protocol):
 class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
     """Base of all masks; instances are made by the functions of `attnbench.masks`."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-    """`__struct_fields__`, where torch.compile can read it."""
+    name_and_fields: ClassVar[tuple[str, ...]] = ()
+    """Of the class, where torch.compile can read them."""
 
     @property
     def id(self) -> str:

@@ -101,7 +101,7 @@ def _meet(intervals: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, n
 
 KINDS: dict[str, type[Mask]] = {kind.__name__: kind for kind in (*get_args(Part), Both)}
 for _kind in KINDS.values():
-    _kind.field_names = _kind.__struct_fields__
+    _kind.name_and_fields = (_kind.__name__, *_kind.__struct_fields__)
 
 
 def both(a: Mask, b: Mask) -> Mask:

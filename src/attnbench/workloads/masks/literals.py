@@ -11,7 +11,8 @@ from attnbench.workloads.masks.data import FrozenArray
 def literal(value: Any) -> Any:
     """A mask, or a field of one, in numbers, strings, bytes and tuples that begin with a name."""
     if isinstance(value, Mask):
-        return (type(value).__name__, *[literal(getattr(value, name)) for name in value.field_names])
+        name, *fields = value.name_and_fields
+        return (name, *[literal(getattr(value, field)) for field in fields])
     if isinstance(value, FrozenArray):
         return ("FrozenArray", value.shape, value.dtype, value.data)
     return ("tuple", *[literal(one) for one in value]) if isinstance(value, tuple) else value
