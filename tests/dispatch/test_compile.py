@@ -1,4 +1,4 @@
-"""`ab.attention` inside torch.compile: one graph without a break, the same numbers, and new graphs only where needed."""
+"""`ab.attention` inside torch.compile: one graph without a break, the same numbers, new graphs only where needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ab.attention` under jax.jit, grad, vmap and their products, and under torch.func; chosen at trace time, built once."""
+"""`ab.attention` under jax.jit, grad, vmap and their products, and under torch.func."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any, NamedTuple
 
-from attnbench.dispatch.arrays import device_of, framework_of, to_layout, workload_of
+from attnbench.dispatch.arrays import device_of, framework_of, swap, to_layout, workload_of
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.misses import report
 from attnbench.dispatch.order import Demand, Form
@@ -107,12 +107,20 @@ def built(pick: Implementation, decision: Decision, demand: Demand, layout: str,
     prepare = getattr(call, "prepare", None)
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)
-    return call if layout == pick.layout else arranged(call, workload, layout, pick.layout, demand.with_lse)
+    return arranged(call, workload, layout, pick.layout, demand.with_lse)
 
 
 def arranged(call: Call, workload: Workload, layout: str, native: str, with_lse: bool) -> Call:
     """A call in one layout for arrays in another."""
     heads, kv_heads = workload.heads, workload.kv_heads
+    if layout == native:
+        return call
+
+    def swapped(q: Array, k: Array, v: Array) -> Any:
+        return swap(call(swap(q), swap(k), swap(v)))
+
+    if layout != "packed" and not with_lse:
+        return swapped
 
     def run(q: Array, k: Array, v: Array) -> Any:
         q = to_layout(q, layout, native, heads)

@@ -90,9 +90,10 @@ def once_per_device(make: Callable[[torch.device], Made], constant: bool = True)
     made: dict[torch.device, Made] = {}
 
     def get(device: torch.device) -> Made:
-        if device not in made:
-            made[device] = make(device)
-        return made[device]
+        found = made.get(device)
+        if found is None:
+            found = made[device] = make(device)
+        return found
 
     return constant_when_traced(get) if constant else get
 

@@ -7,20 +7,20 @@ wrong order, which pins the process for good. Here threads that want one backend
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from threading import Condition
+from threading import Condition, Lock
 
 FLAGS = ("cudnn", "flash", "mem_efficient", "math", "overrideable")
 
 
 class _Turn:
-    """Whose turn it is, how many threads are inside, and what the flags were before."""
+    """Whose turn it is, how many threads are inside, and how to undo what the first of them changed."""
 
     def __init__(self) -> None:
-        self.condition = Condition()
+        self.lock = Lock()
+        self.over = Condition(self.lock)
         self.flag = ""
         self.inside = 0
-        self.before: list[bool] = []
+        self.undo: list[tuple[Callable[[bool], None], bool]] = []
 
 
 _TURN = _Turn()
@@ -29,37 +29,34 @@ _TURN = _Turn()
 class Pinned:
     """`with Pinned("math"): ...`; the flag is one of FLAGS. One object serves every thread and call."""
 
-    __slots__ = ("_flag",)
+    __slots__ = ("_flag", "_switches")
 
     def __init__(self, flag: str) -> None:
+        import torch
+
         self._flag = flag
+        self._switches = [  # those that `sdpa_kernel` itself uses
+            (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == flag)
+            for name in FLAGS
+        ]
 
     def __enter__(self) -> None:
-        with _TURN.condition:
+        with _TURN.lock:
             while _TURN.inside and _TURN.flag != self._flag:
-                _TURN.condition.wait()
+                _TURN.over.wait()
             if not _TURN.inside:
-                _TURN.flag, _TURN.before = self._flag, [get() for get, _ in _switches()]
-                for name, was, (_, put) in zip(FLAGS, _TURN.before, _switches()):
-                    if was != (name == self._flag):
-                        put(name == self._flag)
+                _TURN.flag = self._flag
+                for get, put, wanted in self._switches:
+                    if get() is not wanted:
+                        put(wanted)
+                        _TURN.undo.append((put, not wanted))
             _TURN.inside += 1
 
     def __exit__(self, *error: object) -> None:
-        with _TURN.condition:
+        with _TURN.lock:
             _TURN.inside -= 1
             if not _TURN.inside:
-                for name, was, (_, put) in zip(FLAGS, _TURN.before, _switches()):
-                    if was != (name == self._flag):
-                        put(was)
-                _TURN.condition.notify_all()
-
-
-@cache
-def _switches() -> tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...]:
-    """Readers and writers of the flags, those that `sdpa_kernel` itself uses."""
-    import torch
-
-    return tuple(
-        (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}")) for name in FLAGS
-    )
+                for put, was in _TURN.undo:
+                    put(was)
+                _TURN.undo.clear()
+                _TURN.over.notify_all()
