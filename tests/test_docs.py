@@ -23,7 +23,7 @@ LINKED = [*PAGES, README, ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.m
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 SIGNATURE = re.compile(r"^### ab\.(\w+)\n\n`ab\.\1(\(.*\))`$", re.MULTILINE)
 MASK = re.compile(r"^\| `ab\.masks\.(\w+)(\(.*?\))` \|", re.MULTILINE)
-SHOWN = re.compile(r"\$ (attnbench show [^\n]+)\n(.*)", re.DOTALL)
+SHOWN = re.compile(r"\$ (attnbench (?:show|choose) [^\n]+)\n(.*)", re.DOTALL)
 
 
 def name_of(path: Path) -> str:

@@ -241,6 +241,16 @@ class TestConstraints:
         ):
             chosen(*self.records, forbid=("torch.slw",))
 
+    def test_what_is_known_may_be_forbidden_though_no_run_holds_it(self):
+        source = Source("run", "", self.records)
+        assert picks(choose([source], Constraints(forbid=("torch.flex",)), known=["torch.flex"])) == {128: "torch.fast"}
+        with pytest.raises(UnknownName):
+            choose([source], Constraints(only=("torch.flex",)), known=["torch.flex"])
+
+    def test_what_nobody_asked_for_is_not_missed(self):
+        elsewhere = timed("jax.xla", 1e6, environment=structs.replace(CPU, framework="jax"))
+        assert chosen(*self.records, elsewhere, only=("jax",)).unchosen == ()
+
     def test_what_sweeps_leave_out_may_be_asked_for(self):
         source = Source("run", "", [timed("torch.ring", 1e3), timed("torch.eager", 1e6)])
         reasons = {"torch.ring": "by name only"}

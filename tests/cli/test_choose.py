@@ -60,7 +60,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]):
     assert execute(["choose", "one", "-o", "policy.json", "--json"]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
-    assert set(document) == {"policy", "on_grid", "unchosen", "written", "closing"}
+    assert set(document) == {"policy", "on_grid", "fixed", "unchosen", "written", "closing"}
     assert document["policy"] == {"kind": "policy", **document["policy"]}
     assert document["written"] == "policy.json"
     assert len(document["unchosen"]) == 1
@@ -93,6 +93,33 @@ def test_nothing_to_choose_is_said_and_not_written(capsys: pytest.CaptureFixture
     assert not (tmp_path / "policy.json").exists()
 
 
+def test_a_policy_is_judged_on_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert execute(["choose", "one", "-o", "policy.json"]) == 0
+    between = (180, 360, 720)
+    eager = along("torch.eager", lambda n: 10.0 * n, between, environment=CPU)
+    sdpa = along("torch.sdpa", lambda n: 4000.0 + 2 * n, between, seed=1, environment=CPU)
+    write_run(tmp_path / "between.jsonl", *eager, *sdpa)
+    capsys.readouterr()
+    assert execute(["choose", "between.jsonl", "--judge", "policy.json"]) == 0
+    out = capsys.readouterr().out
+    assert "regret of the policy, and of one for everything" in out
+    assert out.splitlines()[-1].startswith("policy.json: regret 1.")
+    assert " over 3 shapes (worst 1." in out
+    assert execute(["choose", "between.jsonl", "--judge", "policy.json", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["regret"]["Test CPU 9000/torch"]["shapes"] == 3
+    assert {one["name"] for one in document["fixed"]["Test CPU 9000/torch"]} == {"torch.eager", "torch.sdpa"}
+
+
+def test_a_foreign_policy_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_run(tmp_path / "gpu.jsonl", *along("torch.fa3", lambda n: 1.0 * n))
+    assert execute(["choose", "gpu.jsonl", "-o", "gpu.json"]) == 0
+    assert execute(["choose", "one", "--judge", "gpu.json"]) == 3
+    out, err = capsys.readouterr()
+    assert "not judged: gpu.json does not hold here: measured on Test GPU (cuda), this is Test CPU 9000 (cpu)" in err
+    assert "gpu.json has no choice for any shape of these runs." in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -103,6 +130,8 @@ def test_nothing_to_choose_is_said_and_not_written(capsys: pytest.CaptureFixture
         (["one", "--forbid", "triton"], 'called "triton"'),
         (["one", "-o", "runs"], "cannot write runs"),
         (["policy.txt"], "this is no attnbench run file"),
+        (["one", "--judge", "policy.txt"], "this is no policy file"),
+        (["one", "--judge", "policy.txt", "-o", "x.json"], "nothing for -o to hold"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

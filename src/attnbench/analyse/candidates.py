@@ -14,6 +14,7 @@ WRAPPERS: dict[str, str] = dict.fromkeys(
     ("torch.hf-sdpa", "torch.hf-eager"), "calls another candidate through Transformers: ask for it with --only"
 )
 """Never faster than what they call, and they import far more."""
+NOT_ASKED_FOR = "is not among --only"
 
 
 class Constraints(Struct, frozen=True, kw_only=True):
@@ -54,15 +55,18 @@ def eligible(
     return kept, refused
 
 
-def check_names(constraints: Constraints, records: Iterable[Record]) -> None:
-    """Refuse --only and --forbid of what the records do not hold."""
-    known = {name for record in records for name in (record.implementation, label(record))}
-    for wanted in (*constraints.only, *constraints.forbid):
-        if not any(_named(name, name, [wanted]) for name in known):
-            raise UnknownName("implementation in these runs", wanted, known, "attnbench show RUN")
+def check_names(constraints: Constraints, records: Iterable[Record], known: Iterable[str]) -> None:
+    """Refuse --only of what the records do not hold, and --forbid of what is not `known` either."""
+    held = {name for record in records for name in (record.implementation, label(record))}
+    for wanted, among in ((constraints.only, held), (constraints.forbid, held | set(known))):
+        for one in wanted:
+            if not any(_named(name, name, [one]) for name in among):
+                raise UnknownName("implementation in these runs", one, among, "attnbench show RUN")
 
 
 def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, str]) -> str | None:
+    if constraints.only and not _named(record.implementation, label(record), constraints.only):
+        return NOT_ASKED_FOR
     if not isinstance(record, Ok):
         return f"{record.status.replace('_', ' ')}: {record.reason}"
     if record.time is None:
@@ -82,10 +86,7 @@ def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, st
 
 def _against(record: Ok, constraints: Constraints) -> str | None:
     """The constraint it breaks."""
-    name, config_name = record.implementation, label(record)
-    if constraints.only and not _named(name, config_name, constraints.only):
-        return "is not among --only"
-    if _named(name, config_name, constraints.forbid):
+    if _named(record.implementation, label(record), constraints.forbid):
         return "is forbidden"
     if constraints.deterministic and not record.deterministic:
         return "is not deterministic"

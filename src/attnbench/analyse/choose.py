@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from attnbench.analyse.candidates import Constraints, Refusal, check_names
+from attnbench.analyse.candidates import NOT_ASKED_FOR, Constraints, Refusal, check_names
 from attnbench.analyse.crossings import crossings_of
 from attnbench.analyse.held_out import held_out_of
 from attnbench.analyse.ranking import label
@@ -39,13 +39,18 @@ class Chosen(Struct, frozen=True):
 
 
 def choose(
-    sources: Iterable[Source], constraints: Constraints | None = None, left_out: Mapping[str, str] | None = None
+    sources: Iterable[Source],
+    constraints: Constraints | None = None,
+    left_out: Mapping[str, str] | None = None,
+    known: Iterable[str] = (),
 ) -> Chosen:
-    """The policy of some runs. `left_out`: implementations that are chosen only if `only` names them, with the why."""
+    """The policy of some runs. `left_out`: implementations that are chosen only if `only` names them, with the why;
+    `known`: names that may be forbidden though no run holds them."""
     ordered = sorted(sources, key=lambda source: source.created)
     constraints = constraints or Constraints()
-    check_names(constraints, (record for source in ordered for record in source.records))
+    check_names(constraints, (record for source in ordered for record in source.records), known)
     grounds, refused = survey(ordered, constraints, left_out or {})
+    grounds.sort(key=lambda ground: repr(ground.place.key))
     places = [place for place in map(_filled, grounds) if place.entries]
     return Chosen(Policy() | Policy(places=tuple(places)), _unchosen(refused, grounds), tuple(grounds))
 
@@ -60,14 +65,15 @@ def _filled(ground: Ground) -> Place:
 
 
 def _unchosen(refused: Sequence[Refusal], grounds: Sequence[Ground]) -> tuple[Unchosen, ...]:
-    """Workloads of which a framework has records, but none that may be chosen."""
+    """Workloads of which a framework has records, but none that may be chosen; not those nobody asked for."""
     covered = {(ground.place.framework, workload) for ground in grounds for workload in ground.fields}
     reasons: dict[tuple[str, str], dict[str, str]] = {}
     for one in refused:
         key = one.record.implementation.partition(".")[0], one.record.workload.id
         if key not in covered:
             reasons.setdefault(key, {})[label(one.record)] = one.why
-    return tuple(Unchosen(*key, _told(found)) for key, found in reasons.items())
+    asked = {key: found for key, found in reasons.items() if set(found.values()) != {NOT_ASKED_FOR}}
+    return tuple(Unchosen(*key, _told(found)) for key, found in asked.items())
 
 
 def _told(reasons: Mapping[str, str]) -> str:

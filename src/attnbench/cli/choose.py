@@ -42,6 +42,9 @@ class Within:
 def choose(
     *runs: Annotated[str, Parameter(help="Run files, parts of their names, or `latest` (when none is given).")],
     output: Output = None,
+    judge: Annotated[
+        Path | None, Parameter(help="Choose nothing: hold this policy file against the runs, and tell its regret.")
+    ] = None,
     within: Within = Within(),  # noqa: B008 (frozen)
     json: Json = False,
 ) -> int:
@@ -49,17 +52,20 @@ def choose(
 
     `ab.attention(impl="auto")` asks the file when the setting `policy` (ATTNBENCH_POLICY) or `ab.use_policy` names it.
 
-    Examples: `attnbench choose latest -o policy.json` · `attnbench choose RUN --max-memory 2GB --forbid torch.flex`
+    Examples: `attnbench choose latest -o policy.json` · `attnbench choose RUN --deterministic --forbid torch.eager`
     """
     from attnbench.cli.output import print_json
+    from attnbench.report.choose import document
 
     constraints = read_constraints(within)
+    if judge is not None and output is not None:
+        raise UsageError("--judge chooses nothing, so there is nothing for -o to hold.")
     chosen = choose_from(read_sources(runs or ("latest",)), constraints)
+    if judge is not None:
+        return _judge(judge, chosen, json)
     code = write(chosen, output)
     if json:
-        from attnbench.report.choose import document
-
-        print_json(document(chosen.policy, chosen.unchosen, output if code == 0 else None))
+        print_json(document(chosen, output if code == 0 else None))
         return code
     tell(chosen)
     if output is not None and code == 0:
@@ -69,10 +75,11 @@ def choose(
 
 def choose_from(sources: Sequence[Source], constraints: Constraints) -> Chosen:
     """The policy of runs, under what the registry says of their implementations."""
+    from attnbench import registry
     from attnbench.analyse.choose import choose as choose_records
 
     names = {record.implementation for source in sources for record in source.records}
-    return choose_records(sources, constraints, _by_name_only(names))
+    return choose_records(sources, constraints, _by_name_only(names), registry.names())
 
 
 def write(chosen: Chosen, output: Path | None) -> int:
@@ -86,13 +93,40 @@ def write(chosen: Chosen, output: Path | None) -> int:
     return 0
 
 
+def _judge(path: Path, chosen: Chosen, json: bool) -> int:
+    """What the policy of a file loses on the shapes of the runs."""
+    from attnbench.analyse.judged import environment_of, policy_standing
+    from attnbench.cli.output import print_json, stdout_console
+    from attnbench.policy import load_policy
+    from attnbench.report.choose import judgement, judgement_document, print_standings
+
+    policy = load_policy(path)
+    stale = {ground.place.key: policy.stale(environment_of(ground)) for ground in chosen.grounds}
+    grounds = [ground for ground in chosen.grounds if stale[ground.place.key] is None]
+    for why in dict.fromkeys(why for why in stale.values() if why is not None):
+        _say(f"not judged: {why}")
+    found = [(ground, policy_standing(policy, ground)) for ground in grounds]
+    if json:
+        print_json(judgement_document(policy, found))
+    else:
+        console = stdout_console()
+        for ground, standing in found:
+            print_standings(console, ground, [standing])
+        console.print()
+        console.print(judgement(policy, [one for _, one in found]), highlight=False, markup=False, soft_wrap=True)
+    return 0 if any(standing.regret is not None for _, standing in found) else NOTHING
+
+
 def tell(chosen: Chosen) -> None:
     """Tables and closing sentence on stdout."""
     from attnbench.cli.output import stdout_console
-    from attnbench.report.choose import closing, print_policy
+    from attnbench.report.choose import closing, print_policy, print_standings
 
     console = stdout_console()
     print_policy(console, chosen.policy, chosen.unchosen)
+    for ground in chosen.grounds:
+        if len(ground.fields) > 1:
+            print_standings(console, ground)
     console.print()
     console.print(closing(chosen.policy), highlight=False, markup=False, soft_wrap=True)
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NOTHING, INTERRUPTED = 3, 130
 SUITE = "tune"
+MOST_CONFIGS = 8
+"""Of one implementation at one shape."""
 
 
 def tune(
@@ -65,7 +67,7 @@ def tune(
         return INTERRUPTED if end == "interrupted" else NOTHING
     written = output if chosen.policy.entries else None
     if json:
-        print_json(document(chosen.policy, chosen.unchosen, written) | {"runs": session.paths, "end": end})
+        print_json(document(chosen, written) | {"runs": session.paths, "end": end})
     else:
         tell(chosen)
         _say(session.told(end))
@@ -173,7 +175,7 @@ def variants(name: str, workload: Workload) -> list[str]:
     from attnbench.policy.choices import label_of
 
     implementation = registry.get(name)
-    others = [dict(config) for config in implementation.configs(workload)[1:]]
+    others = [dict(config) for config in implementation.configs(workload)[1 : MOST_CONFIGS + 1]]
     return [label_of(name, config) for config in others if config.keys() <= implementation.tunables.keys()]
 
 

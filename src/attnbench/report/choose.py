@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
 from rich.markup import escape
 
 from attnbench.analyse.advice import listed, tokens, workloads
-from attnbench.analyse.choose import Unchosen
+from attnbench.analyse.choose import Chosen, Unchosen
 from attnbench.analyse.families import FRAMEWORKS
+from attnbench.analyse.judged import Standing, fixed_standings
+from attnbench.analyse.survey import Ground
 from attnbench.policy import Crossing, Entry, Place, Policy, Regret, pooled
 from attnbench.report.plain import plain_table
 from attnbench.report.units import DASH
@@ -19,6 +21,7 @@ from attnbench.report.units import DASH
 HOPELESS = 10.0
 """An upper edge beyond it says nothing that a figure could."""
 SHOWN_PICKS = 4
+SHOWN_FIXED = 5
 SHOWN_UNCHOSEN = 8
 
 
@@ -69,6 +72,39 @@ def told_crossing(crossing: Crossing) -> str:
     return f"{crossing.above} instead of {crossing.below} from {where}: {crossing.track}"
 
 
+def print_standings(console: Console, ground: Ground, first: Sequence[Standing] = ()) -> None:
+    """What one implementation for everything would lose, below whoever is judged."""
+    standings = [*first, *fixed_standings(ground)[:SHOWN_FIXED]]
+    console.print()
+    title = f"{FRAMEWORKS.get(ground.place.framework, ground.place.framework)} · {ground.place.device_name}"
+    what = "the policy, and of one for everything" if first else "one for everything"
+    console.print(f"[bold]{escape(title)}: regret of {what}[/bold]", highlight=False)
+    console.print(plain_table([_standing_row(one) for one in standings]), highlight=False)
+
+
+def _standing_row(standing: Standing) -> dict[str, str]:
+    found = standing.regret
+    if found is None:
+        return {"": standing.name, "regret": DASH, "worst": DASH, "shapes": "0", "worst at": ""}
+    return {
+        "": standing.name,
+        "regret": f"{found.mean:.3f}",
+        "worst": f"{found.worst:.2f}",
+        "shapes": f"{found.shapes} of {found.shapes + found.missed}",
+        "worst at": found.worst_at if found.worst > 1 else "",
+    }
+
+
+def judgement(policy: Policy, standings: Sequence[Standing]) -> str:
+    """The closing sentence of a policy that was held against runs."""
+    total = pooled(one.regret for one in standings if one.regret is not None)
+    if total is None:
+        return f"{policy.name} has no choice for any shape of these runs."
+    missed = f"; silent on {total.missed}" if total.missed else ""
+    told = f"regret {total.mean:.3f} over {_shapes(total.shapes)} (worst {total.worst:.2f} at {total.worst_at})"
+    return f"{policy.name}: {told}{missed}."
+
+
 def closing(policy: Policy) -> str:
     """What to run, and what that loses on the grid and off it."""
     if not policy.entries:
@@ -105,13 +141,28 @@ def _shapes(count: int) -> str:
     return f"{count} shape{'' if count == 1 else 's'}"
 
 
-def document(policy: Policy, unchosen: Iterable[Unchosen], path: object) -> dict[str, object]:
+def document(chosen: Chosen, path: object) -> dict[str, object]:
     """What `choose --json` prints."""
-    on_grid = {f"{place.device_name}/{place.framework}": place.on_grid for place in policy.places}
+    policy = chosen.policy
     return {
         "policy": policy,
-        "on_grid": on_grid,
-        "unchosen": list(unchosen),
+        "on_grid": {_place(place): place.on_grid for place in policy.places},
+        "fixed": {_place(ground.place): fixed_standings(ground) for ground in chosen.grounds},
+        "unchosen": chosen.unchosen,
         "written": path,
         "closing": closing(policy),
     }
+
+
+def judgement_document(policy: Policy, found: Sequence[tuple[Ground, Standing]]) -> dict[str, object]:
+    """What `choose --judge --json` prints."""
+    return {
+        "judged": policy.name,
+        "regret": {_place(ground.place): standing.regret for ground, standing in found},
+        "fixed": {_place(ground.place): fixed_standings(ground) for ground, _ in found},
+        "closing": judgement(policy, [standing for _, standing in found]),
+    }
+
+
+def _place(place: Place) -> str:
+    return f"{place.device_name}/{place.framework}"
