@@ -51,11 +51,14 @@ __all__ = [*_HOME, "masks"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(_MODULES[name])
-    if name not in _HOME:
+        found = import_module(_MODULES[name])
+    elif name in _HOME:
+        module, attribute = _HOME[name]
+        found = getattr(import_module(module), attribute)
+    else:
         raise AttributeError(f"module 'attnbench' has no attribute '{name}'")
-    module, attribute = _HOME[name]
-    return getattr(import_module(module), attribute)
+    globals()[name] = found  # so that the next use costs no call
+    return found
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +24,8 @@ FILE_RELATIVE = ("runs_dir", "baselines_dir", "thresholds", "policy")
 """Paths that a settings file gives relative to itself."""
 SEPARATORS = {"implementations": None, "pythonpath": os.pathsep}
 """Of the settings that are lists, between the words of a variable; None for spaces."""
+
+OnMiss = Literal["warn", "error", "quiet"]
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -55,6 +57,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Where baselines are kept; in a file, relative to that file."""
     policy: str | None = None
     """Policy file that `attention` asks before those that come with attnbench; in a file, relative to that file."""
+    on_miss: OnMiss = "warn"
+    """What `attention` does where no policy was measured: warn (once a class of problems), error, or quiet."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "budget_s", "timeout_s"):

@@ -7,7 +7,8 @@ AttnBenchError
 │   ├── BrokenFile             a TOML or run file that cannot be read, with its line
 │   ├── CannotTravel           a function that no other process can have (run/launch.py)
 │   └── BuildFailed            a git ref whose build command failed (run/refs.py)
-└── Unsupported                a known case this implementation or device cannot do (also a NotImplementedError)
+├── Unsupported                a known case this implementation or device cannot do (also a NotImplementedError)
+└── PolicyMiss                 nothing was measured for a call of `attention`, and on_miss is error
 
 What may well happen to a cell (wrong numbers, out of memory, a crash, a timeout) is a Record, not an exception.
 """
@@ -48,3 +49,11 @@ class BrokenFile(UsageError):
 
 class Unsupported(AttnBenchError, NotImplementedError):
     """This implementation cannot do this case here; the message is the reason."""
+
+
+class PolicyMiss(AttnBenchError):
+    """No measured policy speaks for a call, and the setting on_miss asks for an error there."""
+
+
+class PolicyWarning(UserWarning):
+    """No measured policy speaks for a call, or one that was asked for does not hold here."""

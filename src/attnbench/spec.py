@@ -265,6 +265,8 @@ class Implementation(ABC):
     """Regular expressions of operators or kernels that mean a silent fall-back."""
     untested: tuple[str, ...] = ()
     """Device kinds this adapter ought to run on but never has."""
+    traceable: bool = False
+    """Whether torch.compile may look into the calls that it builds; else each is one opaque operator to it."""
     tunables: Config = {}
     """What may be asked for in brackets, `torch.ring[world=4]`, with the defaults."""
 

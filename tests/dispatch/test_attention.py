@@ -4,67 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from dispatch_problem import FRAMEWORKS, SIZES, assert_close, problem, to_framework, to_numpy, turned
 
 import attnbench as ab
 from attnbench import frameworks, reference, registry
 from attnbench.dispatch.order import environment_of, order_on, refusal
 from attnbench.errors import InvalidWorkload, UnknownName, Unsupported, UsageError
-from attnbench.workloads.inputs import draw
-
-FRAMEWORKS = ["numpy", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "jax"))]
-SIZES = {"batch": 2, "q_len": 24, "heads": 4, "head_dim": 16}
-HOLES = np.random.default_rng(0).random((2, 24)) < 0.7
-BIAS = np.random.default_rng(1).standard_normal((1, 4, 24, 24)).astype(np.float32)
-MASKS = {
-    "full": None,
-    "causal": ab.masks.causal(),
-    "window": ab.masks.window(5, 2),
-    "documents": ab.masks.causal() & ab.masks.documents([0] * 10 + [1] * 14),
-    "ragged, an empty row": ab.masks.lengths([0, 17]),
-    "holes": ab.masks.causal() & ab.masks.valid(HOLES),
-    "bias": ab.masks.dense(BIAS),
-    "dilated": ab.masks.dilated([8, 24], [1, 3]),
-}
-
-
-def to_framework(framework, *arrays):
-    return [frameworks.get(framework).array(x, "float32", "cpu") for x in arrays]
-
-
-def to_numpy(framework, array):
-    return frameworks.get(framework).numpy(array)
-
-
-def problem(seed=0, **fields):
-    workload = ab.Workload(**(SIZES | fields))
-    drawn = draw(workload, seed)
-    wide = [x.astype(np.float64) for x in drawn]
-    return workload, drawn, reference.attention(workload, *wide[:3])
-
-
-def assert_close(got, want, tolerance=2e-5):
-    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=tolerance)
-
-
-def turned(arrays, layout):
-    """bshd arrays in another layout."""
-    if layout == "packed":
-        return [x.reshape(*x.shape[:2], -1) for x in arrays]
-    return [x.transpose(0, 2, 1, 3).copy() for x in arrays] if layout == "bhsd" else list(arrays)
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("name", MASKS)
-def test_every_framework_and_mask_with_lse(framework, name):
-    _, drawn, (out, lse) = problem(kv_heads=2, mask=MASKS[name])
-    arrays = to_framework(framework, *drawn[:3])
-    got, got_lse = ab.attention(*arrays, mask=MASKS[name], return_lse=True)
-    assert frameworks.of(got) == frameworks.of(got_lse) == framework
-    assert tuple(got_lse.shape) == (2, 4, 24)
-    assert str(got_lse.dtype).endswith("float32")
-    assert_close(to_numpy(framework, got), out)
-    assert_close(to_numpy(framework, got_lse), lse)
-    assert_close(to_numpy(framework, ab.attention(*arrays, mask=MASKS[name])), out)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

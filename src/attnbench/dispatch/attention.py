@@ -1,12 +1,16 @@
-"""`ab.attention`: one call for torch, jax and numpy arrays. Light: nothing here measures or reports."""
+"""`ab.attention`: one call for torch, jax and numpy arrays. Light: nothing here measures or reports.
+
+What depends on shapes, types, device, gradients and words alone is looked up; only a new problem is thought about.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from attnbench import registry
-from attnbench.dispatch.arrays import device_of, framework_of, pass_of, to_layout, workload_of
-from attnbench.dispatch.order import built
+from attnbench import policy, registry
+from attnbench.dispatch import traced
+from attnbench.dispatch.arrays import device_of, framework_of, pass_of
+from attnbench.dispatch.plan import PLANS, Words, holds_data, planned
 from attnbench.spec import Array
 from attnbench.workloads.masks import AnyMask
 
@@ -27,15 +31,36 @@ def attention(
     """Attention as SEMANTICS defines it; differentiable, output in the input's layout.
 
     `layout` is bshd, bhsd or packed ([b, s, heads * dim]; then `heads` is the number of heads, or (heads, kv_heads)).
-    `impl` is a name, which is used or refused, or "auto": the documented order of `attnbench.dispatch.order`.
+    `impl` is a name (with settings in brackets where it has some), which is used or refused, or "auto": what the active
+    policies measured, else the fixed order of `attnbench.dispatch.order` with a warning.
     With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32.
     """
+    device, recording = None, False
+    if hasattr(q, "requires_grad"):
+        import torch
+
+        if torch.compiler.is_dynamo_compiling():
+            return traced.attention(q, k, v, mask, scale, softcap, impl, layout, heads, return_lse)
+        device, recording = q.device, torch.is_grad_enabled()
+    try:
+        if device is not None:
+            place, train = device, recording and (q.requires_grad or k.requires_grad or v.requires_grad)
+        else:
+            place, train = _place_and_pass(q, k, v)
+        key = (
+            type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, place, train,
+            mask, scale, softcap, impl, layout, heads, return_lse, registry.generation(), policy.generation(),
+        )  # fmt: skip
+        run = PLANS.get(key)
+    except (AttributeError, TypeError):  # arrays of several frameworks, or a mask that is none: refused in words below
+        key, run, train = None, None, _place_and_pass(q, k, v)[1]
+    if run is None:
+        run = planned(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+        if key is not None:
+            PLANS.put(key, run, holds_data(mask))
+    return run(q, k, v)
+
+
+def _place_and_pass(q: Array, k: Array, v: Array) -> tuple[Any, bool]:
     framework = framework_of(q, k, v)
-    pass_ = pass_of(framework, q, k, v)
-    workload = workload_of(q, k, v, mask=mask, scale=scale, softcap=softcap, layout=layout, heads=heads, pass_=pass_)
-    call, native = built(workload, framework, device_of(q, framework), impl, return_lse, registry.generation())
-    arrays = [to_layout(x, layout, native, n) for x, n in zip((q, k, v), (workload.heads, *[workload.kv_heads] * 2))]
-    result = call(*arrays)
-    out, lse = result if return_lse else (result, None)
-    out = to_layout(out, native, layout)
-    return (out, lse) if return_lse else out
+    return (device_of(q, framework), type(k), type(v)), pass_of(framework, q, k, v) == "train"

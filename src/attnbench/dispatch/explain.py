@@ -1,16 +1,20 @@
-"""`ab.explain`: which implementation a call would use, and why the others would not be."""
+"""`ab.explain`: which implementation a call would use, on what evidence, and why the others would not be."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 from attnbench import registry
-from attnbench.dispatch.arrays import device_of, framework_of, pass_of, workload_of
-from attnbench.dispatch.order import Candidate, candidates, refusal
+from attnbench.dispatch.arrays import framework_of, pass_of
+from attnbench.dispatch.choice import Decision, decide
+from attnbench.dispatch.order import Candidate, Demand, order_on, why_not
+from attnbench.dispatch.plan import Words, demand_of
+from attnbench.policy import Choice
 from attnbench.spec import Array, Workload
 from attnbench.workloads.masks import AnyMask
 
-NOT_IN_ORDER = "can run, but is not in the fixed order: ask for it by name"
+NOT_ASKED = "can run, but neither a policy nor the fixed order names it: ask for it by name"
+NOT_REACHED = "can run; what a policy measured comes before the fixed order"
 
 
 class Explanation(Struct, frozen=True):
@@ -21,9 +25,18 @@ class Explanation(Struct, frozen=True):
     pick: str | None
     why: str
     candidates: list[Candidate]
+    policy: str | None = None
+    """The policy that the pick comes from."""
+    evidence: Choice | None = None
+    """What it measured: the nearest shape (`measured`, `distance` in octaves), the regret there, the `runner_up`."""
+    regret: float | None = None
+    """Expected time of the pick over that of the fastest; null without evidence."""
+    missed: tuple[str, ...] = ()
+    """Why the policies asked before had no answer."""
 
     def __str__(self) -> str:
         lines = [f"{self.workload.title} on {self.device}: {self.pick or 'nothing'} ({self.why})"]
+        lines += [f"  no answer: {reason}" for reason in self.missed]
         return "\n".join(lines + [f"  {one.name}: {one.reason or 'can run'}" for one in self.candidates])
 
 
@@ -40,18 +53,47 @@ def explain(
     heads: int | tuple[int, int] | None = None,
     return_lse: bool = False,
 ) -> Explanation:
-    """What `attention` with the same arguments would use: candidates in order, their refusals, and the pick."""
-    framework = framework_of(q, k, v)
-    pass_ = pass_of(framework, q, k, v)
-    workload = workload_of(q, k, v, mask=mask, scale=scale, softcap=softcap, layout=layout, heads=heads, pass_=pass_)
-    device = device_of(q, framework)
-    found = candidates(workload, framework, device, impl, return_lse)
-    pick = next((one.name for one in found if one.reason is None), None)
-    why = "all refuse"
-    if pick is not None:
-        fixed = "the first of the fixed order that can run this; no measured policy is loaded"
-        why = fixed if impl == "auto" else "asked for by name"
-    others = [name for name in registry.loadable()[0] if name not in {one.name for one in found}]
-    mine = [name for name in others if registry.get(name).framework == framework] if impl == "auto" else []
-    rest = [Candidate(name, refusal(registry.get(name), workload, framework, device) or NOT_IN_ORDER) for name in mine]
-    return Explanation(workload, device, pick, why, [*found, *rest])
+    """What `attention` with the same arguments would use: candidates in order, refusals, evidence, the pick and why."""
+    train = pass_of(framework_of(q, k, v), q, k, v) == "train"
+    demand = demand_of(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+    found = decide(impl, demand)
+    others = _others(found, demand) if impl == "auto" else []
+    pick, evidence = _name(found), found.evidence
+    why = found.why
+    if evidence is None and impl == "auto" and pick is not None:
+        why += "; no measured policy speaks for it" if found.missed else "; no measured policy is active"
+    return Explanation(
+        demand.workload, demand.device, pick, why, [*found.candidates, *others],
+        evidence and evidence.policy, evidence and evidence.choice, evidence and evidence.regret, found.missed,
+    )  # fmt: skip
+
+
+def _name(found: Decision) -> str | None:
+    """As it stands among the candidates, with its settings."""
+    return None if found.pick is None else next(one.name for one in found.candidates if one.reason is None)
+
+
+def _others(found: Decision, demand: Demand) -> list[Candidate]:
+    """Those of the framework that were not asked: each was measured and is slower, refuses, or waits to be named."""
+    measured = _slower(found.evidence.choice, found, demand) if found.evidence else []
+    named = {one.name.partition("[")[0] for one in (*found.candidates, *measured)}
+    mine = [one for one in map(registry.get, registry.loadable()[0]) if one.framework == demand.framework]
+    order = order_on(demand.framework, demand.device)
+    return measured + [
+        Candidate(one.name, why_not(one.name, {}, demand) or (NOT_REACHED if one.name in order else NOT_ASKED))
+        for one in mine
+        if one.name not in named
+    ]
+
+
+def _slower(choice: Choice, found: Decision, demand: Demand) -> list[Candidate]:
+    asked = {one.name for one in found.candidates}
+    words = f"times the time of {choice.label}"
+    return [
+        Candidate(
+            one.label,
+            why_not(one.implementation, one.config, demand) or f"can run; measured at {one.ratio:.2f} {words}",
+        )
+        for one in choice.alternatives
+        if one.label not in asked
+    ]

@@ -1,4 +1,4 @@
-"""The fixed order of `impl="auto"` until a measured policy exists, and what it picks for a workload.
+"""The fixed order of `impl="auto"`, which stands in wherever no policy was measured, and why one cannot be used.
 
 | framework | order | why |
 | --- | --- | --- |
@@ -8,18 +8,16 @@
 | numpy | float32, reference | float64 arrays need the second |
 
 Before them all, torch and jax ask an implementation of the dilated mask (dilated-improved, dilated): it takes no other.
-
-The first that supports the workload on its device is used. An implementation asked for by name is used or refused.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from attnbench import frameworks, registry
-from attnbench.errors import Unsupported
-from attnbench.spec import Call, Environment, Implementation, Workload
+from attnbench.errors import UsageError
+from attnbench.spec import Config, Environment, Implementation, Workload
 
 ORDER: dict[str, tuple[str, ...]] = {
     "torch": (
@@ -33,19 +31,41 @@ CPU_ORDER: dict[str, tuple[str, ...]] = {
     "torch": ("torch.dilated-improved", "torch.sdpa-flash", "torch.eager"),
     "jax": ("jax.dilated", "jax.xla", "jax.einsum"),
 }
+Form = Literal["call", "traced", "operator"]
+"""How it will be run: called, looked into by torch.compile where it may be, or as one operator of a compiled graph."""
 
 
 class Candidate(NamedTuple):
-    """An implementation in the order, and why it was passed over (None: it would do)."""
+    """An implementation that was asked, with its settings in brackets, and why not it (None: it would do)."""
 
     name: str
     reason: str | None
+
+
+class Demand(NamedTuple):
+    """What a call asks of an implementation."""
+
+    workload: Workload
+    framework: str
+    device: str
+    with_lse: bool = False
+    form: Form = "call"
+
+    @property
+    def environment(self) -> Environment:
+        """Of the device."""
+        return environment_of(self.framework, self.device)
 
 
 @lru_cache(maxsize=32)
 def environment_of(framework: str, device: str) -> Environment:
     """Light facts about a device, asked once."""
     return frameworks.get(framework).environment(device)
+
+
+def order_on(framework: str, device: str) -> tuple[str, ...]:
+    """The fixed order on a device."""
+    return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
 
 
 def refusal(implementation: Implementation, workload: Workload, framework: str, device: str) -> str | None:
@@ -56,46 +76,22 @@ def refusal(implementation: Implementation, workload: Workload, framework: str, 
     return implementation.available(environment) or implementation.supports(workload, environment)
 
 
-def order_on(framework: str, device: str) -> tuple[str, ...]:
-    """The fixed order on a device."""
-    return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
-
-
-def candidates(
-    workload: Workload, framework: str, device: str, impl: str = "auto", with_lse: bool = False
-) -> list[Candidate]:
-    """The whole order (or the one asked for) with reasons."""
-    names = order_on(framework, device) if impl == "auto" else (impl,)
-    return [Candidate(name, _why_not(registry.get(name), workload, framework, device, with_lse)) for name in names]
-
-
-def _why_not(
-    implementation: Implementation, workload: Workload, framework: str, device: str, with_lse: bool
-) -> str | None:
-    reason = refusal(implementation, workload, framework, device)
-    if reason is None and with_lse and implementation.build_lse(workload, {}) is None:
+def why_not(name: str, config: Config, demand: Demand) -> str | None:
+    """Why the implementation of that name cannot do what is asked; None when it can."""
+    try:
+        implementation = registry.get(name)
+    except UsageError as error:
+        return f"cannot be had here: {error}"
+    workload = demand.workload
+    reason = refusal(implementation, workload, demand.framework, demand.device)
+    if reason is None and demand.with_lse and implementation.build_lse(workload, config) is None:
         return "gives no LSE"
+    if reason is None and needs_partial(implementation, demand) and implementation.partial(workload, config) is None:
+        return "has no backward pass that a graph of torch.compile can call"
     return reason
 
 
-def _refused(workload: Workload, framework: str, device: str, impl: str, tried: list[Candidate]) -> str:
-    if impl != "auto":
-        return f"{impl} cannot run {workload.title}: {tried[0].reason}."
-    reasons = "; ".join(f"{one.name}: {one.reason}" for one in tried)
-    return f"no {framework} implementation can run {workload.title} on {device}: {reasons}."
-
-
-@lru_cache(maxsize=1024)
-def built(
-    workload: Workload, framework: str, device: str, impl: str, with_lse: bool, generation: int
-) -> tuple[Call, str]:
-    """The call and the layout it takes, made once per workload (and again after a registration)."""
-    del generation
-    tried = candidates(workload, framework, device, impl, with_lse)
-    name = next((one.name for one in tried if one.reason is None), None)
-    if name is None:
-        raise Unsupported(_refused(workload, framework, device, impl, tried))
-    implementation = registry.get(name)
-    call = implementation.build_lse(workload, {}) if with_lse else implementation.build(workload, {})
-    assert call is not None
-    return call, implementation.layout
+def needs_partial(implementation: Implementation, demand: Demand) -> bool:
+    """Whether its backward must be callable apart: in a compiled graph that does not look into it."""
+    opaque = demand.form == "operator" or (demand.form == "traced" and not implementation.traceable)
+    return opaque and demand.workload.needs_gradients

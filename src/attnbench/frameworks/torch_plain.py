@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from attnbench.spec import Call, Workload
+from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks import Full
 
 if TYPE_CHECKING:
@@ -81,16 +82,20 @@ def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
     return MaskTensors(visible, weight, dead if bool(dead.any()) else None)
 
 
-def once_per_device(make: Callable[[torch.device], Made]) -> Callable[[torch.device], Made]:
-    """Build may not know the device: what depends on it is made at the first call there and kept."""
+def once_per_device(make: Callable[[torch.device], Made], constant: bool = True) -> Callable[[torch.device], Made]:
+    """Build may not know the device: what depends on it is made at the first call there and kept.
+
+    To torch.compile it is a constant, unless it is a function, which must be looked into and be made before.
+    """
     made: dict[torch.device, Made] = {}
 
     def get(device: torch.device) -> Made:
-        if device not in made:
-            made[device] = make(device)
-        return made[device]
+        found = made.get(device)
+        if found is None:
+            found = made[device] = make(device)
+        return found
 
-    return get
+    return constant_when_traced(get) if constant else get
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, mask: MaskTensors, scale: float, softcap: float | None) -> torch.Tensor:

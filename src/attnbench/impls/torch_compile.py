@@ -24,8 +24,14 @@ class CompiledCall:
 
     compiles = True
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, prepare: Callable[[Any], object] | None = None) -> None:
         self._call = call
+        self._prepare = prepare
+
+    def prepare(self, device: Any) -> None:
+        """Make what the call needs on a device now: inside another compiled function it would be too late."""
+        if self._prepare is not None:
+            self._prepare(device)
 
     def __call__(self, q: Array, k: Array, v: Array) -> Any:
         return self._call(q, k, v)

@@ -18,6 +18,7 @@ class Eager(Implementation):
 
     name = "torch.eager"
     framework = "torch"
+    traceable = True
     materialises_scores = True
     untested = ("rocm", "xpu", "mps")
 
@@ -47,6 +48,7 @@ class Compiled(Implementation):
 
     name = "torch.compiled"
     framework = "torch"
+    traceable = True
     materialises_scores = True
     untested = ("rocm", "xpu", "mps")
     expects = (COMPILED_GRAPH,)

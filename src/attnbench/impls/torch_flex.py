@@ -26,6 +26,7 @@ class Flex(Implementation):
     name = "torch.flex"
     framework = "torch"
     layout = "bhsd"
+    traceable = True
     untested = ("rocm", "xpu", "mps")
     expects = (COMPILED_GRAPH,)
     forbids = (r"^aten::_(safe_)?softmax", r"^aten::bmm", r"cunn_SoftMax")
@@ -48,12 +49,12 @@ class Flex(Implementation):
         return tuple({"block_size": size} for size in _block_sizes(workload))
 
     def build(self, workload: Workload, config: Config) -> Call:
-        return CompiledCall(_attend(workload, config, lse=False))
+        return _attend(workload, config, lse=False)
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
         import torch
 
-        return CompiledCall(_attend(workload, config, lse=True)) if torch.accelerator.is_available() else None
+        return _attend(workload, config, lse=True) if torch.accelerator.is_available() else None
 
 
 def _block_sizes(workload: Workload) -> tuple[int, ...]:
@@ -66,14 +67,14 @@ def _block_sizes(workload: Workload) -> tuple[int, ...]:
 
 def _attend(workload: Workload, config: Config, lse: bool) -> Call:
     block_size = int(config.get("block_size", _block_sizes(workload)[0]))
-    compiled = once_per_device(lambda device: _compile(workload, device, block_size, lse))
+    compiled = once_per_device(lambda device: _compile(workload, device, block_size, lse), constant=False)
 
     def call(q: Array, k: Array, v: Array) -> Any:
         if lse and q.device.type == "cpu":
             raise Unsupported("torch.flex returns no LSE on a CPU: use torch.eager or torch.sdpa-flash.")
         return compiled(q.device)(q, k, v)
 
-    return call
+    return CompiledCall(call, prepare=compiled)
 
 
 def _compile(workload: Workload, device: Any, block_size: int, lse: bool) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
 )
 from attnbench.impls.torch_masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
+from attnbench.impls.torch_sdpa_turns import Pinned
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
@@ -40,6 +41,7 @@ ENUM_NAMES = {
     "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
 }
+FLAG_NAMES = {"math": "math", "flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn"}
 NO_KERNEL = ("No available kernel", "No viable backend")
 HALF = ("float16", "bfloat16")
 
@@ -49,6 +51,7 @@ class Sdpa(Implementation):
 
     framework = "torch"
     layout = "bhsd"
+    traceable = True
     untested = ("rocm", "xpu", "mps")
 
     def __init__(self, backend: Backend) -> None:
@@ -112,10 +115,12 @@ class Sdpa(Implementation):
     def _pinned(self) -> Callable[[], AbstractContextManager[Any]]:
         if self.backend == "auto":
             return nullcontext
+        from torch.compiler import is_dynamo_compiling
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        backend = getattr(SDPBackend, ENUM_NAMES[self.backend])
-        return lambda: sdpa_kernel(backend)
+        backend, pinned = getattr(SDPBackend, ENUM_NAMES[self.backend]), Pinned(FLAG_NAMES[self.backend])
+        # Dynamo follows torch's own context only.
+        return lambda: sdpa_kernel(backend) if is_dynamo_compiling() else pinned
 
 
 def _exact_bias(workload: Workload) -> str | None:

@@ -9,20 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from typing import get_args
 
 from msgspec import Struct
 
+from attnbench.config import OnMiss
+from attnbench.errors import UsageError
 from attnbench.policy.choices import Choice
 from attnbench.policy.files import load_policy, packaged
 from attnbench.policy.policy import Policy
 from attnbench.spec import Environment, Workload
 
-Token = tuple[int, tuple[str, ...]]
+Token = tuple[int, tuple[str, ...], OnMiss | None]
 
 
 class _Stack(Struct, frozen=True):
     policies: tuple[Policy, ...] = ()
     digests: tuple[str, ...] = ()
+    on_miss: OnMiss | None = None
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -40,10 +44,16 @@ _epoch = 0
 
 
 @contextmanager
-def use_policy(policy: Policy) -> Iterator[Policy]:
-    """Ask this policy before all others inside the `with`; such blocks stack, the innermost is asked first."""
+def use_policy(policy: Policy, *, on_miss: OnMiss | None = None) -> Iterator[Policy]:
+    """Ask this policy before all others inside the `with`; such blocks stack, the innermost is asked first.
+
+    `on_miss` ("warn", "error" or "quiet") says what `attention` does in the block where no policy was measured.
+    """
+    if on_miss not in (None, *get_args(OnMiss)):
+        raise UsageError(f"on_miss is {' or '.join(get_args(OnMiss))}, not {on_miss!r}.")
     outer = _stack.get()
-    token = _stack.set(_Stack((policy, *outer.policies), (policy.digest, *outer.digests)))
+    inner = _Stack((policy, *outer.policies), (policy.digest, *outer.digests), on_miss or outer.on_miss)
+    token = _stack.set(inner)
     try:
         yield policy
     finally:
@@ -57,7 +67,13 @@ def active() -> tuple[Policy, ...]:
 
 def generation() -> Token:
     """Cheap and hashable; equal as long as `active` says the same: what was chosen under another one may be stale."""
-    return _epoch, _stack.get().digests
+    stack = _stack.get()
+    return _epoch, stack.digests, stack.on_miss
+
+
+def on_miss() -> OnMiss | None:
+    """What the innermost `use_policy` that said so asks for on a miss; None: the setting decides."""
+    return _stack.get().on_miss
 
 
 def forget() -> None:

@@ -1,4 +1,7 @@
-"""Masks as data: `attnbench.masks`. Each function makes one frozen mask; they combine with `&`."""
+"""Masks as data: `attnbench.masks`. Each function makes one frozen mask; they combine with `&`.
+
+Inside torch.compile they may be made of numbers and lists; those of arrays are built outside.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from attnbench.errors import InvalidWorkload
+from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks.base import Align, Mask, MaskShape, Namespace, Predicate
 from attnbench.workloads.masks.combine import Both, Part
 from attnbench.workloads.masks.data import freeze, integers, to_numpy
@@ -26,36 +30,43 @@ __all__ = [
 ]  # fmt: skip
 
 
+@constant_when_traced
 def full() -> Full:
     """Every query sees every key."""
     return Full()
 
 
+@constant_when_traced
 def causal(align: Align = "bottom-right") -> Causal:
     """Query i sees keys up to itself; with q_len != kv_len the last query sees all keys, unless align="top-left"."""
     return Causal(align)
 
 
+@constant_when_traced
 def window(left: int | None, right: int | None = 0, align: Align = "bottom-right") -> Window:
     """Query i sees keys i - left ... i + right; None removes that bound."""
     return Window(left, right, align)
 
 
+@constant_when_traced
 def prefix(n: int, align: Align = "bottom-right") -> Prefix:
     """The first n keys are seen by all, the rest causally."""
     return Prefix(n, align)
 
 
+@constant_when_traced
 def block_causal(ids: Any, q_ids: Any = None) -> BlockCausal:
     """ids[j] <= q_ids[i]; ids is the running sum of openpi's mask_ar, [kv_len] or [batch, kv_len]."""
     return BlockCausal(*_token_ids(ids, q_ids, "block_causal"))
 
 
+@constant_when_traced
 def documents(ids: Any, q_ids: Any = None) -> Documents:
     """Tokens see their own document only; ids is [kv_len] or [batch, kv_len]."""
     return Documents(*_token_ids(ids, q_ids, "documents"))
 
 
+@constant_when_traced
 def lengths(kv_lengths: Any) -> Lengths:
     """Batch row b has kv_lengths[b] real keys, the rest is padding on the right."""
     frozen = integers(kv_lengths, "kv_lengths", (1,))
@@ -64,6 +75,7 @@ def lengths(kv_lengths: Any) -> Lengths:
     return Lengths(frozen)
 
 
+@constant_when_traced
 def valid(mask_bj: Any) -> Valid:
     """Keys that exist, [kv_len] or [batch, kv_len] booleans: holes anywhere."""
     keys = to_numpy(mask_bj, "valid")
@@ -74,6 +86,7 @@ def valid(mask_bj: Any) -> Valid:
     return Valid(freeze(np.atleast_2d(keys)))
 
 
+@constant_when_traced
 def dilated(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], offset: Literal["mod", "group"] = "mod"
 ) -> Dilated:
@@ -81,6 +94,7 @@ def dilated(
     return Dilated(tuple(int(w) for w in segment_lengths), tuple(int(r) for r in dilation_rates), offset)
 
 
+@constant_when_traced
 def blocks(block_mask: Any, block_size: int) -> Blocks:
     """Keep whole blocks: block_mask is boolean [q blocks, kv blocks], optionally with head and batch axes before."""
     kept = to_numpy(block_mask, "block_mask")
@@ -89,6 +103,7 @@ def blocks(block_mask: Any, block_size: int) -> Blocks:
     return Blocks(freeze(kept), int(block_size))
 
 
+@constant_when_traced
 def dense(array: Any) -> Dense:
     """Any boolean (True = visible) or additive array that broadcasts to [batch, heads, q_len, kv_len]."""
     values = to_numpy(array, "dense")

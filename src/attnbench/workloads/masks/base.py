@@ -7,7 +7,7 @@ NumPy, JAX and FlexAttention: `predicate(shape, namespace)` is handed the namesp
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -41,6 +41,9 @@ class Namespace(Protocol):
 
 class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
     """Base of all masks; instances are made by the functions of `attnbench.masks`."""
+
+    name_and_fields: ClassVar[tuple[str, ...]] = ()
+    """Of the class, where torch.compile can read them."""
 
     @property
     def id(self) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks.base import Mask, MaskShape, Namespace, Predicate, _interval_pairs
 from attnbench.workloads.masks.dilated import Dilated
 from attnbench.workloads.masks.gridded import Blocks, Dense
 from attnbench.workloads.masks.keyed import BlockCausal, Documents, Lengths, Valid
+from attnbench.workloads.masks.literals import from_literal, literal
 from attnbench.workloads.masks.positional import Causal, Full, Prefix, Window
 
 Part = Full | Causal | Window | Prefix | BlockCausal | Documents | Lengths | Valid | Dilated | Blocks | Dense
@@ -97,12 +99,26 @@ def _meet(intervals: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, n
     return low, high
 
 
+KINDS: dict[str, type[Mask]] = {kind.__name__: kind for kind in (*get_args(Part), Both)}
+for _kind in KINDS.values():
+    _kind.name_and_fields = (_kind.__name__, *_kind.__struct_fields__)
+
+
 def both(a: Mask, b: Mask) -> Mask:
     """`a & b`, flattened; `full()` is dropped."""
-    if not isinstance(b, Mask):
-        return NotImplemented
-    parts = [part for mask in (a, b) for part in (mask.parts if isinstance(mask, Both) else (mask,))]
+    return _joined(literal(a), literal(b)) if isinstance(b, Mask) else NotImplemented
+
+
+@constant_when_traced
+def _joined(*literals: Any) -> Mask:
+    masks = [mask_of(one) for one in literals]
+    parts = [part for mask in masks for part in (mask.parts if isinstance(mask, Both) else (mask,))]
     parts = [part for part in parts if not isinstance(part, Full)]
     if not parts:
         return Full()
     return parts[0] if len(parts) == 1 else Both(tuple(parts))
+
+
+def mask_of(plain: Any) -> Any:
+    """The mask (or None) that a literal stands for."""
+    return from_literal(plain, KINDS)

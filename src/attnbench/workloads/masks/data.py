@@ -9,6 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from attnbench.errors import InvalidWorkload
+from attnbench.tracing import being_traced
 
 
 class FrozenArray(Struct, frozen=True):
@@ -42,6 +43,8 @@ def freeze(array: np.ndarray) -> FrozenArray:
 def to_numpy(values: Any, what: str) -> np.ndarray:
     """NumPy view of a list, a NumPy or JAX array, or a torch tensor on any device."""
     if hasattr(values, "detach"):
+        if being_traced():
+            raise InvalidWorkload(f"{what} must be known before torch.compile traces: build masks of arrays outside.")
         values = values.detach().cpu()
         values = values.float() if values.dtype.is_floating_point and values.dtype.itemsize < 4 else values
     try:

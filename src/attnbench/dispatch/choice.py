@@ -1,0 +1,102 @@
+"""Which implementation a call uses: the one named, else the active policies', else the first of the fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from attnbench import policy, registry
+from attnbench.dispatch.order import Candidate, Demand, order_on, why_not
+from attnbench.errors import Unsupported
+from attnbench.policy import Choice, Policy
+from attnbench.spec import Config, Environment, Implementation
+
+FIXED = "the first of the fixed order that can run this"
+
+
+class Evidence(NamedTuple):
+    """What a pick by a policy rests on."""
+
+    policy: str
+    choice: Choice
+    regret: float
+    """Expected time of the pick over that of the fastest measured; more than the choice's own for an alternative."""
+
+    def __str__(self) -> str:
+        other = self.choice.runner_up
+        beside = f"; next {other.label}, {other.ratio:.2f} times its time" if other else ""
+        return f"{self.policy}: {self.choice}{beside}"
+
+
+class Decision(NamedTuple):
+    """The pick, and everything it was picked from."""
+
+    pick: Implementation | None
+    config: Config
+    why: str
+    candidates: list[Candidate]
+    evidence: Evidence | None = None
+    missed: tuple[str, ...] = ()
+    """Why the policies that were asked first had no answer that can run."""
+
+    def taken(self, impl: str, demand: Demand) -> Implementation:
+        """The pick, or Unsupported with every reason."""
+        if self.pick is not None:
+            return self.pick
+        title, tried = demand.workload.title, self.candidates
+        if impl != "auto":
+            raise Unsupported(f"{tried[0].name} cannot run {title}: {tried[0].reason}.")
+        reasons = "; ".join(f"{one.name}: {one.reason}" for one in tried)
+        raise Unsupported(f"no {demand.framework} implementation can run {title} on {demand.device}: {reasons}.")
+
+
+def decide(impl: str, demand: Demand) -> Decision:
+    """Choose; nothing is built and nobody is warned."""
+    if impl == "auto":
+        return _measured(demand)
+    name, config = registry.asked(impl)
+    registry.get(name)
+    reason = why_not(name, config, demand)
+    pick = registry.get(name) if reason is None else None
+    return Decision(pick, config, "asked for by name" if pick else "refuses", [Candidate(impl, reason)])
+
+
+def _measured(demand: Demand) -> Decision:
+    asked: list[Candidate] = []
+    missed: list[str] = []
+    for one in policy.active():
+        choice = one.choice(demand.workload, demand.framework, demand.environment)
+        if choice is None and of_elsewhere(one, demand.environment):
+            continue
+        if choice is None:
+            why = one.miss(demand.workload, demand.framework, demand.environment)
+            missed.append(why or f"{one.name} has no entry")
+            continue
+        for name, config, label, regret in _ranked(choice):
+            asked.append(Candidate(label, why_not(name, config, demand)))
+            if asked[-1].reason is None:
+                evidence = Evidence(one.name, choice, regret)
+                return Decision(registry.get(name), config, str(evidence), asked, evidence, tuple(missed))
+        missed.append(f"what {one.name} chose cannot run here")
+    return _fixed(demand, asked, missed)
+
+
+def _ranked(choice: Choice) -> Iterator[tuple[str, Config, str, float]]:
+    yield choice.implementation, choice.config, choice.label, choice.regret
+    for other in choice.alternatives:
+        yield other.implementation, other.config, other.label, choice.regret * other.ratio
+
+
+def _fixed(demand: Demand, asked: list[Candidate], missed: list[str]) -> Decision:
+    known = {one.name for one in asked}
+    names = [name for name in order_on(demand.framework, demand.device) if name not in known]
+    found = [*asked, *(Candidate(name, why_not(name, {}, demand)) for name in names)]
+    name = next((one.name for one in found[len(asked) :] if one.reason is None), None)
+    pick = None if name is None else registry.get(name)
+    return Decision(pick, {}, "all refuse" if pick is None else FIXED, found, None, tuple(missed))
+
+
+def of_elsewhere(one: Policy, environment: Environment) -> bool:
+    """Whether it came with attnbench and is of another device: nobody here asked for it, nobody need hear of it."""
+    here = (environment.device, environment.device_name)
+    return one.origin.startswith("packaged ") and all((p.device, p.device_name) != here for p in one.places)

@@ -1,0 +1,180 @@
+"""An implementation as one operator of torch.compile's graphs: `attnbench::forward`, and `attnbench::backward` of it.
+
+The operator is handed a key to what was asked; what it runs is looked up by the sizes it meets. The backward is the
+partial form's, so nothing is computed twice. Arrays are bshd or bhsd, results are contiguous. Needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from attnbench import policy, registry
+from attnbench.dispatch.arrays import LAYOUTS, to_layout
+from attnbench.dispatch.order import Demand
+from attnbench.dispatch.plan import MOST, MOST_WITH_DATA, Plans, Words, arranged, chosen, demand_of, holds_data
+from attnbench.errors import InvalidWorkload, UsageError
+from attnbench.spec import Call, Config, Implementation, Workload
+from attnbench.workloads.masks.literals import literal
+
+
+class Request(NamedTuple):
+    """What a graph asks of its operator; the pick is None where sizes were dynamic."""
+
+    words: Words
+    train: bool
+    pick: tuple[str, Config] | None
+
+
+class Kernels(NamedTuple):
+    """Functions on arrays in the request's layout; no backward where no gradients were asked."""
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    backward: Callable[..., tuple[torch.Tensor, ...]] | None
+
+
+_requests: dict[str, Request] = {}
+_kernels: Plans = Plans(MOST, MOST_WITH_DATA)
+
+
+def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = None) -> Call:
+    """A function that torch.compile can look into: the operator, and what packed arrays need around it."""
+    layout, heads, return_lse = words.layout, words.heads, words.return_lse
+    if layout not in LAYOUTS:
+        raise InvalidWorkload(f'layout is one of {", ".join(LAYOUTS)}, not "{layout}".')
+    if (layout == "packed") != (heads is not None):
+        raise InvalidWorkload("heads= belongs to layout packed, which needs it.")
+    q_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
+    inner = "bshd" if layout == "packed" else layout
+    key = _remember(Request(words._replace(layout=inner, heads=None), train, pick))
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        q = to_layout(q, layout, inner, q_heads)
+        k, v = to_layout(k, layout, inner, kv_heads), to_layout(v, layout, inner, kv_heads)
+        out, lse = torch.ops.attnbench.forward(q, k, v, key)
+        out = to_layout(out, inner, layout)
+        return (out, lse.detach().float()) if return_lse else out
+
+    return run
+
+
+def _remember(request: Request) -> str:
+    """A key that says the same in every process, because compiled graphs are cached on disk."""
+    mask, *rest = request.words
+    pick = request.pick and (request.pick[0], sorted(request.pick[1].items()))
+    key = hashlib.sha256(repr((literal(mask), rest, request.train, pick)).encode()).hexdigest()[:24]
+    _requests[key] = request
+    return key
+
+
+def _asked(key: str) -> Request:
+    if key not in _requests:
+        raise UsageError("this graph was compiled in another process: compile it here, so that it knows its mask.")
+    return _requests[key]
+
+
+@torch.library.custom_op("attnbench::forward", mutates_args=())
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse); the LSE is empty of meaning where nobody asked for it."""
+    out, lse = _kernels_for(q, k, v, key).forward(q, k, v)
+    blank = _empty_lse(q, key)
+    return out.contiguous(), blank if lse is None else lse.to(blank.dtype).contiguous()
+
+
+@forward.register_fake
+def _empty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), _empty_lse(q, key)
+
+
+def _empty_lse(q: torch.Tensor, key: str) -> torch.Tensor:
+    batch, second, third, _ = q.shape
+    rows = (second, third) if _asked(key).words.layout == "bhsd" else (third, second)
+    return q.new_empty((batch, *rows), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("attnbench::backward", mutates_args=())
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    key: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv)."""
+    kernel = _kernels_for(q, k, v, key).backward
+    assert kernel is not None
+    dq, dk, dv = kernel(q, k, v, out, lse, dout.contiguous())
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@backward.register_fake
+def _empty_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, dout: Any, key: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *arrays, ctx.key = inputs
+    ctx.save_for_backward(*arrays, *output)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, dlse: Any) -> tuple[Any, ...]:
+    del dlse  # no gradient flows through the LSE
+    return *torch.ops.attnbench.backward(*ctx.saved_tensors, dout, ctx.key), None
+
+
+forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> Kernels:
+    place = (key, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
+    place = (*place, registry.generation(), policy.generation())
+    found: Any = _kernels.get(place)
+    if found is None:
+        found = _build(q, k, v, _asked(key))
+        _kernels.put(place, found, holds_data(_asked(key).words.mask))
+    return found
+
+
+def _build(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> Kernels:
+    words = request.words
+    demand = demand_of(q, k, v, words, request.train, "operator")
+    pick, config = _picked(request, demand)
+    workload, layout = demand.workload, words.layout
+    if request.train:
+        return _with_backward(pick, config, workload, layout)
+    call = pick.build_lse(workload, config) if words.return_lse else pick.build(workload, config)
+    assert call is not None
+    run = arranged(call, workload, layout, pick.layout, words.return_lse)
+    return Kernels(run if words.return_lse else lambda q, k, v: (run(q, k, v), None), None)
+
+
+def _picked(request: Request, demand: Demand) -> tuple[Implementation, Config]:
+    if request.pick is not None:
+        return registry.get(request.pick[0]), request.pick[1]
+    pick, decision = chosen(request.words.impl, demand)
+    return pick, decision.config
+
+
+def _with_backward(pick: Implementation, config: Config, workload: Workload, layout: str) -> Kernels:
+    pair = pick.partial(workload, config)
+    assert pair is not None
+
+    def there(arrays: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        return [to_layout(x, layout, "bshd") for x in arrays]
+
+    def forward(*arrays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = pair[0](*there(arrays))
+        return to_layout(out, "bshd", layout), lse
+
+    def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> tuple[torch.Tensor, ...]:
+        q, k, v, out, dout = there((q, k, v, out, dout))
+        return tuple(to_layout(x, "bshd", layout) for x in pair[1](q, k, v, out, lse, dout))
+
+    return Kernels(forward, backward)

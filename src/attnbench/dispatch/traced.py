@@ -1,0 +1,99 @@
+"""`ab.attention` inside torch.compile: one graph, no break.
+
+Dynamo follows `attention` here and sees plain values only. The choice is made from the shapes while it traces, by a
+function that it calls and does not follow; then it looks into the call that was built, or, where the implementation
+is not `traceable`, writes one operator into the graph. Where a size is dynamic nothing can be chosen yet: the graph
+gets an operator that chooses when it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+from attnbench import registry
+from attnbench.dispatch.plan import Words, built, chosen, demand_of
+from attnbench.spec import Array, Call
+from attnbench.tracing import constant_when_traced
+from attnbench.workloads.masks.combine import mask_of
+from attnbench.workloads.masks.literals import literal
+
+
+class Outline(NamedTuple):
+    """As much of a tensor as a choice depends on."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    device: Any
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Any,
+    scale: float | None,
+    softcap: float | None,
+    impl: str,
+    layout: str,
+    heads: int | tuple[int, int] | None,
+    return_lse: bool,
+) -> Any:
+    """The same as `attnbench.attention`."""
+    import torch
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse))
+    if all(has_static_value(size) for x in (q, k, v) for size in x.shape):
+        outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
+        name = chosen_now(outlines, train, *words)
+    else:
+        name = chosen_when_run(train, *words)
+    return getattr(CALLS, name)(q, k, v)
+
+
+def specialised(value: Any) -> Any:
+    """The same with plain numbers, which dynamo guards on, for those that it made symbols of."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    if isinstance(value, tuple):
+        return tuple([specialised(one) for one in value])
+    return guard_scalar(value) if isinstance(value, (int, float)) else value
+
+
+class Calls:
+    """What traced code runs, by attribute: what dynamo finds at a place of its own it can look into and guard."""
+
+    def keep(self, call: Call, *what: Any) -> str:
+        """Its name; the first of a name stays, because compiled code is guarded by it."""
+        name = f"call_{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}"
+        self.__dict__.setdefault(name, call)
+        return name
+
+
+CALLS = Calls()
+
+
+@constant_when_traced
+def chosen_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) -> str:
+    """Name of what the traced call runs, in its own layout."""
+    from attnbench.dispatch.torch_operator import as_operator
+
+    words = Words(mask_of(mask), *rest)
+    q, k, v = (Outline(*one) for one in outlines)
+    demand = demand_of(q, k, v, words, train, "traced", "torch")
+    pick, decision = chosen(words.impl, demand)
+    if pick.traceable:
+        call = built(pick, decision, demand, words.layout, q.device)
+    else:
+        call = as_operator(words, train, (pick.name, decision.config))
+    return CALLS.keep(call, outlines, train, mask, rest, pick.name, decision.config, registry.generation())
+
+
+@constant_when_traced
+def chosen_when_run(train: bool, mask: Any, *rest: Any) -> str:
+    """Name of an operator for any sizes."""
+    from attnbench.dispatch.torch_operator import as_operator
+
+    return CALLS.keep(as_operator(Words(mask_of(mask), *rest), train), train, mask, rest)

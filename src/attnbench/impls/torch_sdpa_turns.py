@@ -1,0 +1,62 @@
+"""Backends of scaled_dot_product_attention pinned by several threads at once, in about a microsecond.
+
+torch's flags belong to the process: two threads inside its `sdpa_kernel` see each other's, and restore them in the
+wrong order, which pins the process for good. Here threads that want one backend share the pin, others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Condition, Lock
+
+FLAGS = ("cudnn", "flash", "mem_efficient", "math", "overrideable")
+
+
+class _Turn:
+    """Whose turn it is, how many threads are inside, and how to undo what the first of them changed."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.over = Condition(self.lock)
+        self.flag = ""
+        self.inside = 0
+        self.undo: list[tuple[Callable[[bool], None], bool]] = []
+
+
+_TURN = _Turn()
+
+
+class Pinned:
+    """`with Pinned("math"): ...`; the flag is one of FLAGS. One object serves every thread and call."""
+
+    __slots__ = ("_flag", "_switches")
+
+    def __init__(self, flag: str) -> None:
+        import torch
+
+        self._flag = flag
+        self._switches = [  # those that `sdpa_kernel` itself uses
+            (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == flag)
+            for name in FLAGS
+        ]
+
+    def __enter__(self) -> None:
+        with _TURN.lock:
+            while _TURN.inside and _TURN.flag != self._flag:
+                _TURN.over.wait()
+            if not _TURN.inside:
+                _TURN.flag = self._flag
+                for get, put, wanted in self._switches:
+                    if get() is not wanted:
+                        put(wanted)
+                        _TURN.undo.append((put, not wanted))
+            _TURN.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with _TURN.lock:
+            _TURN.inside -= 1
+            if not _TURN.inside:
+                for put, was in _TURN.undo:
+                    put(was)
+                _TURN.undo.clear()
+                _TURN.over.notify_all()

@@ -1,0 +1,24 @@
+"""Every test here starts without policies and without anything that was told or planned before."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnbench import policy
+from attnbench.dispatch import misses
+from attnbench.dispatch.plan import PLANS
+from attnbench.policy import stack
+
+
+@pytest.fixture(autouse=True)
+def _no_policies(monkeypatch):
+    """Those that come with attnbench may hold on one machine and not on the next."""
+    monkeypatch.setattr(stack, "packaged", lambda: ())
+    monkeypatch.delenv("ATTNBENCH_POLICY", raising=False)
+    monkeypatch.delenv("ATTNBENCH_ON_MISS", raising=False)
+    policy.forget()
+    misses.forget()
+    PLANS.clear()
+    yield
+    monkeypatch.undo()
+    policy.forget()

@@ -1,0 +1,233 @@
+"""`impl="auto"`: policies first, the fixed order with one warning (or an error) on a miss, and `explain`."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import numpy as np
+import pytest
+from dispatch_problem import entry, here
+
+import attnbench as ab
+from attnbench import registry
+from attnbench.config import load_settings
+from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported, UsageError
+from attnbench.policy import save_policy
+from attnbench.spec import Implementation
+
+pytestmark = pytest.mark.torch
+CAUSAL = ab.masks.causal()
+
+
+def arrays(tokens=32, heads=4, dim=16, framework="torch"):
+    values = [np.random.default_rng(n).standard_normal((1, tokens, heads, dim), np.float32) for n in range(3)]
+    if framework == "numpy":
+        return values
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return [jnp.asarray(x) for x in values]
+    import torch
+
+    return [torch.from_numpy(x) for x in values]
+
+
+class Spy(Implementation):
+    """Notes what it is built with and computes as torch.eager does."""
+
+    framework = "torch"
+    tunables = {"blocks": 1}
+
+    def __init__(self, name="torch.spy", refuses=None):
+        self.name, self.refuses, self.built = name, refuses, []
+
+    def supports(self, workload, environment):
+        return self.refuses
+
+    def build(self, workload, config):
+        self.built.append((workload.q_len, dict(config)))
+        return registry.get("torch.eager").build(workload, {})
+
+
+@pytest.fixture
+def spy():
+    with registry.restored():
+        yield registry.register(Spy())
+
+
+def warned(call):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in seen if issubclass(one.category, PolicyWarning)]
+
+
+def test_a_policy_of_this_machine_is_used_with_its_config_and_nobody_is_warned(spy):
+    chosen = here(entry("torch.spy", config={"blocks": 3}))
+    with ab.use_policy(chosen):
+        assert warned(lambda: ab.attention(*arrays(), mask=CAUSAL)) == []
+        assert spy.built == [(32, {"blocks": 3})]
+        ab.attention(*arrays(), mask=CAUSAL)
+        assert len(spy.built) == 1, "it is built once"
+    ab.attention(*arrays(), mask=CAUSAL)
+    assert len(spy.built) == 1, "outside the block nobody asks the policy"
+
+
+def test_the_innermost_policy_is_asked_first_and_the_outer_where_it_is_silent(spy):
+    outer = here(entry("torch.eager"), entry("torch.eager", mask=ab.masks.full()))
+    with ab.use_policy(outer), ab.use_policy(here(entry("torch.spy"))):
+        assert ab.explain(*arrays(), mask=CAUSAL).pick == "torch.spy"
+        told = ab.explain(*arrays())
+    assert told.pick == "torch.eager"
+    assert "no entry for mask full" in told.missed[0]
+
+
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.jax)])
+def test_a_miss_takes_the_fixed_order_and_warns_once_a_class(framework):
+    first = "torch.sdpa-flash" if framework == "torch" else "jax.xla"
+    with ab.use_policy(here(entry(f"{framework}.eager", mask=ab.masks.full()), framework=framework)):
+        told = warned(lambda: ab.attention(*arrays(framework=framework), mask=CAUSAL))
+        assert len(told) == 1
+        assert f"{first} is taken" in told[0]
+        assert "attnbench choose" in told[0]
+        assert "no entry for mask causal" in told[0]
+        assert warned(lambda: ab.attention(*arrays(48, framework=framework), mask=CAUSAL)) == [], "the same class"
+        (other,) = warned(lambda: ab.attention(*arrays(dim=32, framework=framework), mask=CAUSAL))
+        assert "heads of 32" in other
+    assert len(warned(lambda: ab.attention(*arrays(framework=framework), mask=CAUSAL))) == 1, "no policy at all"
+    assert warned(lambda: ab.attention(*arrays(64, dim=64, framework=framework))) == [], "one warning says it for all"
+
+
+def test_numpy_has_nothing_to_choose_and_explain_never_warns():
+    assert warned(lambda: ab.attention(*arrays(framework="numpy"))) == []
+    assert warned(lambda: ab.explain(*arrays(), mask=CAUSAL)) == []
+    assert warned(lambda: ab.attention(*arrays(), mask=CAUSAL, impl="torch.eager")) == [], "asked for by name"
+
+
+def test_a_shape_too_far_from_every_entry_is_a_miss():
+    with ab.use_policy(here(entry("torch.eager"))):
+        assert ab.explain(*arrays(64), mask=CAUSAL).pick == "torch.eager"
+        told = ab.explain(*arrays(1024), mask=CAUSAL)
+    assert told.pick == "torch.sdpa-flash"
+    assert "octaves away" in told.missed[0]
+    assert told.evidence is None
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"device_name": "another CPU"}, "measured on another CPU"),
+        ({"software": {"torch": "1.0"}}, r"measured with torch 1.0 \(here"),
+        ({"threads": 99}, "measured with 99 threads"),
+    ],
+)
+def test_a_policy_that_does_not_hold_here_is_not_used_and_named_once(spy, changes, says):
+    with ab.use_policy(here(entry("torch.spy"), **changes)):
+        told = warned(lambda: ab.attention(*arrays(), mask=CAUSAL))
+        assert spy.built == []
+        (stale,) = (text for text in told if text.endswith("it is not used."))
+        assert re.search(says, stale)
+        assert warned(lambda: ab.attention(*arrays(48), mask=CAUSAL)) == []
+        assert ab.explain(*arrays(), mask=CAUSAL).pick == "torch.sdpa-flash"
+
+
+def test_a_stale_policy_is_named_even_where_another_speaks(spy):
+    stale = here(entry("torch.eager"), software={"torch": "1.0"})
+    with ab.use_policy(here(entry("torch.spy"))), ab.use_policy(stale):
+        (told,) = warned(lambda: ab.attention(*arrays(), mask=CAUSAL))
+    assert "it is not used" in told
+    assert len(spy.built) == 1
+
+
+def test_a_miss_can_be_an_error_or_pass_in_silence(monkeypatch, tmp_path):
+    nothing = here(entry("torch.eager", mask=ab.masks.full()))
+    with ab.use_policy(nothing, on_miss="error"), pytest.raises(PolicyMiss, match=r"no measured policy speaks.*choose"):
+        ab.attention(*arrays(), mask=CAUSAL)
+    with ab.use_policy(nothing, on_miss="quiet"):
+        assert warned(lambda: ab.attention(*arrays(), mask=CAUSAL)) == []
+    monkeypatch.setenv("ATTNBENCH_ON_MISS", "error")
+    with pytest.raises(PolicyMiss):
+        ab.attention(*arrays(96), mask=CAUSAL)
+    with ab.use_policy(nothing, on_miss="error"):
+        ab.attention(*arrays())
+        ab.attention(*arrays(), mask=CAUSAL, impl="torch.eager")
+    monkeypatch.setenv("ATTNBENCH_ON_MISS", "loudly")
+    with pytest.raises(UsageError, match="on_miss"):
+        load_settings()
+    with pytest.raises(UsageError, match="on_miss is warn or error or quiet"), ab.use_policy(nothing, on_miss="never"):
+        pass
+
+
+def test_the_users_file_is_asked_too(monkeypatch, tmp_path, spy):
+    from attnbench import policy
+
+    save_policy(here(entry("torch.spy")), tmp_path / "mine.json")
+    monkeypatch.setenv("ATTNBENCH_POLICY", str(tmp_path / "mine.json"))
+    policy.forget()
+    assert ab.explain(*arrays(), mask=CAUSAL).policy == str(tmp_path / "mine.json")
+    ab.attention(*arrays(), mask=CAUSAL)
+    assert len(spy.built) == 1
+
+
+def test_a_choice_that_refuses_is_passed_over_for_the_next_best(spy):
+    spy.refuses = "dislikes it"
+    with ab.use_policy(here(entry("torch.spy", regret=1.01, regret_high=1.02, rivals=(("torch.eager", 1.5),)))):
+        told = ab.explain(*arrays(), mask=CAUSAL)
+        assert warned(lambda: ab.attention(*arrays(), mask=CAUSAL)) == []
+    assert told.pick == "torch.eager"
+    assert told.candidates[0] == ("torch.spy", "dislikes it")
+    assert told.regret == pytest.approx(1.01 * 1.5)
+    assert spy.built == []
+
+
+def test_a_policy_of_which_nothing_can_run_is_a_miss(spy):
+    spy.refuses = "dislikes it"
+    with ab.use_policy(here(entry("torch.spy"), entry("torch.nobody", mask=ab.masks.full()))):
+        (told,) = warned(lambda: ab.attention(*arrays(), mask=CAUSAL))
+        assert "cannot run here" in told
+        unknown = ab.explain(*arrays())
+    assert unknown.pick == "torch.sdpa-flash"
+    assert "no implementation called" in unknown.candidates[0].reason
+
+
+def test_explain_gives_the_evidence(spy):
+    rivals = (("torch.eager", 1.25), ("torch.sdpa-math", 2.0))
+    with ab.use_policy(here(entry("torch.spy", regret=1.003, regret_high=1.01, rivals=rivals))):
+        told = ab.explain(*arrays(64), mask=CAUSAL)
+    assert (told.pick, told.regret) == ("torch.spy", 1.003)
+    assert told.evidence.runner_up.label == "torch.eager"
+    assert told.evidence.measured == ab.Workload(batch=1, q_len=32, heads=4, head_dim=16, mask=CAUSAL).id
+    assert told.evidence.distance == pytest.approx(1.0)
+    text = str(told)
+    for words in ("regret 1.003", "next torch.eager, 1.25 times", "1.0 octaves away", "a policy made in this process"):
+        assert words in text
+    reasons = dict(told.candidates)
+    assert reasons["torch.spy"] is None
+    assert "1.25 times the time of torch.spy" in reasons["torch.eager"]
+    assert "comes before the fixed order" in reasons["torch.sdpa-flash"]
+    assert set(reasons) == {name for name in registry.names() if name.startswith("torch.")}
+
+
+def test_explain_without_policies_says_so():
+    told = ab.explain(*arrays(), mask=CAUSAL)
+    assert told.why == "the first of the fixed order that can run this; no measured policy is active"
+    assert (told.policy, told.evidence, told.regret, told.missed) == (None, None, None, ())
+
+
+def test_settings_in_brackets_go_by_name(spy):
+    ab.attention(*arrays(), impl="torch.spy[blocks=7]")
+    assert spy.built == [(32, {"blocks": 7})]
+    assert ab.explain(*arrays(), impl="torch.spy[blocks=7]").pick == "torch.spy[blocks=7]"
+    with pytest.raises(UsageError, match='no setting "block"; it has blocks'):
+        ab.attention(*arrays(), impl="torch.spy[block=7]")
+    spy.refuses = "dislikes it"
+    with pytest.raises(Unsupported, match=r"torch.spy\[blocks=8\] cannot run .*dislikes it"):
+        ab.attention(*arrays(), impl="torch.spy[blocks=8]")
+
+
+def test_a_registration_is_noticed(spy):
+    ab.attention(*arrays(), impl="torch.spy")
+    other = registry.register(Spy())
+    ab.attention(*arrays(), impl="torch.spy")
+    assert (len(spy.built), len(other.built)) == (1, 1)

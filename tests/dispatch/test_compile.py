@@ -1,0 +1,320 @@
+"""`ab.attention` inside torch.compile: one graph without a break, the same numbers, new graphs only where needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import attnbench as ab
+from attnbench import registry
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")]
+OUTER = ab.masks.causal()
+HOLES = np.random.default_rng(0).random((2, 24)) < 0.7
+MASKS = {
+    "full": None,
+    "causal": OUTER,
+    "window": ab.masks.window(5, 2),
+    "prefix": ab.masks.prefix(7),
+    "documents": OUTER & ab.masks.documents([0] * 10 + [1] * 14),
+    "an empty row": ab.masks.lengths([0, 17]),
+    "valid": ab.masks.valid(HOLES),
+    "dilated": ab.masks.dilated([8, 24], [1, 3]),
+    "blocks": ab.masks.blocks(np.tri(3, dtype=bool), 8),
+    "bias": ab.masks.dense(np.random.default_rng(1).standard_normal((1, 4, 24, 24)).astype(np.float32)),
+}
+LAYOUTS = {"bshd": {}, "bhsd": {"layout": "bhsd"}, "packed": {"layout": "packed", "heads": (4, 2)}}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counter:
+    """A backend that runs graphs as they are and counts them."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph.forward
+
+
+def arrays(tokens=24, batch=2, layout="bshd", grad=False, seed=0):
+    drawn = torch.Generator().manual_seed(seed)
+    found = [torch.randn(batch, tokens, heads, 16, generator=drawn) for heads in (4, 2, 2)]
+    if layout != "bshd":
+        found = [x.flatten(2) if layout == "packed" else x.transpose(1, 2).contiguous() for x in found]
+    return [x.requires_grad_(grad) for x in found]
+
+
+def assert_same(function, compiled, inputs, grad=False):
+    """Output, LSE where there is one, and gradients."""
+    got, want = compiled(*inputs), function(*inputs)
+    pairs = zip(got, want) if isinstance(want, tuple) else [(got, want)]
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+    if grad:
+        got, want = (x[0] if isinstance(x, tuple) else x for x in (got, want))
+        dout = torch.randn_like(want)
+        for a, b in zip(torch.autograd.grad(got, inputs, dout), torch.autograd.grad(want, inputs, dout)):
+            torch.testing.assert_close(a, b, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "train"])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_is_one_graph(name, grad):
+    def function(q, k, v):
+        return ab.attention(q * 2, k, v, mask=MASKS[name]) + 1
+
+    inputs = arrays(grad=grad)
+    assert_same(function, torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False), inputs, grad)
+    torch._dynamo.reset()
+    told = torch._dynamo.explain(function)(*inputs)
+    assert (told.graph_break_count, told.graph_count) == (0, 1), told.break_reasons
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "train"])
+def test_layouts_and_lse(layout, grad):
+    def function(q, k, v):
+        return ab.attention(q, k, v, mask=OUTER, return_lse=True, **LAYOUTS[layout])
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert_same(function, compiled, arrays(layout=layout, grad=grad), grad)
+
+
+NAMED = ["torch.eager", "torch.sdpa", "torch.sdpa-math", "torch.sdpa-flash", "torch.chunked[chunk=8]"]
+
+
+@pytest.mark.parametrize("impl", NAMED)
+def test_named_implementations(impl):
+    def function(q, k, v):
+        return ab.attention(q, k, v, mask=OUTER, impl=impl)
+
+    assert_same(function, torch.compile(function, backend="aot_eager", fullgraph=True), arrays())
+
+
+def test_a_pinned_backend_is_pinned_in_the_graph():
+    """The kernel that the graph calls is the one named, not what torch would pick."""
+    names = []
+
+    def backend(graph, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+
+        def lowered(graph, inputs):
+            names.extend(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        return aot_autograd(fw_compiler=lowered)(graph, inputs)
+
+    for impl, operator in (("torch.sdpa-flash", "flash_attention_for_cpu"), ("torch.sdpa-math", "softmax")):
+        names.clear()
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda q, k, v: ab.attention(q, k, v, impl=impl), backend=backend, fullgraph=True)  # noqa: B023
+        compiled(*arrays())
+        assert any(operator in name for name in names), names
+
+
+@pytest.mark.slow(reason="compiles with Inductor")
+@pytest.mark.parametrize("impl", ["auto", "torch.flex", "torch.compiled"])
+def test_inductor(impl):
+    def function(q, k, v):
+        return ab.attention(q * 2, k, v, mask=OUTER, impl=impl) + 1
+
+    grad = impl != "torch.flex"
+    assert_same(function, torch.compile(function, fullgraph=True, dynamic=False), arrays(grad=grad), grad)
+
+
+def test_masks_of_numbers_may_be_made_inside():
+    def function(q, k, v):
+        near = ab.masks.causal() & ab.masks.window(9)
+        return ab.attention(q, k, v, mask=near & ab.masks.lengths([20, 24]) & OUTER)
+
+    assert_same(function, torch.compile(function, backend="aot_eager", fullgraph=True), arrays())
+
+
+def test_masks_of_traced_tensors_are_refused_in_words():
+    def function(q, k, v, lengths):
+        return ab.attention(q, k, v, mask=ab.masks.lengths(lengths))
+
+    with pytest.raises(Exception, match="build masks of arrays outside"):
+        torch.compile(function, backend="eager", fullgraph=True)(*arrays(), torch.tensor([3, 4]))
+
+
+def test_a_new_graph_for_another_mask_and_none_for_an_equal_one():
+    counter = Counter()
+
+    def function(q, k, v, mask, scale):
+        return ab.attention(q, k, v, mask=mask, scale=scale)
+
+    compiled, inputs = torch.compile(function, backend=counter, fullgraph=True), arrays()
+    seen = []
+    for mask, scale in [
+        (ab.masks.window(5), None), (ab.masks.window(5), None), (ab.masks.window(7), None),
+        (ab.masks.lengths([3, 4]), None), (ab.masks.lengths([3, 4]), None), (ab.masks.lengths([3, 5]), None),
+        (None, 0.1), (None, 0.2), (None, 0.3), (None, 0.2),
+    ]:  # fmt: skip
+        assert_same(lambda q, k, v: function(q, k, v, mask, scale), lambda *x: compiled(*x, mask, scale), inputs)  # noqa: B023
+        seen.append(len(counter.graphs))
+    assert seen == [1, 1, 2, 3, 3, 4, 5, 6, 7, 7]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "train"])
+def test_dynamic_sizes_are_one_graph_that_chooses_when_it_runs(layout, grad):
+    counter = Counter()
+
+    def function(q, k, v):
+        return ab.attention(q, k, v, mask=OUTER, **LAYOUTS[layout])
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    counted = torch.compile(function, backend=counter, fullgraph=True)
+    for batch, tokens in ((2, 24), (3, 40), (4, 17)):
+        inputs = arrays(tokens, batch, layout, grad)
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(x, 2 if layout == "bhsd" else 1)
+        assert_same(function, compiled, inputs, grad)
+        counted(*inputs)
+    assert len(counter.graphs) == 1
+
+
+def test_lengths_that_keep_changing_stop_compiling():
+    counter = Counter()
+
+    def function(q, k, v):
+        return ab.attention(q, k, v, mask=OUTER)
+
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for tokens in (16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96):
+        assert_same(function, compiled, arrays(tokens))
+    assert len(counter.graphs) == 2
+
+
+class Opaque(type(registry.get("torch.eager"))):
+    """Something that dynamo could not look into."""
+
+    name = "torch.opaque"
+    traceable = False
+
+    def __init__(self, pair=True):
+        self.calls, self.pair = 0, pair
+
+    def build(self, workload, config):
+        call = super().build(workload, config)
+
+        def run(q, k, v):
+            self.calls += 1
+            assert not torch.compiler.is_dynamo_compiling()
+            return call(q, k, v)
+
+        return run
+
+    def partial(self, workload, config):
+        return super().partial(workload, config) if self.pair else None
+
+
+def test_what_cannot_be_looked_into_is_one_operator():
+    with registry.restored():
+        opaque = registry.register(Opaque())
+        counter = Counter()
+
+        def function(q, k, v):
+            return ab.attention(q, k, v, mask=OUTER, impl="torch.opaque")
+
+        for grad in (False, True):
+            assert_same(function, torch.compile(function, backend="aot_eager", fullgraph=True), arrays(grad=grad), grad)
+        torch._dynamo.reset()
+        torch.compile(function, backend=counter, fullgraph=True)(*arrays())
+        assert "attnbench.forward" in counter.graphs[0].code.replace("attnbench::", "attnbench.")
+        assert opaque.calls > 1
+        opaque.pair = False
+        torch._dynamo.reset()
+        torch.compile(function, backend="eager", fullgraph=True)(*arrays())
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"torch.opaque cannot run .* no backward pass that a graph"):
+            torch.compile(function, backend="eager", fullgraph=True)(*arrays(grad=True))
+
+
+def test_the_operator_says_what_torch_expects_of_one():
+    from attnbench.dispatch.plan import Words
+    from attnbench.dispatch.torch_operator import Request, _remember, forward
+
+    for layout in ("bshd", "bhsd"):
+        words = Words(OUTER, None, None, "auto", layout, None, False)
+        key = _remember(Request(words, True, None))
+        torch.library.opcheck(forward, (*arrays(layout=layout, grad=True), key))
+
+
+def test_a_refusal_keeps_its_words():
+    with pytest.raises(Exception, match=r"torch.fa3 cannot run .*needs cuda"):
+        torch.compile(lambda q, k, v: ab.attention(q, k, v, impl="torch.fa3"), backend="eager", fullgraph=True)(
+            *arrays()
+        )
+
+
+def test_a_module_with_its_own_mask():
+    class Layer(torch.nn.Module):
+        def __init__(self, window):
+            super().__init__()
+            self.mask, self.scale = ab.masks.window(window), 0.3 / window
+            self.project = torch.nn.Linear(16, 16)
+
+        def forward(self, q, k, v):
+            return ab.attention(self.project(q), k, v, mask=self.mask, scale=self.scale)
+
+    layers = torch.nn.ModuleList([Layer(3), Layer(9), Layer(3)])
+
+    def function(q, k, v):
+        for layer in layers:
+            q = layer(q, k, v)
+        return q
+
+    assert_same(function, torch.compile(function, backend="aot_eager", fullgraph=True), arrays(grad=True), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["auto", "torch.sdpa-cudnn", "torch.sdpa-flash", "torch.eager"])
+def test_a_cuda_graph_replays_it(impl):
+    q, k, v = (x.cuda().to(torch.bfloat16) for x in arrays(tokens=128))
+
+    def function():
+        return ab.attention(q, k, v, mask=OUTER, impl=impl)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        function()  # chosen, built and its mask made before the capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function()
+    for x in (q, k, v):
+        x.normal_()
+    graph.replay()
+    torch.testing.assert_close(out, function(), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "train"])
+@pytest.mark.parametrize("mask", [OUTER, ab.masks.window(50), ab.masks.lengths([100, 128])], ids=lambda mask: mask.id)
+def test_compiled_on_a_gpu(mode, grad, mask):
+    inputs = [x.detach().cuda().to(torch.bfloat16).requires_grad_(grad) for x in arrays(tokens=128)]
+
+    def function(q, k, v):
+        return ab.attention(q, k, v, mask=mask)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
+    for _ in range(3):
+        got, want = compiled(*inputs).clone(), function(*inputs)
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+        if grad:
+            dout = torch.randn_like(want)
+            for a, b in zip(torch.autograd.grad(got, inputs, dout), torch.autograd.grad(want, inputs, dout)):
+                torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)

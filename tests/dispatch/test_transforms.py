@@ -1,0 +1,158 @@
+"""`ab.attention` under jax.jit, grad, vmap and their products, and under torch.func."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dispatch_problem import assert_close, problem, to_framework
+
+import attnbench as ab
+from attnbench import reference, registry
+from attnbench.dispatch.plan import PLANS
+
+pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")
+MASKS = {
+    "full": None,
+    "causal": ab.masks.causal(),
+    "an empty row": ab.masks.lengths([0, 17]),
+    "bias": ab.masks.dense(np.random.default_rng(1).standard_normal((4, 24, 24)).astype(np.float32)),
+}
+
+
+def problems(mask, count=3):
+    """Stacked inputs [count, b, s, h, d], and the answers of each problem alone."""
+    found = [problem(seed, kv_heads=2, mask=mask, pass_="train") for seed in range(count)]
+    outs = np.stack([out for _, _, (out, _) in found])
+    gradients = [
+        reference.attention_gradients(work, *(x.astype(np.float64) for x in drawn)) for work, drawn, _ in found
+    ]
+    inputs = [np.stack(each) for each in zip(*(drawn for _, drawn, _ in found))]
+    return inputs, outs, [np.stack(each) for each in zip(*gradients)]
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", MASKS)
+def test_jax_vmap_and_jit_of_vmap_of_grad(name):
+    import jax
+
+    inputs, outs, gradients = problems(MASKS[name])
+    q, k, v, dout = to_framework("jax", *inputs)
+
+    def call(q, k, v):
+        return ab.attention(q, k, v, mask=MASKS[name])
+
+    def loss(q, k, v, dout):
+        return (call(q, k, v) * dout).sum()
+
+    assert_close(jax.vmap(call)(q, k, v), outs)
+    found = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2))))(q, k, v, dout)
+    for got, want in zip(found, gradients):
+        assert_close(got, want, 5e-5)
+    shared = jax.vmap(call, in_axes=(0, None, None))(q, k[0], v[0])
+    assert_close(shared[0], outs[0])
+
+
+@pytest.mark.jax
+def test_jax_scan_checkpoint_and_shapes():
+    import jax
+
+    inputs, outs, gradients = problems(MASKS["causal"])
+    q, k, v, dout = (x[0] for x in to_framework("jax", *inputs))
+
+    def call(q, k, v):
+        return ab.attention(q, k, v, mask=MASKS["causal"])
+
+    assert jax.eval_shape(call, q, k, v).shape == q.shape
+    _, stacked = jax.lax.scan(lambda carry, _: (carry, call(carry, k, v)), q, None, length=2)
+    assert_close(stacked[1], outs[0])
+    found = jax.grad(jax.checkpoint(lambda q: (call(q, k, v) * dout).sum()))(q)
+    assert_close(found, gradients[0][0], 5e-5)
+
+
+@pytest.mark.jax
+def test_jax_chooses_once_while_it_traces(monkeypatch):
+    import jax
+
+    picked = registry.get(ab.explain(*to_framework("jax", *problem()[1][:3])).pick)
+    built = []
+    build = type(picked).build
+    monkeypatch.setattr(type(picked), "build", lambda self, *a: built.append(self.name) or build(self, *a))
+    arrays = to_framework("jax", *problem()[1][:3])
+    jitted = jax.jit(lambda q, k, v: ab.attention(q, k, v))
+    for _ in range(3):
+        jitted(*arrays)
+    assert built == [picked.name]
+
+
+@pytest.mark.jax
+def test_what_is_built_inside_a_trace_holds_outside():
+    """No tracer may stay in a plan."""
+    import jax
+
+    _, drawn, (out, _) = problem(mask=ab.masks.lengths([0, 17]), pass_="train")
+    arrays = to_framework("jax", *drawn[:3])
+    mask = ab.masks.lengths([0, 17])
+    for name in ("jax.einsum", "jax.xla"):
+        assert_close(jax.jit(lambda *x: ab.attention(*x, mask=mask, impl=name))(*arrays), out)  # noqa: B023
+        jax.clear_caches()
+        assert_close(jax.jit(lambda *x: ab.attention(*x, mask=mask, impl=name))(*arrays), out)  # noqa: B023
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("impl", ["auto", "torch.eager", "torch.sdpa-math"])
+@pytest.mark.parametrize("name", MASKS)
+def test_torch_func(name, impl):
+    import torch
+    from torch.func import grad, vmap
+
+    inputs, outs, gradients = problems(MASKS[name])
+    q, k, v, dout = to_framework("torch", *inputs)
+
+    def call(q, k, v):
+        return ab.attention(q, k, v, mask=MASKS[name], impl=impl)
+
+    def loss(q, k, v, dout):
+        return (call(q, k, v) * dout).sum()
+
+    found = vmap(grad(loss, argnums=(0, 1, 2)))(q, k, v, dout)
+    for got, want in zip(found, gradients):
+        assert_close(got, want, 5e-5)
+    assert_close(grad(loss)(q[0], k[0], v[0], dout[0]), gradients[0][0], 5e-5)
+    assert_close(vmap(call)(q, k, v), outs)
+    assert_close(call(q[0], k[0], v[0]), outs[0]), "what was built inside a transform holds outside"
+    leaf = q[0].clone().requires_grad_()
+    assert_close(torch.autograd.grad(loss(leaf, k[0], v[0], dout[0]), leaf)[0], gradients[0][0], 5e-5)
+
+
+@pytest.mark.torch
+def test_inference_and_training_do_not_share_what_they_made():
+    import torch
+
+    _, drawn, (out, _) = problem(mask=ab.masks.lengths([3, 17]))
+    arrays = to_framework("torch", *drawn[:3])
+    mask = ab.masks.lengths([3, 17])
+    with torch.inference_mode():
+        assert_close(ab.attention(*arrays, mask=mask), out)
+    leaves = [x.requires_grad_() for x in arrays]
+    ab.attention(*leaves, mask=mask).sum().backward()
+    assert all(x.grad is not None for x in leaves)
+    with torch.no_grad():
+        assert_close(ab.attention(*leaves, mask=mask), out)
+
+
+@pytest.mark.torch
+def test_plans_are_few_and_the_oldest_go_first():
+    from attnbench.dispatch.plan import MOST_WITH_DATA, Plans
+
+    arrays = to_framework("torch", *problem()[1][:3])
+    for length in range(MOST_WITH_DATA + 20):
+        ab.attention(*arrays, mask=ab.masks.valid(np.arange(24) * 7 % 97 != length % 24) & ab.masks.window(length))
+    assert len(PLANS) == MOST_WITH_DATA
+    few = Plans(3, 2)
+    for key in range(5):
+        few.put(key, print, with_data=False)
+    assert [few.get(key) for key in range(5)] == [None, None, print, print, print]
+    few.put("a", print, True)
+    few.put("b", print, True)
+    few.put("c", print, True)
+    assert (few.get("a"), few.get("c"), len(few)) == (None, print, 3)
