@@ -237,13 +237,23 @@ def test_sequences_that_the_mask_does_not_keep_apart_are_refused():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @torch.no_grad()
-def test_compiled(name):
+def test_compiled_with_padding_there_is_one_graph(name):
     lm, inputs = model(name), batch("left")
     theirs = with_attention(lm, "eager", lambda m: m(**inputs).logits)
     lm.set_attn_implementation("attnbench")
     torch._dynamo.reset()
-    ours = torch.compile(lm, backend="eager")(**inputs).logits
+    ours = torch.compile(lm, backend="eager", fullgraph=True)(**inputs).logits
     close(ours, theirs, inputs["attention_mask"], TIGHT)
+
+
+@torch.no_grad()
+def test_compiled_without_padding_the_mask_is_causal_and_no_array(monkeypatch):
+    lm, ids = model("llama"), batch(None)["input_ids"]
+    theirs = with_attention(lm, "eager", lambda m: m(ids).logits)
+    monkeypatch.setattr(hf.array_masks, "attention_with_array", None)
+    lm.set_attn_implementation("attnbench")
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(lm, backend="eager")(ids).logits, theirs, **TIGHT)
 
 
 def test_the_shapes_are_grouped_heads():

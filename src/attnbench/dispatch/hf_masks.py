@@ -81,8 +81,8 @@ def describe(
     attention_mask: torch.Tensor | None = None,
     device: Any = None,
     **more: Any,
-) -> torch.Tensor:
-    """The mask interface of Transformers. Older releases say where the queries stand by `cache_position`."""
+) -> torch.Tensor | None:
+    """The mask interface of Transformers; None is plain causal. Older releases give positions by `cache_position`."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     given = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask}
@@ -101,12 +101,17 @@ def describe(
 
     # One query over a cache that is made to be compiled: the array is as small as its description, and needs no look
     # at values that torch.compile does not have.
-    to_be_compiled = q_length == 1 and not more.get("allow_is_causal_skip", True)
-    if to_be_compiled or torch.compiler.is_compiling():
+    may_skip = more.get("allow_is_causal_skip", True)
+    if q_length == 1 and not may_skip:
         return evaluate()
+    function = more.get("mask_function", causal_mask_function)
+    if torch.compiler.is_compiling():
+        square = cache_position is None and isinstance(q_offset, int) and q_offset == kv_offset and q_length == kv_length
+        plain = may_skip and square and attention_mask is None and function is causal_mask_function
+        return None if plain else evaluate()
     q_start = int(q_offset) if cache_position is None else int(cache_position[0])
     step = _Step(q_length, kv_length, q_start, kv_offset)
-    described = _described(more.get("mask_function", causal_mask_function), step, attention_mask)
+    described = _described(function, step, attention_mask)
     if described is None:
         return evaluate()
     return DescribedMask.make(described, (batch_size, 1, q_length, kv_length), device, evaluate)
