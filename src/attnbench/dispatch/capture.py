@@ -2,9 +2,11 @@
 
 Seen are `ab.attention` (and with it everything that is registered, redirected or handed to Flax here), torch's
 `F.scaled_dot_product_attention`, and `jax.nn.dot_product_attention`. A call within another one is part of it and is not
-counted again. Code that is traced (torch.compile, jax.jit) is seen while it is traced, once, and not when it runs: then
-there is no share, and a mask array whose values are not there yet is written as `full`, with a note. A graph that was
-compiled before the block is not seen at all.
+counted again.
+
+What a compiler traces is seen while it is traced, counted once for each workload, and not when it runs: then there is no
+share, and a mask array, which has no values then, is written as `full` with a note. torch.compile notices that the
+function is another one and traces anew inside the block; a function that jax.jit has traced before is not seen.
 """
 
 from __future__ import annotations
@@ -24,9 +26,20 @@ from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.capture_clock import METHODS, Span
 from attnbench.dispatch.captured import Calls, Captured
 from attnbench.dispatch.hooks import Hook
-from attnbench.dispatch.seen_calls import Seen, clock_of, of_array_masks, of_attention, of_jax_nn, of_sdpa
+from attnbench.dispatch.seen_calls import (
+    Seen,
+    clock_of,
+    from_outline,
+    of_array_masks,
+    of_attention,
+    of_jax_nn,
+    of_sdpa,
+    outline_of_array_masks,
+    outline_of_sdpa,
+)
 from attnbench.errors import InvalidWorkload
 
+SEEN_ONCE = "compiled, so counted once however often it runs"
 TRACED = "attention was seen by a compiler, which runs it where we cannot time it"
 
 
@@ -45,15 +58,24 @@ class _Recorder:
         self.unread: list[str] = []
         self._here = threading.local()
 
-    def handler(self, via: str, read: Callable[..., Seen]) -> Callable[..., Any]:
+    def handler(self, via: str, read: Callable[..., Seen], outline: Callable[..., None] | None) -> Callable[..., Any]:
         """Records a call of one function and makes it."""
+
+        def note(wants: bool, *told: Any) -> None:
+            self.calls.append(_Call(via, from_outline(read, *told), None, wants))
+
+        compiling = _dynamo_at_work(note)
 
         def handle(proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if getattr(self._here, "inside", False):
                 return proceed(*args, **kwargs)
             self._here.inside = True
             try:
-                return self._recorded(via, read, proceed, args, kwargs)
+                if not compiling():
+                    return self._recorded(via, read, proceed, args, kwargs)
+                if outline is not None:
+                    outline(note, *args, **kwargs)
+                return proceed(*args, **kwargs)
             finally:
                 self._here.inside = False
 
@@ -90,8 +112,8 @@ def capture() -> Iterator[Calls]:
     """
     calls, recorder = Calls(), _Recorder()
     with ExitStack() as stack:
-        for hook, via, read in _hooks():
-            stack.enter_context(hook.handled_by(recorder.handler(via, read)))
+        for hook, *how in _hooks():
+            stack.enter_context(hook.handled_by(recorder.handler(*how)))
         _synchronise()
         start = perf_counter()
         yield calls
@@ -102,15 +124,18 @@ def capture() -> Iterator[Calls]:
 
 def _fill(calls: Calls, recorder: _Recorder) -> None:
     known: dict[int, Any] = {}
-    groups: dict[tuple[str, str], Captured] = {}
+    groups: dict[tuple[str, str, bool], Captured] = {}
     for call in recorder.calls:
         workload, note = call.seen.workload(known)
         trains = call.wants_gradients if call.span is None else call.span.has_backward
         workload = replace(workload, pass_="train" if trains else "forward")
-        seconds = None if call.span is None else call.span.seconds
-        one = groups.get((workload.id, call.via), Captured(workload, 0, call.via, 0.0))
-        total = None if seconds is None or one.seconds is None else one.seconds + seconds
-        groups[workload.id, call.via] = one._replace(count=one.count + 1, seconds=total, note=note or one.note)
+        if call.span is None:
+            told = "; ".join(filter(None, (SEEN_ONCE, note)))
+            groups[workload.id, call.via, True] = Captured(workload, 1, call.via, None, told)
+            continue
+        one = groups.get((workload.id, call.via, False), Captured(workload, 0, call.via, 0.0))
+        total = (one.seconds or 0.0) + call.span.seconds
+        groups[workload.id, call.via, False] = one._replace(count=one.count + 1, seconds=total, note=note or one.note)
     calls.captured = sorted(groups.values(), key=lambda one: -one.count)
     kinds = {call.span.kind for call in recorder.calls if call.span is not None}
     calls.method = "; ".join(METHODS[kind] for kind in sorted(kinds))
@@ -125,17 +150,26 @@ def _why_no_share(recorder: _Recorder) -> str:
     return TRACED if any(call.span is None for call in recorder.calls) else ""
 
 
-def _hooks() -> Iterator[tuple[Hook, str, Callable[..., Seen]]]:
+def _hooks() -> Iterator[tuple[Hook, str, Callable[..., Seen], Callable[..., None] | None]]:
     """Of the frameworks that are loaded: a model cannot run in one that is not."""
     attention, with_array = _own_hooks()
-    yield attention, "ab.attention", of_attention
-    yield with_array, "ab.attention", of_array_masks
+    yield attention, "ab.attention", of_attention, None
+    yield with_array, "ab.attention", of_array_masks, outline_of_array_masks
     if "torch" in sys.modules:
         from attnbench.dispatch.torch_hook import sdpa_hook
 
-        yield sdpa_hook(), "F.scaled_dot_product_attention", of_sdpa
+        yield sdpa_hook(), "F.scaled_dot_product_attention", of_sdpa, outline_of_sdpa
     if "jax" in sys.modules:
-        yield _jax_hook(), "jax.nn.dot_product_attention", of_jax_nn
+        yield _jax_hook(), "jax.nn.dot_product_attention", of_jax_nn, None
+
+
+def _dynamo_at_work(note: Callable[..., None]) -> Callable[[], bool]:
+    """Whether torch.compile traces; it is told to call the note while it does."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return lambda: False
+    torch.compiler.assume_constant_result(note)
+    return torch.compiler.is_dynamo_compiling
 
 
 @cache

@@ -91,7 +91,7 @@ class Calls:
         return path
 
     def __str__(self) -> str:
-        lines = [f"{one.count:5} x {one.workload.title}  via {one.via}{_times(one)}{_note(one)}" for one in self]
+        lines = [f"{one.count:5} calls  {one.workload.title}  via {one.via}{_times(one)}{_note(one)}" for one in self]
         if self.share is None:
             lines.append(f"share of the step: not known, {self.reason}")
         else:

@@ -70,7 +70,8 @@ def attention_forward(
     """What a layer calls: query, key and value [b, heads, tokens, dim], the output [b, tokens, heads, dim]."""
     _check(dropout, attention_mask, others)
     query, key, value = under_autocast(query, key, value)
-    how: Any = {"scale": scaling, "softcap": softcap, "impl": impl, "layout": "bhsd"}
+    usual = scaling is None or scaling == query.shape[-1] ** -0.5
+    how: Any = {"scale": None if usual else scaling, "softcap": softcap, "impl": impl, "layout": "bhsd"}
     if attention_mask is None or isinstance(attention_mask, DescribedMask):
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

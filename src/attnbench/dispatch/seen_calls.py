@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from operator import and_
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from attnbench.spec import Array, Workload
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask
 
+UNKNOWN = object()
+"""Stands for a mask array that a compiler has no values of."""
 UNKNOWN_MASK = "its mask array has values only at run time: written as full"
 CHANGED_MASK = "its mask array was changed in place after the call: written as it was at the end"
 
@@ -35,7 +38,10 @@ class Seen(NamedTuple):
 
     def workload(self, known: dict[int, AnyMask]) -> tuple[Workload, str]:
         """The workload (forward), and what is to be said about it; `known` keeps masks that were recognised."""
-        bare = workload_of(*self.forms, **self.options)
+        options = self.options
+        if options["scale"] == _usual_scale(self.forms[0], options):
+            options = options | {"scale": None}
+        bare = workload_of(*self.forms, **options)
         found: list[Any] = [] if self.mask is None else [self.mask]
         note = ""
         for array, version in self.arrays:
@@ -47,7 +53,12 @@ class Seen(NamedTuple):
                 known[id(array)] = recognise(array, bare.mask_shape)
             found.append(known[id(array)])
         mask = reduce(and_, found) if found else None
-        return workload_of(*self.forms, **self.options, mask=mask), note
+        return workload_of(*self.forms, **options, mask=mask), note
+
+
+def _usual_scale(query: Form, options: dict[str, Any]) -> float | None:
+    """Models hand it over though it is the default; a workload of a suite leaves it out."""
+    return None if options["layout"] == "packed" else query.shape[-1] ** -0.5
 
 
 def of_attention(
@@ -123,18 +134,54 @@ def _version(array: Array) -> int | None:
     return None if inference is None or inference() else array._version
 
 
+Note = Callable[..., None]
+
+
+def outline_of_sdpa(
+    note: Note, query: Array, key: Array, value: Array, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> None:  # fmt: skip
+    """Inside torch.compile `note` is called while it traces, so it is told constants only."""
+    note(*_outlines(query, key, value), attn_mask is not None, ("is_causal", is_causal, "scale", scale))
+
+
+def outline_of_array_masks(
+    note: Note, q: Array, k: Array, v: Array, *, scale: float | None = None, softcap: float | None = None,
+    layout: str = "bshd", **_: Any,
+) -> None:  # fmt: skip
+    """Likewise."""
+    note(*_outlines(q, k, v), True, ("scale", scale, "softcap", softcap, "layout", layout))
+
+
+def _outlines(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
+    """A size that may vary is taken as it is now: inside the block there is a graph for each."""
+    import torch
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    wants = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return wants, *[(tuple([guard_scalar(size) for size in x.shape]), x.dtype) for x in (q, k, v)]
+
+
+def from_outline(read: Callable[..., Seen], q: Any, k: Any, v: Any, has_mask: bool, words: tuple[Any, ...]) -> Seen:
+    """The call that an outline tells of."""
+    forms = (Form(*one) for one in (q, k, v))
+    array = {"attn_mask" if read is of_sdpa else "visible": UNKNOWN} if has_mask else {}
+    return read(*forms, **array, **dict(zip(words[::2], words[1::2])))
+
+
 def is_traced(array: Array) -> bool:
     """Whether a compiler stands in for the values."""
+    if array is UNKNOWN:
+        return True
     framework = frameworks.of(array)
     if framework == "jax":
         from jax.core import Tracer
 
         return isinstance(array, Tracer)
     if framework == "torch":
-        import torch
         from torch._subclasses.fake_tensor import FakeTensor
 
-        return torch.compiler.is_compiling() or isinstance(array, FakeTensor)
+        return isinstance(array, FakeTensor)
     return False
 
 

@@ -17,6 +17,9 @@ from attnbench.workloads.masks import Mask
 LARGEST_ARRAY = 1 << 20
 """Values of a mask that a file may hold."""
 
+_SAME = {"kv_len": "q_len", "kv_heads": "heads", "v_head_dim": "head_dim"}
+"""Fields that are as another one where they are not written."""
+
 
 def write_suite(path: Path, name: str, description: str, workloads: Iterable[Workload]) -> None:
     """The file, replaced if it exists."""
@@ -31,7 +34,7 @@ def _table(workload: Workload) -> str:
         value = getattr(workload, field.name)
         if field.name == "mask":
             value = None if isinstance(value, masks.Full) else mask_value(value)
-        if value is None or (field.name in ("source", "tags", "inputs") and value == field.default):
+        if value is None or value == field.default or value == getattr(workload, _SAME.get(field.name, ""), None):
             continue
         lines.append(f"{field.encode_name} = {_value(value)}")
     return "\n".join(lines) + "\n"
