@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnbench.spec import Array, Call, Workload
-from attnbench.workloads.masks import Blocks, Both, Dense, Mask, MaskShape
+from attnbench.workloads.masks import Blocks, Both, Dense, Full, Mask, MaskShape
 
 if TYPE_CHECKING:
     import jax
@@ -152,3 +152,23 @@ def _grouped_heads(array: Array, workload: Workload) -> Array:
     """[b|1, h|1, q, kv] -> [b|1, kv_heads|1, group|1, q, kv]"""
     b, h, *pair = array.shape
     return array.reshape(b, 1, 1, *pair) if h == 1 else array.reshape(b, workload.kv_heads, workload.group, *pair)
+
+
+def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: Array, weight: Array | None) -> Array:
+    """Grouped einsum in layout bshd with a mask that is an argument: `seen` and `weight` are [b|1, h|1, q|1, kv|1].
+
+    The workload's own mask is not looked at. A row that sees no key has logits that are all alike: its output is to be
+    cleared by the caller.
+    """
+    import jax
+    import jax.numpy as jnp
+    from msgspec.structs import replace
+
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    logits = _masked_logits(replace(workload, mask=Full()), q, k, precision)
+    if weight is not None:
+        logits = logits + _grouped_heads(weight.astype(logits.dtype), workload)
+    logits = jnp.where(_grouped_heads(seen, workload), logits, -0.7 * float(jnp.finfo(logits.dtype).max))
+    probabilities = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v, precision=precision)
+    return out.reshape(*q.shape[:3], v.shape[-1])

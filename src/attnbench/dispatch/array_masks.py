@@ -1,0 +1,150 @@
+"""Attention whose mask is an array that is known only when the call runs: inside jit, or made by a model at each step.
+
+`ab.attention` takes masks as data, so that the choice may look at them; copying a T x S array to the host at every
+step only to hash it would cost more than the attention. Here arrays stay where they are, and only implementations that
+take them as arguments are asked:
+
+| framework | order |
+| --- | --- |
+| torch | sdpa (torch's own pick), eager |
+| jax | cudnn, xla, einsum |
+
+Any other implementation, asked for by name, gets the array as `masks.dense` and takes it or refuses; that needs its
+values, so it cannot be done while something is traced. A row that sees no key gives 0.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import and_
+from typing import Any
+
+import numpy as np
+
+from attnbench import registry
+from attnbench.dispatch import attention as dispatch
+from attnbench.dispatch.arrays import device_of, framework_of, pass_of, to_layout, workload_of
+from attnbench.dispatch.order import refusal
+from attnbench.errors import InvalidWorkload, Unsupported
+from attnbench.spec import Array, Workload
+from attnbench.workloads import masks
+
+AT_RUN_TIME = {"torch": ("torch.sdpa", "torch.eager"), "jax": ("jax.cudnn", "jax.xla", "jax.einsum")}
+
+
+def attention_with_array(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    visible: Array | None = None,
+    bias: Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    impl: str = "auto",
+    layout: str = "bshd",
+) -> Array:
+    """Attention where `visible` (booleans) holds, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
+    given = [array for array in (visible, bias) if array is not None]
+    framework = "torch" if hasattr(q, "requires_grad") else framework_of(q, k, v)
+    if not given or impl not in ("auto", *AT_RUN_TIME.get(framework, ())):
+        mask: Any = reduce(and_, [masks.dense(array) for array in given]) if given else None
+        return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout)
+    if framework == "torch":
+        return _torch(q, k, v, visible, bias, scale, softcap, impl, layout)
+    workload = workload_of(
+        q, k, v, mask=_UNKNOWN[bias is not None], scale=scale, softcap=softcap, layout=layout,
+        pass_=pass_of(framework, q, k, v),
+    )  # fmt: skip
+    name = _pick(workload, framework, device_of(q, framework), impl)
+    visible, bias = (None if array is None else _four_axes(array, workload) for array in (visible, bias))
+    q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
+    return to_layout(_jax(name.removeprefix("jax."), workload, q, k, v, visible, bias), "bshd", layout)
+
+
+_UNKNOWN = {False: masks.dense(np.ones((1, 1, 1, 1), bool)), True: masks.dense(np.zeros((1, 1, 1, 1), np.float32))}
+"""What `supports` is shown for an array that it may not read: booleans, or a bias."""
+
+
+def _pick(workload: Workload, framework: str, device: str, impl: str) -> str:
+    reasons: dict[str, str | None] = {}
+    for name in AT_RUN_TIME[framework] if impl == "auto" else (impl,):
+        reasons[name] = refusal(registry.get(name), workload, framework, device)
+        if reasons[name] is None:
+            return name
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise Unsupported(f"no implementation takes {workload.title} with its mask as an array on {device}: {told}.")
+
+
+def _four_axes(array: Array, workload: Workload) -> Array:
+    shape, wanted = tuple(array.shape), tuple(workload.mask_shape)
+    padded = (1,) * (4 - len(shape)) + shape
+    if len(shape) > 4 or any(have not in (1, want) for have, want in zip(padded, wanted)):
+        raise InvalidWorkload(f"the mask {shape} does not broadcast to [b, h, q, kv] = {list(wanted)}.")
+    return array.reshape(padded)
+
+
+def _torch(
+    q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, scale: float | None,
+    softcap: float | None, impl: str, layout: str,
+) -> Array:  # fmt: skip
+    """Looks at no values and makes no workload, so that torch.compile can follow it.
+
+    Rows that see no key are shown all of them and cleared: a fused kernel may give NaN there.
+    """
+    if impl == "torch.sdpa" and softcap is not None:
+        raise Unsupported("torch.sdpa has no soft cap.")
+    exact = bias is None or bias.dtype == q.dtype or q.device.type == "cpu"  # fused kernels of a GPU round a bias
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    seen, bias = _torch_seen(visible, bias)
+    dead = ~seen.any(-1, keepdim=True)
+    if impl == "torch.eager" or softcap is not None or not exact:
+        from attnbench.frameworks.torch_plain import MaskTensors, attend
+
+        q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
+        return to_layout(attend(q, k, v, MaskTensors(seen, bias, dead), scale, softcap)[0], "bshd", layout)
+    from attnbench.dispatch.torch_hook import torch_sdpa
+
+    q, k, v = (to_layout(x, layout, "bhsd") for x in (q, k, v))
+    seen = seen | dead
+    mask = seen if bias is None else bias.where(seen, float("-inf"))
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.device.type != "cpu":  # no fused kernel of a GPU takes a mask together with grouped heads
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        group = 1
+    out = torch_sdpa(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1)
+    return to_layout(out.masked_fill(dead, 0.0), "bhsd", layout)
+
+
+def _torch_seen(visible: Array | None, bias: Array | None) -> tuple[Array, Array | None]:
+    """-inf in a bias hides the pair; what is left of the bias is finite."""
+    if bias is None:
+        assert visible is not None
+        return visible, None
+    finite = bias != float("-inf")
+    return (finite if visible is None else visible & finite), bias.masked_fill(~finite, 0.0)
+
+
+def _jax(
+    backend: str, workload: Workload, q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None
+) -> Array:
+    import jax
+    import jax.numpy as jnp
+
+    from attnbench.frameworks.jax_plain import attend_with_arrays
+
+    seen = jnp.ones((1, 1, 1, 1), bool) if visible is None else visible.astype(bool)
+    if bias is not None:
+        seen, bias = seen & (bias != -jnp.inf), jnp.where(bias == -jnp.inf, 0, bias)
+    sees = jnp.any(jnp.broadcast_to(seen, (*seen.shape[:3], workload.kv_len)), axis=-1, keepdims=True)
+    seen = seen | ~sees
+    if backend == "einsum":
+        out = attend_with_arrays(workload, q, k, v, seen, bias)
+    else:
+        pairs = (workload.q_len, workload.kv_len)
+        wide = tuple(workload.mask_shape) if backend == "cudnn" else (*seen.shape[:2], *pairs)
+        words: Any = {"mask": jnp.broadcast_to(seen, wide), "implementation": backend}
+        if bias is not None:
+            words["bias"] = jnp.broadcast_to(bias, (*bias.shape[:2], *pairs))
+        out = jax.nn.dot_product_attention(q, k, v, scale=workload.softmax_scale, **words)
+    return jnp.where(sees.transpose(0, 2, 1, 3), out, jnp.zeros((), out.dtype))

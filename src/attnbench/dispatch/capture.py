@@ -1,0 +1,204 @@
+"""`ab.capture`: the attention workloads that a model's step really makes, whoever computes them.
+
+Seen are `ab.attention` (and with it everything that is registered, redirected or handed to Flax here), torch's
+`F.scaled_dot_product_attention`, and `jax.nn.dot_product_attention`. A call within another one is part of it and is not
+counted again.
+
+What a compiler traces is seen while it is traced, counted once for each workload, and not when it runs: then there is no
+share, and a mask array, which has no values then, is written as `full` with a note. torch.compile notices that the
+function is another one and traces anew inside the block; a function that jax.jit has traced before is not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from attnbench.dispatch import array_masks
+from attnbench.dispatch import attention as dispatch
+from attnbench.dispatch.capture_clock import METHODS, Span
+from attnbench.dispatch.captured import Calls, Captured
+from attnbench.dispatch.hooks import Hook
+from attnbench.dispatch.seen_calls import (
+    Seen,
+    clock_of,
+    from_outline,
+    of_array_masks,
+    of_attention,
+    of_jax_nn,
+    of_sdpa,
+    outline_of_array_masks,
+    outline_of_sdpa,
+)
+from attnbench.errors import InvalidWorkload
+
+SEEN_ONCE = "compiled, so counted once however often it runs"
+TRACED = "attention was seen by a compiler, which runs it where we cannot time it"
+
+
+class _Call(NamedTuple):
+    via: str
+    seen: Seen
+    span: Span | None
+    wants_gradients: bool
+
+
+class _Recorder:
+    """Calls in the order they were made."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.unread: list[str] = []
+        self._here = threading.local()
+
+    def handler(self, via: str, read: Callable[..., Seen], outline: Callable[..., None] | None) -> Callable[..., Any]:
+        """Records a call of one function and makes it."""
+
+        def note(wants: bool, *told: Any) -> None:
+            self.calls.append(_Call(via, from_outline(read, *told), None, wants))
+
+        compiling = _dynamo_at_work(note)
+
+        def handle(proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._here, "inside", False):
+                return proceed(*args, **kwargs)
+            self._here.inside = True
+            try:
+                if not compiling():
+                    return self._recorded(via, read, proceed, args, kwargs)
+                if outline is not None:
+                    outline(note, *args, **kwargs)
+                return proceed(*args, **kwargs)
+            finally:
+                self._here.inside = False
+
+        return handle
+
+    def _recorded(self, via: str, read: Any, proceed: Any, args: Any, kwargs: Any) -> Any:
+        inputs = _first_three(args, kwargs)
+        try:
+            seen = read(*args, **kwargs)
+            kind = clock_of(inputs[0])
+        except (InvalidWorkload, TypeError, AttributeError) as error:
+            self.unread.append(f"a call of {via} could not be read: {error}")
+            return proceed(*args, **kwargs)
+        span = None if kind is None else Span(kind)
+        wants = any(getattr(x, "requires_grad", False) for x in inputs)
+        self.calls.append(_Call(via, seen, span, wants))
+        if span is None:
+            return proceed(*args, **kwargs)
+        if kind == "jax":
+            _wait(inputs)
+        out = span.around(lambda: _wait(proceed(*args, **kwargs)) if kind == "jax" else proceed(*args, **kwargs))
+        result = out[0] if isinstance(out, tuple) else out
+        if getattr(result, "grad_fn", None) is not None:
+            span.watch_backward(result, inputs)
+        return out
+
+
+@contextmanager
+def capture() -> Iterator[Calls]:
+    """Record the attention calls of the block; what is yielded is filled when the block ends.
+
+    `with ab.capture() as calls: step()`, then `print(calls)`, `calls.save("model.toml")` for `attnbench run model.toml`,
+    `calls.share` and `calls.gain(1.5)`. Run the step once before, so that its time is not that of a first call.
+    """
+    calls, recorder = Calls(), _Recorder()
+    with ExitStack() as stack:
+        for hook, *how in _hooks():
+            stack.enter_context(hook.handled_by(recorder.handler(*how)))
+        _synchronise()
+        start = perf_counter()
+        yield calls
+        _synchronise()
+        calls.step_seconds = perf_counter() - start
+    _fill(calls, recorder)
+
+
+def _fill(calls: Calls, recorder: _Recorder) -> None:
+    known: dict[int, Any] = {}
+    groups: dict[tuple[str, str, bool], Captured] = {}
+    for call in recorder.calls:
+        workload, note = call.seen.workload(known)
+        trains = call.wants_gradients if call.span is None else call.span.has_backward
+        workload = replace(workload, pass_="train" if trains else "forward")
+        if call.span is None:
+            told = "; ".join(filter(None, (SEEN_ONCE, note)))
+            groups[workload.id, call.via, True] = Captured(workload, 1, call.via, None, told)
+            continue
+        one = groups.get((workload.id, call.via, False), Captured(workload, 0, call.via, 0.0))
+        total = (one.seconds or 0.0) + call.span.seconds
+        groups[workload.id, call.via, False] = one._replace(count=one.count + 1, seconds=total, note=note or one.note)
+    calls.captured = sorted(groups.values(), key=lambda one: -one.count)
+    kinds = {call.span.kind for call in recorder.calls if call.span is not None}
+    calls.method = "; ".join(METHODS[kind] for kind in sorted(kinds))
+    calls.reason = _why_no_share(recorder)
+
+
+def _why_no_share(recorder: _Recorder) -> str:
+    if recorder.unread:
+        return recorder.unread[0]
+    if not recorder.calls:
+        return "no attention call was seen (one that was compiled before, or that is not made through a function we know)"
+    return TRACED if any(call.span is None for call in recorder.calls) else ""
+
+
+def _hooks() -> Iterator[tuple[Hook, str, Callable[..., Seen], Callable[..., None] | None]]:
+    """Of the frameworks that are loaded: a model cannot run in one that is not."""
+    attention, with_array = _own_hooks()
+    yield attention, "ab.attention", of_attention, None
+    yield with_array, "ab.attention", of_array_masks, outline_of_array_masks
+    if "torch" in sys.modules:
+        from attnbench.dispatch.torch_hook import sdpa_hook
+
+        yield sdpa_hook(), "F.scaled_dot_product_attention", of_sdpa, outline_of_sdpa
+    if "jax" in sys.modules:
+        yield _jax_hook(), "jax.nn.dot_product_attention", of_jax_nn, None
+
+
+def _dynamo_at_work(note: Callable[..., None]) -> Callable[[], bool]:
+    """Whether torch.compile traces; it is told to call the note while it does."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return lambda: False
+    torch.compiler.assume_constant_result(note)
+    return torch.compiler.is_dynamo_compiling
+
+
+@cache
+def _own_hooks() -> tuple[Hook, Hook]:
+    return (
+        Hook(dispatch.attention, "attnbench.dispatch.attention"),
+        Hook(array_masks.attention_with_array, "attnbench.dispatch.array_masks"),
+    )
+
+
+@cache
+def _jax_hook() -> Hook:
+    import jax
+
+    return Hook(jax.nn.dot_product_attention, "jax.nn")
+
+
+def _first_three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("q", "k", "v") if "q" in kwargs or "k" in kwargs or "v" in kwargs else ("query", "key", "value")
+    return (*args[:3], *(kwargs[name] for name in names[len(args[:3]) :] if name in kwargs))
+
+
+def _wait(arrays: Any) -> Any:
+    import jax
+
+    return jax.block_until_ready(arrays)
+
+
+def _synchronise() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

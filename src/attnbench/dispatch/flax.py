@@ -1,0 +1,116 @@
+"""`attention_fn` for `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
+
+    nnx.MultiHeadAttention(..., attention_fn=attention_fn)
+    nnx.MultiHeadAttention(..., attention_fn=partial(attention_fn, impl="jax.cudnn"))
+
+Arrays are [batch..., tokens, heads, dim], key/value heads may be fewer. Masks and biases are arrays, under jit without
+values, so they go as arrays (`attnbench.dispatch.array_masks`); nnx's `is_causal` without a mask needs none. The softmax
+is float32 or better whatever `force_fp32_for_softmax` says, and a row that sees no key gives 0, where Flax's own gives
+the mean of V. Dropout, sown weights and custom einsums are refused.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import prod
+from typing import Any
+
+from attnbench.dispatch import array_masks
+from attnbench.dispatch import attention as dispatch
+from attnbench.errors import Unsupported
+from attnbench.spec import Array
+from attnbench.workloads import masks
+
+
+def attention_fn(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    promote_dtype: Any = None,
+    is_causal: bool = False,
+    *,
+    impl: str = "auto",
+) -> Array:
+    """Flax's call; linen hands over only what is named here, so everything that could be asked is."""
+    if dropout_rate > 0 and not deterministic:
+        raise Unsupported(
+            f"attnbench's attention has no dropout, and this layer asks for {dropout_rate:g}: "
+            "set dropout_rate=0, or call the layer with deterministic=True."
+        )
+    asked = {
+        "sow_weights": module,
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    for name, given in asked.items():
+        if given is not None:
+            raise Unsupported(f"attnbench's attention does not do {name}: use Flax's own attention_fn for this layer.")
+    query, key, value = _promoted(query, key, value, dtype, promote_dtype)
+    shape, lead = (*query.shape[:-1], value.shape[-1]), query.shape[:-3]
+    with _precision(precision):
+        out = _attend(*(_one_batch(x) for x in (query, key, value)), lead, bias, mask, is_causal, impl)
+    return out.reshape(shape)
+
+
+def _attend(
+    q: Array, k: Array, v: Array, lead: tuple[int, ...], bias: Any, mask: Any, is_causal: bool, impl: str
+) -> Array:
+    import jax.numpy as jnp
+
+    square = q.shape[1] == k.shape[1]
+    if bias is None and mask is None:
+        causal = masks.causal("bottom-right" if square else "top-left") if is_causal else None
+        return dispatch.attention(q, k, v, mask=causal, impl=impl)
+    visible = None if mask is None else _pairs(mask, lead).astype(bool)
+    if is_causal:
+        tril = jnp.tri(q.shape[1], k.shape[1], dtype=bool)[None, None]
+        visible = tril if visible is None else visible & tril
+    bias = None if bias is None else _pairs(bias, lead)
+    return array_masks.attention_with_array(q, k, v, visible=visible, bias=bias, impl=impl)
+
+
+def _promoted(q: Array, k: Array, v: Array, dtype: Any, promote: Any) -> Any:
+    import jax.numpy as jnp
+
+    if promote is not None:
+        return promote((q, k, v), dtype=dtype)
+    dtype = jnp.result_type(q, k, v) if dtype is None else dtype
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype)
+
+
+def _precision(precision: Any) -> Any:
+    import jax
+
+    if precision is None:
+        return nullcontext()
+    if isinstance(precision, tuple | list):
+        raise Unsupported("attnbench's attention takes one precision for all products, not a pair of them.")
+    return jax.default_matmul_precision(getattr(precision, "name", str(precision)).lower())
+
+
+def _one_batch(x: Array) -> Array:
+    return x.reshape(prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _pairs(array: Array, lead: tuple[int, ...]) -> Array:
+    """An array that broadcasts to [batch..., heads, q, kv], with one batch axis."""
+    import jax.numpy as jnp
+
+    array = array.reshape((1,) * (len(lead) + 3 - array.ndim) + array.shape)
+    if prod(array.shape[:-3]) > 1:
+        array = jnp.broadcast_to(array, (*lead, *array.shape[-3:]))
+    return array.reshape(prod(array.shape[:-3]), *array.shape[-3:])

@@ -1,0 +1,121 @@
+"""Hugging Face Transformers: `register()`, then `attn_implementation="attnbench"`.
+
+Both interfaces are registered. Ours of masks (`attnbench.dispatch.hf_masks`) describes what a step of the model may see
+as an attnbench mask: causal, window, padding, packed documents, and the part of a static cache that is written. What it
+cannot describe, and what is traced by torch.compile, stays the boolean array that Transformers itself would make.
+
+Whatever a model asks that attention here does not do (dropout, sinks, a position bias, attention weights) is refused
+with the reason; nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from attnbench.dispatch import array_masks
+from attnbench.dispatch import attention as dispatch
+from attnbench.dispatch.hf_masks import Described, DescribedMask, describe
+from attnbench.dispatch.torch_sdpa import check_impl, under_autocast
+from attnbench.errors import Unsupported, UsageError
+from attnbench.workloads import masks
+
+if TYPE_CHECKING:
+    import torch
+
+REFUSED = {
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+    "head_mask": "a head mask",
+    "cache": "a paged cache",
+    "indices": "sparse indices",
+    "block_indices": "block indices",
+}
+"""Keyword -> what it asks for, of things that change the result."""
+NO_MATTER = frozenset({
+    "position_ids", "use_cache", "cache_position", "past_key_values", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "return_dict", "logits_to_keep", "seq_idx", "max_length_q", "max_length_k",
+    "deterministic", "target_dtype", "sliding_window", "layer_idx", "position_embeddings",
+})  # fmt: skip
+"""Keywords that do not change what attention computes here; the window is part of the mask."""
+
+
+def register(name: str = "attnbench", impl: str = "auto") -> str:
+    """Make `attn_implementation=name` known to Transformers; `impl` is what `ab.attention` is asked for."""
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise UsageError(f"Transformers 5.0 or newer is needed ({error}): pip install 'attnbench[hf]'.") from error
+    check_impl(impl)
+    AttentionInterface.register(name, partial(attention_forward, impl=impl))
+    AttentionMaskInterface.register(name, describe)
+    return name
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    impl: str = "auto",
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What a layer calls: query, key and value [b, heads, tokens, dim], the output [b, tokens, heads, dim]."""
+    _check(dropout, attention_mask, others)
+    query, key, value = under_autocast(query, key, value)
+    usual = scaling is None or scaling == query.shape[-1] ** -0.5
+    how: Any = {"scale": None if usual else scaling, "softcap": softcap, "impl": impl, "layout": "bhsd"}
+    if attention_mask is None or isinstance(attention_mask, DescribedMask):
+        if attention_mask is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            seen = _without_mask(query.shape[2], key.shape[2], causal, sliding_window)
+        else:
+            seen = attention_mask.described
+        key, value = (x[:, :, seen.first : seen.last] for x in (key, value))
+        out = dispatch.attention(query, key, value, mask=seen.mask, **how)
+    else:
+        array = attention_mask[..., : key.shape[2]]
+        kind = "visible" if str(array.dtype) == "torch.bool" else "bias"
+        out = array_masks.attention_with_array(query, key, value, **{kind: array}, **how)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) -> None:
+    if dropout:
+        raise Unsupported(
+            f"attnbench's attention has no dropout, and this layer asks for {dropout:g}: set config.attention_dropout "
+            "(of some models: attention_probs_dropout_prob) to 0, or call model.eval()."
+        )
+    if others.pop("output_attentions", None):
+        raise Unsupported('attnbench gives no attention weights: load the model with attn_implementation="eager".')
+    packed = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)
+    if packed[0] is not None and len(packed[0]) > 2 and not (isinstance(mask, DescribedMask) and mask.described.packed):
+        raise Unsupported(
+            "cu_seq_lens packs several sequences, but the mask of this step does not keep them apart: pass position_ids "
+            "that start anew with each sequence, no attention_mask, and use_cache=False."
+        )
+    for name, value in others.items():
+        if value is not None and name not in NO_MATTER:
+            what = REFUSED.get(name, f"the keyword {name}, which it does not know")
+            raise Unsupported(f'attnbench\'s attention does not do {what}: use attn_implementation="eager" or "sdpa".')
+
+
+def _without_mask(q_len: int, kv_len: int, causal: bool, sliding_window: int | None) -> Described:
+    """Layers that get no mask (encoders of images, cross-attention) say by `is_causal` what they mean."""
+    if not causal or q_len == 1:
+        if sliding_window is not None:
+            raise Unsupported("this layer has a sliding window but came without a mask: what it may see is unknown.")
+        return Described(masks.full(), 0, kv_len)
+    if q_len != kv_len:
+        raise Unsupported(
+            f"a causal layer came without a mask, with {q_len} queries and {kv_len} keys: what it may see is unknown."
+        )
+    mask = masks.causal() if sliding_window is None else masks.window(sliding_window - 1)
+    return Described(mask, 0, kv_len)

@@ -1,0 +1,208 @@
+"""What Transformers' mask functions mean, as attnbench masks.
+
+Transformers hands a mask interface the sizes of the step and a predicate made of its own small functions (causal,
+sliding window, chunks, packed sequences) joined by `and_masks`. These are recognised by name and read from their
+closures. A predicate of any other make (bidirectional image tokens, a user's own) is evaluated by Transformers itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from attnbench.workloads import masks
+from attnbench.workloads.masks import AnyMask
+from attnbench.workloads.masks.data import to_numpy
+
+
+class Described(NamedTuple):
+    """A mask over the keys `first:last`; no query sees any other key."""
+
+    mask: AnyMask
+    first: int
+    last: int
+    packed: bool = False
+
+
+class _Step(NamedTuple):
+    """Positions of one step: query i stands at q_start + i, key j at kv_start + j."""
+
+    q_len: int
+    kv_len: int
+    q_start: int
+    kv_start: int
+
+
+class DescribedMask(torch.Tensor):
+    """A description that Transformers takes for its boolean mask [b, 1, q, kv]: it has the shape, and no storage.
+
+    Any operation on it but asking for its shape and place works on the array that Transformers would have made.
+    """
+
+    described: Described
+    evaluate: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def make(described: Described, shape: tuple[int, ...], device: Any, evaluate: Any) -> DescribedMask:
+        """`evaluate` gives the array itself."""
+        mask = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(DescribedMask)
+        mask.described, mask.evaluate = described, evaluate
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        args, kwargs = tree_map(lambda x: x.evaluate() if isinstance(x, DescribedMask) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_PROPERTIES = ("shape", "ndim", "device", "dtype", "layout", "requires_grad", "grad_fn", "is_cuda", "is_cpu", "is_nested")
+_ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
+}  # fmt: skip
+
+
+def describe(
+    batch_size: int,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    cache_position: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    device: Any = None,
+    **more: Any,
+) -> torch.Tensor | None:
+    """The mask interface of Transformers; None is plain causal. Older releases give positions by `cache_position`."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    given = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask}
+    given |= {**more, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    if cache_position is None:
+        given |= {"q_length": q_length, "q_offset": q_offset, "device": device}
+    else:
+        given["cache_position"] = cache_position
+        q_length, device = len(cache_position), cache_position.device
+    assert q_length is not None
+
+    def evaluate() -> torch.Tensor:
+        mask = sdpa_mask(**given)
+        assert mask is not None
+        return mask
+
+    # One query over a cache that is made to be compiled: the array is as small as its description, and needs no look
+    # at values that torch.compile does not have.
+    may_skip = more.get("allow_is_causal_skip", True)
+    if q_length == 1 and not may_skip:
+        return evaluate()
+    function = more.get("mask_function", causal_mask_function)
+    if torch.compiler.is_compiling():
+        square = cache_position is None and isinstance(q_offset, int) and q_offset == kv_offset and q_length == kv_length
+        plain = may_skip and square and attention_mask is None and function is causal_mask_function
+        return None if plain else evaluate()
+    q_start = int(q_offset) if cache_position is None else int(cache_position[0])
+    step = _Step(q_length, kv_length, q_start, kv_offset)
+    described = _described(function, step, attention_mask)
+    if described is None:
+        return evaluate()
+    return DescribedMask.make(described, (batch_size, 1, q_length, kv_length), device, evaluate)
+
+
+def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor | None) -> Described | None:
+    parts = _parts(function)
+    if parts is None:
+        return None
+    shift = step.q_start - step.kv_start
+    before, after = step.q_len + step.kv_len, step.q_len + step.kv_len
+    documents: list[AnyMask] = []
+    for kind, values in parts:
+        if kind == "causal":
+            after = 0
+        elif kind == "sliding":
+            before = min(before, values["sliding_window"] - 1)
+        elif kind == "sliding-both":
+            before, after = min(before, values["sliding_window"]), min(after, values["sliding_window"])
+    # Keys that some query sees. Masks count positions from the last key, which must be the last query's own.
+    first, last = max(0, shift - before), min(step.kv_len, shift + step.q_len + after)
+    bounded = after < step.q_len + step.kv_len or before < step.q_len + step.kv_len
+    if bounded and (after or shift + step.q_len > step.kv_len) and shift + step.q_len != step.kv_len:
+        return None
+    if first >= last:
+        return None
+    for kind, values in parts:
+        if kind in ("packed", "chunked"):
+            found = _documents(kind, values, step, first, last)
+            if found is None:
+                return None
+            documents.append(found)
+    mask = _positional(before, after, step, last - first)
+    for part in documents:
+        mask = mask & part
+    return Described(mask & _padding(padding, step, first, last), first, last, packed=bool(documents))  # pyright: ignore
+
+
+def _positional(before: int, after: int, step: _Step, kv_len: int) -> AnyMask:
+    """Over keys that end with the last query's own; a bound that no query reaches is left out."""
+    reaches_back, reaches_on = before >= kv_len - 1, after >= step.q_len - 1
+    if reaches_back and reaches_on:
+        return masks.full()
+    if reaches_back and after == 0:
+        return masks.causal()
+    return masks.window(None if reaches_back else before, None if reaches_on else after)
+
+
+_KINDS = {
+    "causal_mask_function": "causal",
+    "bidirectional_mask_function": "full",
+    "sliding_window_overlay.<locals>.inner_mask": "sliding",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": "sliding-both",
+    "chunked_overlay.<locals>.inner_mask": "chunked",
+    "packed_sequence_mask_function.<locals>.inner_mask": "packed",
+}
+
+
+def _parts(function: Callable[..., Any]) -> list[tuple[str, dict[str, Any]]] | None:
+    """(kind, closure) of everything that is joined by `and_masks`; None when one of them is not known."""
+    if getattr(function, "__module__", "") != "transformers.masking_utils":
+        return None
+    values = dict(inspect.getclosurevars(function).nonlocals)
+    if function.__qualname__ == "and_masks.<locals>.and_mask":
+        found = [_parts(one) for one in values["mask_functions"]]
+        return None if None in found else [part for parts in found for part in parts or ()]
+    kind = _KINDS.get(function.__qualname__)
+    return None if kind is None else [(kind, values)]
+
+
+def _documents(kind: str, values: dict[str, Any], step: _Step, first: int, last: int) -> AnyMask | None:
+    queries = step.q_start + np.arange(step.q_len)
+    keys = step.kv_start + np.arange(first, last)
+    if kind == "chunked":
+        padding = to_numpy(values["left_padding"], "left padding").reshape(-1, 1)
+        return masks.documents(*((at - padding) // values["chunk_size"] for at in (keys, queries)))
+    ids = to_numpy(values["packed_sequence_mask"], "packed sequences")
+    if max(keys.max(), queries.max()) >= ids.shape[1]:
+        return None
+    return masks.documents(ids[:, keys], ids[:, queries])
+
+
+def _padding(padding: torch.Tensor | None, step: _Step, first: int, last: int) -> AnyMask:
+    """Real keys among `first:last`; positions past the end of the given mask are not real."""
+    if padding is None:
+        return masks.full()
+    real = to_numpy(padding, "attention_mask").astype(bool)[:, step.kv_start + first : step.kv_start + last]
+    real = np.pad(real, ((0, 0), (0, last - first - real.shape[1])))
+    if real.all():
+        return masks.full()
+    lengths = real.sum(axis=1)
+    if (real == (np.arange(last - first) < lengths[:, None])).all():
+        return masks.lengths(lengths)
+    return masks.valid(real)

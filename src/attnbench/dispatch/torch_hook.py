@@ -1,0 +1,29 @@
+"""`torch.nn.functional.scaled_dot_product_attention` as torch has it, and the hook in front of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from attnbench.dispatch.hooks import Hook
+
+
+def torch_sdpa(*args: Any, **kwargs: Any) -> Any:
+    """Torch's own function, also while it is replaced."""
+    import torch
+
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    if mask is not None and type(mask).__name__ == "CausalBias":
+        # This bias asks whether the function is the one in torch.nn.functional, which may be the replacement.
+        now = torch.nn.functional.scaled_dot_product_attention
+        return type(mask).__torch_function__(now, (type(mask),), args, kwargs)
+    return torch._C._nn.scaled_dot_product_attention(*args, **kwargs)
+
+
+@cache
+def sdpa_hook() -> Hook:
+    """The one hook; our own implementations and torch's internals keep torch's function."""
+    import torch
+
+    function = torch._C._nn.scaled_dot_product_attention
+    return Hook(function, "torch.nn.functional", spare=("torch.", "attnbench."), original=torch_sdpa)

@@ -1,0 +1,244 @@
+"""The drop-in means what torch's function means, and a redirected model computes what it computed."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as imported_early
+
+from attnbench.dispatch import torch_sdpa
+from attnbench.dispatch.torch_sdpa import redirect_sdpa, scaled_dot_product_attention
+from attnbench.errors import Unsupported, UsageError
+
+pytestmark = pytest.mark.torch
+BUILTIN = F.scaled_dot_product_attention
+SHAPES = {
+    "4 axes": ((2, 4, 7, 8), (2, 4, 7, 8)),
+    "longer keys": ((2, 4, 5, 8), (2, 4, 9, 8)),
+    "longer queries": ((2, 4, 9, 8), (2, 4, 5, 8)),
+    "3 axes": ((3, 7, 8), (3, 7, 8)),
+    "2 axes": ((7, 8), (7, 8)),
+    "5 axes": ((2, 3, 4, 7, 8), (2, 3, 4, 7, 8)),
+}
+IMPLS = ["auto", "torch.eager"]
+
+
+def tensors(q, k, v_dim=None, dtype=torch.float32, grad=False):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (q, k, k if v_dim is None else (*k[:-1], v_dim))
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Masks that `ab.attention` was asked with."""
+    found, right = [], torch_sdpa.dispatch.attention
+    monkeypatch.setattr(
+        torch_sdpa.dispatch, "attention", lambda *a, **k: (found.append((k["impl"], k["mask"])), right(*a, **k))[1]
+    )
+    return found
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_as_torch(shape, causal, impl, seen):
+    ours, theirs = (tensors(*SHAPES[shape], grad=True) for _ in range(2))
+    found = scaled_dot_product_attention(*ours, is_causal=causal, scale=0.3, impl=impl)
+    expected = F.scaled_dot_product_attention(*theirs, is_causal=causal, scale=0.3)
+    torch.testing.assert_close(found, expected)
+    assert len(seen) == 1
+    for x in (found, expected):
+        x.square().sum().backward()
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["boolean", "additive", "half of the batch sees nothing"])
+@pytest.mark.parametrize("shape", ["4 axes", "longer keys", "3 axes", "5 axes"])
+def test_masks_as_torch(shape, kind, impl, seen):
+    q, k, v = tensors(*SHAPES[shape])
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand((*q.shape[:-3], 1, q.shape[-2], k.shape[-2]), generator=generator) < 0.5
+    mask[..., 0] = True
+    if kind == "additive":
+        mask = torch.randn(mask.shape, generator=generator).masked_fill(~mask, float("-inf"))
+    elif kind.startswith("half") and mask.ndim > 3:
+        mask[0] = False
+    found = scaled_dot_product_attention(q, k, v, mask, impl=impl)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, mask))
+    assert len(seen) == (impl != "auto")
+
+
+def test_a_learned_bias_gets_its_gradient():
+    q, k, v = tensors(*SHAPES["4 axes"])
+    biases = [torch.zeros(4, 7, 7, requires_grad=True) for _ in range(2)]
+    scaled_dot_product_attention(q, k, v, biases[0]).square().sum().backward()
+    F.scaled_dot_product_attention(q, k, v, biases[1]).square().sum().backward()
+    torch.testing.assert_close(biases[0].grad, biases[1].grad)
+    with pytest.raises(Unsupported, match="wants gradients"):
+        scaled_dot_product_attention(q, k, v, biases[0], impl="torch.eager")
+
+
+def test_grouped_heads_and_a_wider_v():
+    q, k, v = tensors((2, 4, 7, 8), (2, 2, 7, 8), v_dim=6)
+    torch.testing.assert_close(
+        scaled_dot_product_attention(q, k, v, enable_gqa=True), F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    )
+
+
+def test_autocast():
+    q, k, v = tensors((2, 4, 7, 8), (2, 4, 7, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scaled_dot_product_attention(q, k, v.bfloat16())
+        expected = F.scaled_dot_product_attention(q, k, v.bfloat16())
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected)
+
+
+REFUSED = {
+    "dropout": ({"dropout_p": 0.1}, "attention dropout"),
+    "causal and a mask": ({"is_causal": True, "attn_mask": torch.ones(7, 7, dtype=torch.bool)}, "together"),
+    "heads": ({"key": torch.randn(2, 1, 7, 8), "value": torch.randn(2, 1, 7, 8)}, "without enable_gqa"),
+    "batches": ({"key": torch.randn(1, 4, 7, 8), "value": torch.randn(1, 4, 7, 8)}, "broadcast"),
+    "dtypes": ({"query": torch.randn(2, 4, 7, 8).double()}, "dtypes float32, float64"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_taken_is_refused(case):
+    changed, message = REFUSED[case]
+    given = dict(zip(("query", "key", "value"), tensors(*SHAPES["4 axes"]))) | changed
+    with pytest.raises(Unsupported, match=message):
+        scaled_dot_product_attention(**given)
+
+
+def test_a_fall_back_is_asked_for_and_told_once():
+    torch_sdpa._WARNED.clear()
+    q, k, v = tensors(*SHAPES["4 axes"])
+    with pytest.warns(UserWarning, match="does not take attention dropout"):
+        torch.manual_seed(3)
+        found = scaled_dot_product_attention(q, k, v, dropout_p=0.5, fallback=True)
+    torch.manual_seed(3)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaled_dot_product_attention(q, k, v, dropout_p=0.5, fallback=True)
+
+
+def test_a_causal_bias_keeps_its_meaning_while_redirected():
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, k, v = tensors(*SHAPES["longer keys"])
+    bias = causal_lower_right(5, 9)
+    expected = F.scaled_dot_product_attention(q, k, v, bias)
+    with redirect_sdpa(fallback=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, bias), expected)
+
+
+class TestRedirect:
+    def test_every_name_of_the_function_is_reached_and_restored(self, seen):
+        q, k, v = tensors(*SHAPES["4 axes"])
+        with redirect_sdpa():
+            F.scaled_dot_product_attention(q, k, v)
+            torch.nn.functional.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True)
+            imported_early(q, k, v)
+            from torch.nn.functional import scaled_dot_product_attention as kept
+        assert [mask if mask is None else mask.id for _, mask in seen] == [None, "causal-topleft", None]
+        assert F.scaled_dot_product_attention is BUILTIN
+        assert imported_early is BUILTIN
+        torch.testing.assert_close(kept(q, k, v), BUILTIN(q, k, v))
+        assert len(seen) == 3
+
+    def test_an_exception_restores(self):
+        with pytest.raises(ZeroDivisionError), redirect_sdpa():
+            _ = 1 / 0
+        assert F.scaled_dot_product_attention is BUILTIN
+        assert torch.backends.mha.get_fastpath_enabled()
+
+    def test_blocks_nest(self, seen):
+        q, k, v = tensors(*SHAPES["4 axes"])
+        with redirect_sdpa("torch.eager"):
+            with redirect_sdpa("torch.sdpa-math"):
+                F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(q, k, v)
+        assert [impl for impl, _ in seen] == ["torch.sdpa-math", "torch.eager"]
+        assert F.scaled_dot_product_attention is BUILTIN
+
+    @pytest.mark.parametrize("impl", ["auto", "torch.sdpa", "torch.hf-sdpa"])
+    def test_an_implementation_that_calls_torchs_function_ends(self, impl):
+        if impl == "torch.hf-sdpa":
+            pytest.importorskip("transformers")
+        q, k, v = tensors(*SHAPES["4 axes"])
+        expected = BUILTIN(q, k, v)
+        with redirect_sdpa(impl):
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected)
+
+    @pytest.mark.parametrize("mode", ["train", "eval"])
+    def test_torchs_own_layers(self, mode, seen):
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True).train(mode == "train")
+        attention = torch.nn.MultiheadAttention(16, 4, batch_first=True).train(mode == "train")
+        x = torch.randn(2, 6, 16)
+        padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+
+        def run():
+            with torch.inference_mode(mode == "eval"):
+                return layer(x), attention(x, x, x, need_weights=False)[0], layer(x, src_key_padding_mask=padding)[:, :4]
+
+        expected = run()
+        with redirect_sdpa("torch.eager"):
+            found = run()
+        assert [impl for impl, _ in seen] == ["torch.eager"] * 3
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+    def test_a_hugging_face_model(self, seen):
+        pytest.importorskip("transformers")
+        from hf_models import batch, model
+
+        lm, inputs = model("llama"), batch("left")
+        lm.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            expected = lm(**inputs).logits
+            with redirect_sdpa("torch.eager"):
+                found = lm(**inputs).logits
+        real = inputs["attention_mask"].bool()
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+        assert len(seen) == 2
+
+    def test_other_threads_are_redirected_too(self, seen):
+        q, k, v = tensors(*SHAPES["4 axes"])
+        with redirect_sdpa():
+            threads = [threading.Thread(target=F.scaled_dot_product_attention, args=(q, k, v)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert len(seen) == 4
+
+    def test_a_wrong_name_is_an_error_at_once(self):
+        with pytest.raises(UsageError, match=r"Near: torch\.sdpa"), redirect_sdpa("torch.sdap"):
+            raise AssertionError("never reached")
+
+    def test_somebody_elses_replacement_is_not_overwritten(self, monkeypatch):
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: None)
+        with pytest.raises(UsageError, match="replaced by something else"), redirect_sdpa():
+            raise AssertionError("never reached")
+
+    def test_compiled(self):
+        q, k, v = tensors(*SHAPES["4 axes"])
+        expected = BUILTIN(q, k, v, is_causal=True)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), backend="eager")
+        with redirect_sdpa("torch.eager"):
+            torch.testing.assert_close(compiled(q, k, v), expected)
+        torch.testing.assert_close(compiled(q, k, v), expected)
