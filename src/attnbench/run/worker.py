@@ -103,8 +103,8 @@ class Worker:
     def _refusal(self, cell: Cell) -> str | None:
         if cell.implementation in anchors.NAMES:
             return None
-        implementation = registry.get(cell.implementation)
         try:
+            implementation = registry.get(cell.implementation).configured(cell.config)
             reason = refusal(implementation, cell.workload, self._environment)
         except Exception as error:
             # A third party's mistake costs its own cells, not the run.
@@ -144,7 +144,8 @@ class Worker:
         if cell.implementation in anchors.NAMES:
             return anchors.AnchorSession(self._framework, self._environment, cell)
         options = Options(question.thorough, question.measure, question.clock, question.seed, question.again)
-        return Session(self._framework, self._environment, registry.get(cell.implementation), cell, options)
+        implementation = registry.get(cell.implementation).configured(cell.config)
+        return Session(self._framework, self._environment, implementation, cell, options)
 
     def _inputs(self, question: p.Open) -> Draws:
         workload = question.cell.workload
