@@ -61,7 +61,9 @@ BY_ID = {workload.id: workload for workload in edge()}
 def cases_of(name):
     """Case -> workload."""
     if name in PAIRS:
-        return {case: msgspec.structs.replace(BY_ID[workload], pass_="train") for case, workload in EDGES.items()}
+        # The gradients of one key are 0: what rounding leaves of them has no bound to be held to.
+        cases = {case: BY_ID[workload] for case, workload in EDGES.items() if case != "one key"}
+        return {case: msgspec.structs.replace(workload, pass_="train") for case, workload in cases.items()}
     if name in INTERPRETED:
         return BLOCKS
     if name.startswith("torch.dilated"):
