@@ -26,7 +26,7 @@ def plain_partial(workload: Workload) -> Partial:
     @torch.no_grad()
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mask = masks(q.device)
-        out, logits = attend(*(_wide(x) for x in (q, k, v)), mask, scale, softcap)
+        out, logits = attend(_wide(q), _wide(k), _wide(v), mask, scale, softcap)
         return out.to(q.dtype), log_sum_exp(logits, mask, logits.dtype)
 
     @torch.no_grad()
