@@ -87,6 +87,7 @@ def asked(text: str) -> tuple[str, dict[str, int | float | str | bool]]:
             offered = f"it has {', '.join(tunables)}" if tunables else "it has none"
             raise UsageError(f'{name} has no setting "{key}"; {offered}.')
         config[key] = _converted(name, key, value, type(tunables[key]))
+    get(name).configured(config)  # raises for what cannot be
     return name, config
 
 

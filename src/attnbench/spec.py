@@ -25,6 +25,8 @@ Call = Callable[[Array, Array, Array], Any]
 """q, k, v in the implementation's layout -> out (or (out, lse) where that was asked for)."""
 Partial = tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array, Array]]]
 """`forward(q, k, v) -> (out, lse)`, `backward(q, k, v, out, lse, dout) -> (dq, dk, dv)`: see Implementation.partial."""
+Passes = tuple[Callable[..., tuple[Array, Array]] | None, Callable[..., tuple[Array, Array, Array]] | None]
+"""The two of a Partial apart, either of which may be missing: see Implementation.passes."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PASSES: tuple[Pass, ...] = ("forward", "backward", "train")
@@ -269,6 +271,8 @@ class Implementation(ABC):
     """Whether torch.compile may look into the calls that it builds; else each is one opaque operator to it."""
     tunables: Config = {}
     """What may be asked for in brackets, `torch.ring[world=4]`, with the defaults."""
+    every_config: bool = False
+    """Whether, asked for without settings, a run takes all its configs: none of them is the one that is meant."""
 
     def available(self, environment: Environment) -> str | None:
         """None when it can run on this machine at all; else why not and what would make it run."""
@@ -283,6 +287,21 @@ class Implementation(ABC):
         """Tunables worth trying, the default first."""
         del workload
         return ({},)
+
+    def configs_here(self, workload: Workload, environment: Environment) -> Sequence[Config]:
+        """Those of `configs` that can run in this environment. Cheap; imports no framework."""
+        del environment
+        return self.configs(workload)
+
+    def configured(self, config: Config) -> Implementation:
+        """Itself as set to `config`: another object where settings decide what it supports, stores or is proved by."""
+        del config
+        return self
+
+    def proofs(self, pass_: Pass) -> tuple[tuple[str, ...], ...]:
+        """Sets of patterns, one of each of which must appear in a profile of the pass: proof of the path."""
+        del pass_
+        return (self.expects,) if self.expects else ()
 
     @abstractmethod
     def build(self, workload: Workload, config: Config) -> Call:
@@ -302,6 +321,10 @@ class Implementation(ABC):
         """
         del workload, config
         return None
+
+    def passes(self, workload: Workload, config: Config) -> Passes:
+        """As `partial`, but of this workload alone: `out` and `lse` are its own, and one of the two may be missing."""
+        return self.partial(workload, config) or (None, None)
 
     def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]] | None:
         """`(q, k, v) -> figures` of what it chose for these inputs: `sparsity`, `work` (see Ok); None: no choice."""

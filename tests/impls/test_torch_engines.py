@@ -409,6 +409,32 @@ def test_partial_backward_takes_out_and_lse_of_a_whole(engine, install):
     close(found_dv, dv[:, :4].numpy(), 5e-2)
 
 
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), masks.window(2, 1)], ids=lambda m: m.id)
+def test_xformers_partial(mask, install):
+    install("xformers")
+    w = work(kv_len=11, mask=mask, kv_heads=4)
+    inputs = arrays(w)
+    forward, backward = XFORMERS.partial(w, {})
+    out, lse = forward(*inputs)
+    close(out, reference(w, *inputs)[0])
+    close(lse, reference(w, *inputs)[1], 1e-4)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    full = work(kv_len=11, kv_heads=4, mask=masks.window(None, None)) if mask.id == "full" else w
+    for grad, expected in zip(backward(*inputs, out, lse, dout), _expected_gradients(full, inputs, dout), strict=True):
+        close(grad, expected.numpy(), 5e-2)
+    assert XFORMERS.partial(work(mask=mask), {}) is None, "its backward pass takes no grouped heads"
+
+
+def test_a_forward_only_build_has_one_pass(install):
+    install("fa3_fwd")
+    w = work(mask=masks.causal())
+    forward, backward = FA3.passes(w, {})
+    assert backward is None
+    out, lse = forward(*arrays(w))
+    close(out, reference(w, *arrays(w))[0])
+    close(lse, reference(w, *arrays(w))[1], 1e-4)
+
+
 def test_fa4_forward_of_later_betas_returns_more(install, monkeypatch):
     install("fa4")
     import flash_attn.cute.interface as interface

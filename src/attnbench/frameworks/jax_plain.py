@@ -143,12 +143,12 @@ def _masked_logits(workload: Workload, q: Array, k: Array, precision: Any) -> Ar
         return logits
     weight = log_weight(mask, shape, dtype)
     if weight is not None:
-        logits = logits + _grouped_heads(weight, workload)
+        logits = logits + grouped_heads(weight, workload)
     # Finite, so that a row without any visible key has gradients of 0 and not NaN.
-    return jnp.where(_grouped_heads(visible(mask, shape), workload), logits, -0.7 * float(jnp.finfo(dtype).max))
+    return jnp.where(grouped_heads(visible(mask, shape), workload), logits, -0.7 * float(jnp.finfo(dtype).max))
 
 
-def _grouped_heads(array: Array, workload: Workload) -> Array:
+def grouped_heads(array: Array, workload: Workload) -> Array:
     """[b|1, h|1, q, kv] -> [b|1, kv_heads|1, group|1, q, kv]"""
     b, h, *pair = array.shape
     return array.reshape(b, 1, 1, *pair) if h == 1 else array.reshape(b, workload.kv_heads, workload.group, *pair)

@@ -6,7 +6,7 @@ Unlike openpi's, a row that sees no key is 0 and not the mean of V. Stores the T
 from __future__ import annotations
 
 from attnbench.frameworks.jax_plain import plain_call
-from attnbench.spec import Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Call, Config, Environment, Implementation, Partial, Workload
 
 
 class Einsum(Implementation):
@@ -28,6 +28,12 @@ class Einsum(Implementation):
     def build_lse(self, workload: Workload, config: Config) -> Call:
         """The same with LSE from the same logits."""
         return plain_call(workload, with_lse=True)
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        """Written out, for masks without weights."""
+        from attnbench.impls.parts.jax_passes import plain_passes
+
+        return plain_passes(workload)
 
 
 EINSUM = Einsum()

@@ -19,7 +19,7 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
 )
 from attnbench.impls.jax_masks import mask_arguments
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
 
 class JaxNn(Implementation):
@@ -104,6 +104,12 @@ class Cudnn(JaxNn):
             _exact_bias(workload),
             _even_lengths(workload),
         )
+
+    def passes(self, workload: Workload, config: Config) -> Passes:
+        """Full and causal masks."""
+        from attnbench.impls.parts.jax_passes import cudnn_passes
+
+        return cudnn_passes(workload) or (None, None)
 
 
 def _exact_bias(workload: Workload) -> str | None:

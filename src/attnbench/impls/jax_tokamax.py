@@ -6,6 +6,8 @@ query rows are not zero, and the soft cap is applied after the bias. float64 is 
 
 from __future__ import annotations
 
+from typing import Any
+
 from attnbench.frameworks.jax_plain import rows_that_see, zero_blind_rows
 from attnbench.impls.conditions import (
     first_reason,
@@ -18,7 +20,7 @@ from attnbench.impls.conditions import (
     needs_package,
 )
 from attnbench.impls.jax_masks import mask_arguments
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 MASK_ROW_BYTES = 16
@@ -92,6 +94,25 @@ class Tokamax(Implementation):
             return zero_blind_rows(out, rows)
 
         return call
+
+    def passes(self, workload: Workload, config: Config) -> Passes:
+        """Mosaic's forward pass for full and causal masks, through the kernel behind the public function."""
+        arguments = mask_arguments(workload)
+        plain = not arguments.needs_array and arguments.window is None and arguments.kv_lengths is None
+        if self.backend != "mosaic" or not plain:
+            return None, None
+        from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
+
+        kernel: Any = PallasMosaicGpuFlashAttention()
+        words = {"logits_scale": workload.softmax_scale, "logits_soft_cap": workload.softcap}
+
+        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            import jax.numpy as jnp
+
+            out, (top, total) = kernel(q, k, v, is_causal=arguments.is_causal, return_residuals=True, **words)
+            return out, top + jnp.log(total)
+
+        return forward, None
 
 
 def _aligned_mask_rows(workload: Workload) -> str | None:

@@ -6,17 +6,14 @@ lengths, sorted documents). Dropped blocks are neither read nor computed, in the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from attnbench.frameworks.torch_plain import once_per_device
 from attnbench.impls.block_sparse import cpu
 from attnbench.impls.block_sparse.tables import BlockTables, tables_of
 from attnbench.impls.conditions import first_reason, needs_device, needs_equal_dims, needs_no_softcap
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 from attnbench.workloads.masks.block_layout import block_layout, split_blocks
-
-Pair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def needs_blocks(workload: Workload) -> str | None:
@@ -62,9 +59,9 @@ class BlockSparse(Implementation):
         return lambda q, k, v: call(q, k, v)[0]
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        from attnbench.impls.block_sparse.autograd import differentiable
+        from attnbench.impls.parts.torch_autograd import differentiable
 
-        call = differentiable(self.partial(workload, config))
+        call = differentiable(self._pair(workload), "bhsd")
 
         def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             out, lse = call(q, k, v)
@@ -72,7 +69,12 @@ class BlockSparse(Implementation):
 
         return with_lse
 
-    def partial(self, workload: Workload, config: Config) -> Pair:
+    def partial(self, workload: Workload, config: Config) -> Partial:
+        from attnbench.impls.parts.torch_autograd import tokens_first
+
+        return tokens_first(self._pair(workload))
+
+    def _pair(self, workload: Workload) -> Partial:
         scale = workload.softmax_scale
         plans = once_per_device(
             lambda device: cpu.plan(block_tables(workload, device), workload.kv_heads, workload.head_dim)

@@ -7,8 +7,7 @@ never for timing. Layout is bhsd. Softmax in float32; float32 inputs are multipl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from attnbench.frameworks.torch_plain import once_per_device
 from attnbench.impls.block_sparse.tiles import beyond_the_kernels, candidates, read_config
@@ -16,10 +15,8 @@ from attnbench.impls.block_sparse.triton_interpreter import interpreted, mend
 from attnbench.impls.conditions import first_reason, needs_capability, needs_device, needs_package
 from attnbench.impls.torch_block_sparse import block_tables, needs_blocks
 from attnbench.impls.torch_compile import CompiledCall
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Call, Config, Environment, Implementation, Partial, Workload
 from attnbench.workloads.masks.block_layout import split_blocks
-
-Pair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class BlockSparseTriton(Implementation):
@@ -68,12 +65,16 @@ class BlockSparseTriton(Implementation):
         return CompiledCall(lambda q, k, v: call(q, k, v)[0])
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        from attnbench.impls.block_sparse.autograd import differentiable
+        from attnbench.impls.parts.torch_autograd import differentiable
 
-        call: Callable[[Array, Array, Array], tuple[Array, Array]] = differentiable(self.partial(workload, config))
-        return call
+        return differentiable(self._pair(workload, config), "bhsd")
 
-    def partial(self, workload: Workload, config: Config) -> Pair:
+    def partial(self, workload: Workload, config: Config) -> Partial:
+        from attnbench.impls.parts.torch_autograd import tokens_first
+
+        return tokens_first(self._pair(workload, config))
+
+    def _pair(self, workload: Workload, config: Config) -> Partial:
         from attnbench.impls.block_sparse import triton_call
 
         if interpreted():

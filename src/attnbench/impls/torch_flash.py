@@ -20,7 +20,8 @@ from attnbench.impls import conditions
 from attnbench.impls import torch_fa3_build as fa3
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.torch_bounds import bounds, is_causal, is_windowed, natural_lse, needs_bottom_right, needs_bounds
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+from attnbench.impls.torch_masks import may_have_dead_rows
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
 
 Options = dict[str, Any]
 
@@ -87,6 +88,7 @@ class Flash(Implementation):
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
         function, options = self.function(), self.options(workload, config)
+        natural = self.natural(workload)
         if self.lse_flag in parameters(function):
             options[self.lse_flag] = True
 
@@ -94,9 +96,17 @@ class Flash(Implementation):
             result = function(q, k, v, **options)
             if not isinstance(result, tuple | list) or result[1] is None:
                 raise Unsupported(f"{self.name}: this version returns no LSE; install a newer one.")
-            return result[0], natural_lse(result[1])
+            return result[0], natural(result[1])
 
         return call
+
+    def passes(self, workload: Workload, config: Config) -> Passes:
+        """The forward pass also where there is no other: forward-only builds."""
+        return self.partial(workload, config) or (self._forward(workload, config), None)
+
+    def natural(self, workload: Workload) -> Callable[[Array], Array]:
+        """Mends the library's LSE; costs nothing where every row sees a key."""
+        return natural_lse if may_have_dead_rows(workload) else lambda lse: lse
 
     def _forward(self, workload: Workload, config: Config) -> Call:
         """build_lse without autograd: what `partial` starts with."""
@@ -241,11 +251,11 @@ class FlashAttention4(Flash):
         backward = getattr(interface, "_flash_attn_bwd", None)
         if forward is None or backward is None or "return_lse" not in parameters(forward):
             return None
-        options = self.private_options(workload)
+        options, natural = self.private_options(workload), self.natural(workload)
 
         def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             out, lse = forward(q, k, v, return_lse=True, **options, **config)[:2]
-            return out, natural_lse(lse)
+            return out, natural(lse)
 
         def gradients(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
             dq, dk, dv = backward(q, k, v, out, dout, lse, **options)[:3]

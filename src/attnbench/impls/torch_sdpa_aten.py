@@ -32,26 +32,24 @@ def with_lse(backend: str, workload: Workload) -> Call | None:
     return call
 
 
-def partial(backend: str, workload: Workload) -> Partial | None:
-    """(forward, backward) on parts of a larger whole, bshd, or None where the operators cannot do the workload."""
-    import torch
+def partial(backend: str, workload: Workload, whole: bool = False) -> Partial | None:
+    """(forward, backward), bshd, or None where the operators cannot do the workload.
 
+    Of a `whole`, out and lse are the workload's own: where its mask leaves no row without keys, nothing is guarded.
+    """
     pair = _pair(backend, workload)
     if pair is None:
         return None
+    from attnbench.impls.parts.torch_autograd import tokens_first
 
-    @torch.no_grad()
-    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse = pair[0](*(x.transpose(1, 2) for x in (q, k, v)))
-        return out.transpose(1, 2), lse
+    forward, backward = pair
+    if whole and not may_have_dead_rows(workload):
+        return tokens_first(pair)
 
-    @torch.no_grad()
-    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-        q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
-        dq, dk, dv = pair[1](q, k, v, out, for_backward(lse), dout)
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    def guarded(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        return backward(q, k, v, out, for_backward(lse), dout)
 
-    return forward, backward
+    return tokens_first((forward, guarded))
 
 
 def _pair(backend: str, workload: Workload) -> Partial | None:
@@ -114,17 +112,16 @@ def _gpu_flash(workload: Workload) -> Partial | None:
     if not fits or workload.head_dim % 8 or workload.value_dim != workload.head_dim or may_have_dead_rows(workload):
         return None
     ops, scale, causal = torch.ops.aten, workload.softmax_scale, way != "none"
+    random = once_per_device(lambda device: _no_dropout(device, torch.uint64, 2))
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
         sizes = (None, None, q.shape[2], k.shape[2])
         return ops._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, seed, offset, scale=scale
+            dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *random(q.device), scale=scale
         )
 
     return forward, backward
@@ -137,20 +134,38 @@ def _cudnn(workload: Workload) -> Partial | None:
     if way not in ("none", "causal") or workload.head_dim % 8 or workload.value_dim % 8:
         return None
     ops, scale, causal = torch.ops.aten, workload.softmax_scale, way == "causal"
+    random = once_per_device(lambda device: _no_dropout(device, torch.int64))
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
         return out, lse.reshape(q.shape[:3])
 
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         sizes = (None, None, q.shape[2], k.shape[2])
         out, dout = strided_as_at_first(q, k, v, causal, out, dout)
         return ops._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, offset, None, *sizes, 0.0, causal, scale=scale
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous().unsqueeze(-1),
+            *random(q.device),
+            None,
+            *sizes,
+            0.0,
+            causal,
+            scale=scale,
         )
 
     return forward, backward
+
+
+def _no_dropout(device: Any, dtype: Any, *seeds: int) -> tuple[Array, Array]:
+    """Seed and offset of a generator that nothing draws from."""
+    import torch
+
+    return torch.zeros(seeds, dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
 
 
 _first_strides: dict[tuple[Any, ...], tuple[Any, Any]] = {}
@@ -183,6 +198,7 @@ def _efficient(workload: Workload) -> Partial:
         return mask._replace(attn_mask=None if bias is None else bias.expand(full))
 
     masks, scale, ops = once_per_device(make), workload.softmax_scale, torch.ops.aten
+    random = once_per_device(lambda device: _no_dropout(device, torch.int64))
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         mask = masks(q.device)
@@ -198,11 +214,11 @@ def _efficient(workload: Workload) -> Partial:
         mask = masks(q.device)
         if mask.dead is not None:  # the kernel is shown all keys there
             lse = lse.masked_fill(mask.dead.squeeze(-1), float("inf"))
-        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
-        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+        odd = -lse.shape[-1] % 32
+        padded = torch.nn.functional.pad(lse, (0, odd), value=float("inf")) if odd else lse.contiguous()
         wanted, out = [True, True, True, False], out.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv, _ = ops._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, mask.attn_mask, out, padded, seed, offset, 0.0, wanted, mask.is_causal, scale=scale
+            dout, q, k, v, mask.attn_mask, out, padded, *random(q.device), 0.0, wanted, mask.is_causal, scale=scale
         )
         return dq, dk, dv
 

@@ -22,7 +22,7 @@ from attnbench.impls.torch_bounds import (
     needs_bounds,
     needs_visible_rows,
 )
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 
 class Xformers(Implementation):
@@ -67,6 +67,21 @@ class Xformers(Implementation):
             return out.reshape(shape), natural_lse(lse).float()
 
         return self._call(workload, "memory_efficient_attention_forward_requires_grad", unpack)
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        """The library's two functions without autograd; its backward takes no grouped heads and pads the LSE itself."""
+        if workload.group > 1:
+            return None
+        import torch
+
+        private = import_module("xformers.ops").memory_efficient_attention_backward
+        forward, bias, scale = self.build_lse(workload, config), _bias(workload), workload.softmax_scale
+        assert forward is not None
+
+        def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+            return private(dout, out, lse, q, k, v, bias, 0.0, scale)
+
+        return torch.no_grad()(forward), torch.no_grad()(backward)
 
     def _call(self, workload: Workload, function_name: str, unpack: Any) -> Call:
         function = getattr(import_module("xformers.ops"), function_name)

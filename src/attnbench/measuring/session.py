@@ -237,8 +237,9 @@ class Session:
         for pattern in self._implementation.forbids:
             if hit := next((name for name in kernels if re.search(pattern, name)), None):
                 raise FellBack(f"fell back: {hit} ran, which is not {self._implementation.name}")
-        wanted = self._implementation.expects
-        if wanted and not any(re.search(pattern, name) for pattern in wanted for name in kernels):
+        for wanted in self._implementation.proofs(self.cell.workload.pass_):
+            if any(re.search(pattern, name) for pattern in wanted for name in kernels):
+                continue
             raise FellBack(f"fell back: nothing like {' or '.join(wanted)} ran, but {seen}")
 
     def _weigh(self) -> Memory:

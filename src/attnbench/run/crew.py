@@ -9,10 +9,10 @@ from attnbench import errors, frameworks, registry
 from attnbench.measuring.rates import Ceilings
 from attnbench.run import protocol as p
 from attnbench.run.ceilings import load_ceilings, store_ceilings
-from attnbench.run.plan import Group, Planned, group_of
+from attnbench.run.plan import Asked, Group, Planned, group_of
 from attnbench.run.remote import Local, Remote, WorkerDied
 from attnbench.run.travel import Traveller
-from attnbench.spec import Cell, Environment, Implementation
+from attnbench.spec import Cell, Config, Environment, Implementation, Workload
 
 START_S = 120.0
 CEILINGS_S = 60.0
@@ -63,6 +63,16 @@ class Crew:
         """An implementation that this process knows; None for one that only its worker has."""
         known = any(traveller.name == name for traveller in self._travellers)
         return None if known else registry.get(name)
+
+    def configs(self, one: Asked, workload: Workload) -> Sequence[Config]:
+        """What to set an implementation to: as asked, or in every way worth trying where none is meant by its name."""
+        implementation = self.registered(one.name)
+        if one.config or implementation is None or not implementation.every_config:
+            return (one.config,)
+        self.start([Group(implementation.framework)])
+        environment = self.environment(implementation.framework)
+        found = () if environment is None else implementation.configs_here(workload, environment)
+        return found or (one.config,)
 
     def spread(self, names: Sequence[str]) -> None:
         """On an accelerator each implementation gets a worker of its own: opening them is bound by the host."""

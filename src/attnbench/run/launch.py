@@ -105,7 +105,9 @@ def _run_all(
     rng = random.Random(seed)
     workloads = distinct(request.workloads)
     crew.clock = request.clock
-    planned = _planned(request, crew, [cell for cell in cells_of(workloads, wanted) if cell.id not in done])
+    planned = _planned(
+        request, crew, [cell for cell in cells_of(workloads, wanted, crew.configs) if cell.id not in done]
+    )
     listener.planned(planned)
     if request.measure:
         _warn_of_load(listener)
@@ -131,7 +133,7 @@ def plan_only(request: Request, listener: Listener) -> list[Planned]:
     with Crew(travellers, request.device, request.threads, request.in_process) as crew:
         crew.on_environment = listener.environment
         crew.clock = request.clock
-        return _planned(request, crew, cells_of(distinct(request.workloads), wanted))
+        return _planned(request, crew, cells_of(distinct(request.workloads), wanted, crew.configs))
 
 
 def _planned(request: Request, crew: Crew, cells: Sequence[Cell]) -> list[Planned]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from attnbench.spec import Cell, Implementation, Workload
+from attnbench.spec import Cell, Config, Implementation, Workload
 
 
 class Group(NamedTuple):
@@ -45,18 +45,30 @@ class Asked(NamedTuple):
     step: str = ""
 
 
-def cells_of(workloads: Sequence[Workload], wanted: Sequence[Asked]) -> list[Cell]:
+def as_asked(one: Asked, workload: Workload) -> Sequence[Config]:
+    """One setting for all workloads."""
+    del workload
+    return (one.config,)
+
+
+def cells_of(
+    workloads: Sequence[Workload],
+    wanted: Sequence[Asked],
+    configs: Callable[[Asked, Workload], Sequence[Config]] = as_asked,
+) -> list[Cell]:
     """All cells, workload by workload: what ratios are taken over stays together.
 
     Who computes one step has no cell on another, unless that is all there is: then it says so.
     """
     steps = {workload.step for workload in workloads}
-    return [
-        Cell(one.name, workload, one.config)
+    cells = [
+        Cell(one.name, workload, dict(config))
         for workload in workloads
         for one in wanted
         if one.step == workload.step or one.step not in steps
+        for config in configs(one, workload)
     ]
+    return list({cell.id: cell for cell in cells}.values())
 
 
 def shard(workloads: Sequence[Workload], index: int, count: int) -> list[Workload]:

@@ -105,8 +105,8 @@ class Worker:
     def _refusal(self, cell: Cell) -> str | None:
         if cell.implementation in anchors.NAMES:
             return None
-        implementation = registry.get(cell.implementation)
         try:
+            implementation = registry.get(cell.implementation).configured(cell.config)
             reason = refusal(implementation, cell.workload, self._environment)
         except Exception as error:
             # A third party's mistake costs its own cells, not the run.
@@ -145,7 +145,7 @@ class Worker:
         if cell.implementation in anchors.NAMES:
             return anchors.AnchorSession(self._framework, self._environment, cell)
         options = Options(question.thorough, question.measure, question.clock, question.seed, question.again)
-        implementation = registry.get(cell.implementation)
+        implementation = registry.get(cell.implementation).configured(cell.config)
         if isinstance(implementation, StepImplementation):
             return StepSession(self._framework, self._environment, implementation, cell, options)
         return Session(self._framework, self._environment, implementation, cell, options)

@@ -75,7 +75,7 @@ class WorkloadRun:
         if environment is None or environment.device == "cpu" or environment.memory_bytes is None:
             return False
         implementation = self._crew.registered(cell.implementation)
-        need = 0 if implementation is None else least_bytes(implementation, self._workload)
+        need = 0 if implementation is None else least_bytes(implementation.configured(cell.config), self._workload)
         return need > HEAVY_SHARE * environment.memory_bytes
 
     def _take_crowded(self) -> list[Cell]:

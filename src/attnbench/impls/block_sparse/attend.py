@@ -6,10 +6,10 @@ import torch
 
 from attnbench.errors import Unsupported
 from attnbench.impls.block_sparse import cpu
-from attnbench.impls.block_sparse.autograd import Pair, differentiable
 from attnbench.impls.block_sparse.tables import BlockTables
 from attnbench.impls.block_sparse.tiles import beyond_the_kernels, read_config
-from attnbench.spec import Workload
+from attnbench.impls.parts.torch_autograd import differentiable
+from attnbench.spec import Partial, Workload
 
 
 def attend(
@@ -20,11 +20,11 @@ def attend(
     if kind not in ("cpu", "cuda"):
         raise Unsupported(f"block-sparse attention runs on cpu and cuda, not on {kind}.")
     pair = _cpu_pair(q, k, tables, scale) if kind == "cpu" else _triton_pair(q, k, v, tables, scale)
-    out, lse = differentiable(pair)(q, k, v)
+    out, lse = differentiable(pair, "bhsd")(q, k, v)
     return out, lse.float()
 
 
-def _cpu_pair(q: torch.Tensor, k: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
+def _cpu_pair(q: torch.Tensor, k: torch.Tensor, tables: BlockTables, scale: float) -> Partial:
     plan = cpu.plan(tables, k.shape[1], q.shape[3])
     return (
         lambda q, k, v: cpu.forward(q, k, v, plan, scale),
@@ -32,7 +32,7 @@ def _cpu_pair(q: torch.Tensor, k: torch.Tensor, tables: BlockTables, scale: floa
     )
 
 
-def _triton_pair(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
+def _triton_pair(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Partial:
     from attnbench.impls.block_sparse import triton_call
 
     workload = Workload(

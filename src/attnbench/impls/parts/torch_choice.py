@@ -13,7 +13,8 @@ ORDER = ("torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.
 
 
 @lru_cache(maxsize=8)
-def _environment(device: str) -> Environment:
+def environment_of(device: str) -> Environment:
+    """Facts about a device, asked once."""
     return frameworks.get("torch").environment(device)
 
 
@@ -22,7 +23,7 @@ def choose(kernel: str, workload: Workload, device: str) -> tuple[str, Partial]:
     """Name and (forward, backward) for a part; `kernel` is an implementation's name or "auto". Raises Unsupported."""
     reasons = []
     for name in ORDER if kernel == "auto" else (kernel,):
-        implementation, where = registry.get(name), _environment(device)
+        implementation, where = registry.get(name), environment_of(device)
         reason = implementation.available(where) or implementation.supports(workload, where)
         pair = None if reason else implementation.partial(workload, {})
         if pair is not None:

@@ -3,7 +3,7 @@
 import importlib.util
 
 import torch
-from plain_attention import attend
+from plain_attention import attend, gradients
 
 from xformers.ops.fmha import attn_bias as biases
 
@@ -29,3 +29,17 @@ def memory_efficient_attention_forward_requires_grad(query, key, value, attn_bia
 
 def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=1.0):
     return memory_efficient_attention_forward_requires_grad(query, key, value, attn_bias, p, scale)[0]
+
+
+def memory_efficient_attention_backward(grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=1.0):
+    if query.shape[2:] != key.shape[2:]:
+        raise ValueError("HINT: We don't support broadcasting, please use `expand` yourself")
+    if lse.shape[1] != query.shape[2] or lse.shape[2] < query.shape[1]:
+        raise ValueError("Input tensors have incompatible shapes.")
+    left = right = None
+    if isinstance(attn_bias, biases.LocalAttentionFromBottomRightMask):
+        left, right = attn_bias.window_left, attn_bias.window_right
+    elif attn_bias is not None:
+        assert not isinstance(attn_bias, biases.LowerTriangularMask) or query.shape[1] == key.shape[1]
+        right = 0
+    return gradients(query, key, value, output, lse[..., : query.shape[1]], grad, scale, left, right)

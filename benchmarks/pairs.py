@@ -1,0 +1,177 @@
+"""What pairing libraries gains in training: `python benchmarks/pairs.py [--smoke] [-o FILE]`, bfloat16 on a CUDA GPU.
+
+Every shape is one run: each library alone and every pair that `torch.pair` offers, all verified and timed in turn; then
+the forward passes by themselves. The pair is chosen by what it should take, the forward time of one library and the
+backward time of the other, measured apart; its own time has no part in the choice. A library alone is chosen where that
+sum says so. Claims: >= 1.025 x the best library of each shape, >= 1.08 x any one library (both geometric means), never
+below 0.99 x. `--smoke` runs all of it on tiny shapes on a CPU, where nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from attnbench.run.launch import Listener, Request, launch
+from attnbench.spec import Ok, Record, Workload
+from attnbench.workloads import masks
+
+TOKENS, WIDTH = 16384, 2048
+"""Of a whole batch; heads x head_dim."""
+LENGTHS, HEAD_DIMS = (2048, 4096, 8192, 16384), (64, 128, 256)
+ALONE = ("torch.sdpa-flash", "torch.sdpa-cudnn", "torch.flash-attn", "torch.fa3", "torch.fa4")
+OVER_BEST, OVER_FIXED, WORST = 1.025, 1.08, 0.99
+
+
+def shapes(head_dims: Sequence[int], lengths: Sequence[int]) -> list[Workload]:
+    return [
+        Workload(
+            batch=max(1, TOKENS // length), q_len=length, heads=WIDTH // head_dim, head_dim=head_dim,
+            dtype="bfloat16", mask=mask, pass_="train",
+        )
+        for head_dim in head_dims
+        for mask in (masks.full(), masks.causal())
+        for length in lengths
+    ]  # fmt: skip
+
+
+def smoke_shapes() -> list[Workload]:
+    return [Workload(batch=1, q_len=96, heads=2, head_dim=16, mask=mask, pass_="train") for mask in (masks.causal(),)]
+
+
+def taken(workload: Workload, alone: Sequence[str], options: argparse.Namespace) -> list[Record]:
+    """The training steps and, by themselves, the forward passes of one shape."""
+    records: list[Record] = []
+    forward = msgspec.structs.replace(workload, pass_="forward")
+    device = "cpu" if options.smoke else "cuda"
+    asked = {"device": device, "budget_s": options.budget, "timeout_s": options.timeout, "seed": 1}
+    launch(Request(workloads=(workload,), implementations=(*alone, "torch.pair"), **asked), records.extend, Listener())
+    launch(Request(workloads=(forward,), implementations=tuple(alone), **asked), records.extend, Listener())
+    return [record for record in records if not record.implementation.startswith("anchor.")]
+
+
+def name_of(record: Record) -> str:
+    pair = record.config
+    return (
+        f"{pair['forward']} + {pair['backward']}"
+        if record.implementation == "torch.pair" and pair
+        else record.implementation
+    )
+
+
+def judged(workload: Workload, records: Sequence[Record]) -> dict[str, Any]:
+    """One shape: times, what the parts predict, and what was chosen by that."""
+    steps = [r for r in records if r.workload == workload]
+    timed = [r for r in steps if isinstance(r, Ok) and r.time is not None]
+    ns = {name_of(r): r.time.median_ns for r in timed if r.time is not None}
+    forwards = {r.implementation: r.time.median_ns for r in records if r.workload != workload and r.time is not None}
+    backwards = {r.implementation: r.also["backward"].median_ns for r in timed if r.implementation != "torch.pair"}
+    predicted = {}
+    for name in ns:
+        forward, _, backward = name.partition(" + ")
+        if forward in forwards and (backward or forward) in backwards:
+            predicted[name] = forwards[forward] + backwards[backward or forward]
+    alone = {name: took for name, took in ns.items() if " + " not in name}
+    chosen = min(predicted, key=lambda name: predicted[name], default=None)
+    best = min(alone, key=lambda name: alone[name], default=None)
+    judged = chosen is not None and best is not None
+    return {
+        "workload": workload.id,
+        "train_ms": {name: took / 1e6 for name, took in ns.items()},
+        "predicted_ms": {name: took / 1e6 for name, took in predicted.items()},
+        "forward_ms": {name: took / 1e6 for name, took in forwards.items()},
+        "backward_ms": {name: took / 1e6 for name, took in backwards.items()},
+        "not_run": {name_of(r): f"{r.status}: {r.reason}" for r in steps if r.time is None},
+        "errors": {name_of(r): msgspec.to_builtins(r.errors) for r in timed},
+        "clock": sorted({r.time.clock for r in timed if r.time is not None}),
+        "chosen": chosen,
+        "best_alone": best,
+        "over_best": alone[best] / ns[chosen] if judged else None,
+        "over_each": {name: took / ns[chosen] for name, took in alone.items()} if judged else {},
+        "predicted_over_best": predicted[best] / predicted[chosen] if judged and best in predicted else None,
+    }
+
+
+def mean(ratios: Sequence[float]) -> float | None:
+    return exp(fmean(log(ratio) for ratio in ratios)) if ratios else None
+
+
+def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Geometric means over the shapes; of a library alone only where it ran on every one of them."""
+    told = [one for one in found if one["over_best"] is not None]
+    over_best = [one["over_best"] for one in told]
+    names = {name for one in told for name in one["over_each"]}
+    over_each = {name: [one["over_each"][name] for one in told if name in one["over_each"]] for name in sorted(names)}
+    misses = [
+        took / one["predicted_ms"][name] - 1
+        for one in found
+        for name, took in one["train_ms"].items()
+        if name in one["predicted_ms"]
+    ]
+    return {
+        "shapes": len(told),
+        "over_best": mean(over_best),
+        "worst": min(over_best, default=None),
+        "over_fixed": {name: mean(ratios) for name, ratios in over_each.items() if len(ratios) == len(told)},
+        "over_some_shapes": {name: mean(ratios) for name, ratios in over_each.items() if len(ratios) < len(told)},
+        "measured_over_predicted": {
+            "mean": fmean(misses), "least": min(misses), "most": max(misses)
+        } if misses else None,
+    }  # fmt: skip
+
+
+def claims(total: dict[str, Any]) -> dict[str, bool]:
+    fixed = total["over_fixed"].values()
+    return {
+        f">= {OVER_BEST} x the best library of each shape": (total["over_best"] or 0.0) >= OVER_BEST,
+        f">= {OVER_FIXED} x any one library": bool(fixed) and min(fixed) >= OVER_FIXED,
+        f"never below {WORST} x": (total["worst"] or 0.0) >= WORST,
+    }
+
+
+def line_of(one: dict[str, Any]) -> str:
+    if one["chosen"] is None or one["over_best"] is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in one["not_run"].items())
+        return f"{one['workload']}: nothing to compare: {reasons}"
+    chosen, best = one["chosen"], one["best_alone"]
+    predicted = "" if one["predicted_over_best"] is None else f", predicted {one['predicted_over_best']:.3f} x"
+    return (
+        f"{one['workload']}: {chosen} {one['train_ms'][chosen]:.3f} ms (predicted {one['predicted_ms'][chosen]:.3f}), "
+        f"{best} {one['train_ms'][best]:.3f} ms: {one['over_best']:.3f} x{predicted}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--seq-len", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds of sampling per cell")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a stage of a cell may take")
+    parser.add_argument("-o", "--out", type=Path)
+    options = parser.parse_args()
+    alone = ("torch.sdpa-flash", "torch.eager") if options.smoke else ALONE
+    found, environment = [], None
+    for workload in smoke_shapes() if options.smoke else shapes(options.head_dim, options.seq_len):
+        records = taken(workload, alone, options)
+        environment = environment or next((r.environment for r in records if isinstance(r, Ok)), None)
+        found.append(judged(workload, records))
+        print(line_of(found[-1]), flush=True)
+    total = summary(found)
+    document = {"smoke": options.smoke, "summary": total, "shapes": found, "environment": environment}
+    if not options.smoke:
+        document["claims"] = claims(total)
+    print(json.dumps(total | ({} if options.smoke else {"claims": document["claims"]}), indent=1))
+    if options.out is not None:
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Forward and backward passes apart in JAX: plain ones, cuDNN's, and two made into one differentiable call.
+
+cuDNN's are not public: `jax.nn.dot_product_attention` rounds the LSE to the inputs' dtype and keeps the backward
+pass to itself, so both come from the module behind it, and from no version whose backward rule looks different.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from attnbench.frameworks.jax_plain import grouped_heads, visible
+from attnbench.impls.jax_masks import mask_arguments
+from attnbench.impls.ring import jax_blocks
+from attnbench.spec import Array, Call, Partial, Workload
+
+CUDNN_RULE = (
+    "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "is_training",
+    "return_residual", "res", "grad_output",
+)  # fmt: skip
+UNUSED_INPUTS = 7
+"""Bias, lengths, offsets and page tables, empty where there are none."""
+
+
+def plain_passes(workload: Workload) -> Partial | None:
+    """Operator by operator, with the scores stored; None for masks that carry weights."""
+    if workload.visible_mask.weighted:
+        return None
+    rule = jax_blocks.Rule(workload.softmax_scale, workload.softcap)
+
+    def seen() -> Any:
+        mask = workload.visible_mask
+        return None if mask.kinds == ("full",) else grouped_heads(visible(mask, workload.mask_shape), workload)
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse = jax_blocks.forward(q, k, v, seen(), rule)
+        return out.astype(q.dtype), lse
+
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        grads = jax_blocks.backward(q, k, v, (out, lse, dout), seen(), rule)
+        dq, dk, dv = (grad.astype(x.dtype) for grad, x in zip(grads, (q, k, v)))
+        return dq, dk, dv
+
+    return forward, backward
+
+
+def cudnn_passes(workload: Workload) -> Partial | None:
+    """cuDNN's kernels for full and top-left causal masks; None for other masks, or where JAX has changed."""
+    arguments = mask_arguments(workload)
+    if arguments.needs_array or arguments.window is not None or arguments.kv_lengths is not None:
+        return None
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    rule: Any = getattr(fused, "_dot_product_attention_bwd_rule", None)
+    if rule is None or tuple(inspect.signature(rule).parameters) != CUDNN_RULE:
+        return None
+    mask_type = fused.MaskType.CAUSAL if arguments.is_causal else fused.MaskType.NO_MASK
+    layout, scale = fused.AttentionLayout.BTNH.value, workload.softmax_scale
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        found: Any = fused.dot_product_attention(q, k, v, scale=scale, mask_type=mask_type, return_residual=True)
+        return found
+
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        import jax.numpy as jnp
+
+        kept = (q, k, v, *[jnp.zeros(0, q.dtype)] * UNUSED_INPUTS, lse, out)
+        dq, dk, dv, *_ = rule(scale, 42, 0.0, (False, False), mask_type, layout, None, True, False, kept, dout)
+        return dq, dk, dv
+
+    return forward, backward
+
+
+def differentiable(pair: Partial, with_lse: bool) -> Call:
+    """`(q, k, v) -> out`, or (out, lse), whose gradient is the pair's backward; the LSE's costs a second one."""
+    import jax
+
+    forward, backward = pair
+
+    def both(q: Array, k: Array, v: Array) -> Any:
+        out, lse = forward(q, k, v)
+        return (out, lse) if with_lse else out
+
+    def kept(q: Array, k: Array, v: Array) -> Any:
+        out, lse = forward(q, k, v)
+        return ((out, lse) if with_lse else out), (q, k, v, out, lse)
+
+    def gradients(saved: tuple[Array, ...], grad: Any) -> tuple[Array, Array, Array]:
+        if not with_lse:
+            return backward(*saved, grad)
+        dq, dk, dv = backward(*saved, grad[0])
+        q, k, v, out, lse = saved
+        more_dq, more_dk = _through_lse(backward, q, k, v, out, lse, grad[1])
+        return dq + more_dq, dk + more_dk, dv
+
+    call = jax.custom_vjp(both)
+    call.defvjp(kept, gradients)
+    return call
+
+
+def _through_lse(
+    backward: Any, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array
+) -> tuple[Array, Array]:
+    """As torch_autograd does it: values of 0, and an `out` whose product with `dout` is -dlse, in two columns."""
+    import jax.numpy as jnp
+
+    rows = dlse.transpose(0, 2, 1)
+    lead = rows.astype(out.dtype)
+    rest = (rows - lead.astype(rows.dtype)).astype(out.dtype)
+    carrier = jnp.zeros_like(out).at[..., 0].set(-lead)
+    ones = jnp.zeros_like(out).at[..., :2].set(1)
+    if out.shape[-1] > 1:
+        carrier = carrier.at[..., 1].set(-rest)
+    dq, dk, _ = backward(q, k, jnp.zeros_like(v), carrier, lse, ones)
+    return dq, dk

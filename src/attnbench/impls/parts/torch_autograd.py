@@ -1,0 +1,100 @@
+"""A forward and a backward function made into one differentiable call. Imports torch: load it at the first use.
+
+Nothing but (q, k, v, out, lse) is kept between the two, so they need not come from one library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from attnbench.spec import Layout, Partial
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, Any]]
+
+
+class _Attention(torch.autograd.Function):
+    """q, k, v -> out, lse."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Partial, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        out, lse = pair[0](q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.pair, ctx.layout = pair, layout
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        backward = ctx.pair[1]
+        grads: Any = (None, None, None)
+        if dout is not None:
+            grads = backward(q, k, v, out, lse, _strided_as(out, dout))
+        if dlse is not None:
+            dq, dk, dv = _through_lse(backward, ctx.layout, q, k, v, out, lse, dlse)
+            grads = (dq, dk, dv) if dout is None else (grads[0] + dq, grads[1] + dk, grads[2])
+        return None, None, *grads
+
+
+def _strided_as(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """Kernels expect gradients that lie as their outputs do; autograd may hand in any view, an expanded one too."""
+    return dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout)
+
+
+def _through_lse(
+    backward: Callable[..., Any],
+    layout: Layout,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the LSE by one more backward pass.
+
+    That pass takes p * (<dout, v> - <dout, out>) as the logits' gradient, and p * dlse is wanted: values of 0, and an
+    `out` whose product with `dout` is -dlse, in two columns so that 16 bits lose little of it.
+    """
+    rows = (dlse if layout == "bhsd" else dlse.transpose(1, 2)).unsqueeze(-1)
+    lead = rows.to(out.dtype)
+    carrier, ones = torch.zeros_like(out), torch.zeros_like(out)
+    carrier[..., :1], ones[..., :2] = -lead, 1.0
+    if out.shape[-1] > 1:
+        carrier[..., 1:2] = (lead.to(rows.dtype) - rows).to(out.dtype)
+    dq, dk, _ = backward(q, k, torch.zeros_like(v), carrier, lse, ones)
+    return dq, dk, torch.zeros_like(v)
+
+
+def differentiable(pair: Partial, layout: Layout = "bshd") -> Attention:
+    """`(q, k, v) -> (out, lse)` whose gradient is the pair's backward; the LSE's costs a second one."""
+    return lambda q, k, v: _Attention.apply(pair, layout, q, k, v)  # pyright: ignore[reportReturnType]
+
+
+def tokens_first(pair: Partial) -> Partial:
+    """Functions on bhsd as functions on bshd, without autograd."""
+
+    @torch.no_grad()
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = pair[0](*(x.transpose(1, 2) for x in (q, k, v)))
+        return out.transpose(1, 2), lse
+
+    @torch.no_grad()
+    def backward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
+        dq, dk, dv = pair[1](q, k, v, out, lse, dout)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    return forward, backward

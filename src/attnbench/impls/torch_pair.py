@@ -1,0 +1,65 @@
+"""torch.pair: the forward pass of one library followed by the backward pass of another; see docs/pairs.md.
+
+What a flash-type library keeps for its backward pass is (q, k, v, out, lse), and so does every other: with the LSE in
+one convention (natural log, float32) either pass may be anyone's. Layout is bshd. The LSE has a gradient too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.impls.parts.pairing import Pairing, Role
+from attnbench.impls.parts.torch_choice import environment_of
+from attnbench.spec import Array, Call, Config, Implementation, Workload
+
+FORWARDS = (
+    "torch.fa3", "torch.fa4", "torch.sdpa-cudnn", "torch.flash-attn", "torch.sdpa-flash", "torch.sdpa-efficient",
+    "torch.eager",
+)  # fmt: skip
+BACKWARDS = ("torch.fa4", "torch.sdpa-cudnn", "torch.fa3", *FORWARDS[3:])
+BACKWARDS_OF_WIDE_HEADS = ("torch.sdpa-cudnn", "torch.fa4", "torch.fa3", *FORWARDS[3:])
+"""The fastest first, as they were on an H200."""
+WIDE = 128
+
+
+class TorchPair(Pairing):
+    """`torch.pair[forward=torch.fa3,backward=torch.fa4]`; without names the first pair that can run."""
+
+    name = "torch.pair"
+    framework = "torch"
+    untested = ("cuda",)
+
+    def order(self, role: Role, workload: Workload) -> Sequence[str]:
+        if role == "forward":
+            return FORWARDS
+        return BACKWARDS_OF_WIDE_HEADS if workload.head_dim > WIDE else BACKWARDS
+
+    def lse_call(self, part: Implementation, workload: Workload) -> Callable[..., tuple[Array, Array]] | None:
+        import torch
+
+        call, swap = part.build_lse(workload, {}), part.layout == "bhsd"
+        if call is None:
+            return None
+
+        @torch.no_grad()
+        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse = call(*(x.transpose(1, 2) if swap else x for x in (q, k, v)))
+            return out.transpose(1, 2) if swap else out, lse
+
+        return forward
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        from attnbench.impls.parts.torch_autograd import differentiable
+
+        pair = self.configured(config)
+        calls = once_per_device(lambda device: differentiable(pair.chosen(workload, environment_of(device.type))))
+
+        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse = calls(q.device)(q, k, v)
+            return out, lse.float()
+
+        return call
+
+
+PAIR = TorchPair()

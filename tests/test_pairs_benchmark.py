@@ -1,0 +1,53 @@
+"""The benchmark of pairs end to end, small; and its arithmetic on times that are known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "pairs.py"
+
+
+def test_it_runs_and_predicts(tmp_path):
+    out = tmp_path / "pairs.json"
+    command = [sys.executable, SCRIPT, "--smoke", "--budget", "0.05", "-o", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    (shape,) = found["shapes"]
+    pairs = {"torch.sdpa-flash + torch.eager", "torch.eager + torch.sdpa-flash"}
+    assert set(shape["train_ms"]) == {"torch.sdpa-flash", "torch.eager", *pairs}
+    assert set(shape["predicted_ms"]) == set(shape["train_ms"])
+    for name, predicted in shape["predicted_ms"].items():
+        forward, _, backward = name.partition(" + ")
+        parts = shape["forward_ms"][forward], shape["backward_ms"][backward or forward]
+        assert predicted == pytest.approx(sum(parts))
+    assert shape["errors"]["torch.eager + torch.sdpa-flash"]["backward"] > 0
+    assert found["environment"]["device"] == "cpu"
+    assert found["summary"]["shapes"] == 1
+    assert "claims" not in found
+    assert json.loads(done.stdout[done.stdout.index("{") :]) == found["summary"]
+
+
+def test_means_and_claims():
+    from pairs import claims, summary
+
+    shapes = [
+        {"over_best": 1.1, "over_each": {"a": 1.1, "b": 1.3}, "train_ms": {"a": 11.0}, "predicted_ms": {"a": 10.0}},
+        {"over_best": 1.0, "over_each": {"a": 1.21}, "train_ms": {"a": 9.0, "c": 1.0}, "predicted_ms": {"a": 10.0}},
+        {"over_best": None, "over_each": {}, "train_ms": {}, "predicted_ms": {}},
+    ]
+    total = summary(shapes)
+    assert total["shapes"] == 2
+    assert total["over_best"] == pytest.approx(1.1**0.5)
+    assert total["worst"] == 1.0
+    assert total["over_fixed"] == {"a": pytest.approx((1.1 * 1.21) ** 0.5)}
+    assert total["over_some_shapes"] == {"b": pytest.approx(1.3)}
+    assert total["measured_over_predicted"] == pytest.approx({"mean": 0.0, "least": -0.1, "most": 0.1})
+    assert list(claims(total).values()) == [True, True, True]
+    assert list(claims(total | {"worst": 0.98, "over_fixed": {"a": 1.2, "b": 1.01}}).values()) == [True, False, False]
