@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnbench.comparing import compare as compare
     from attnbench.dispatch.attention import attention as attention
+    from attnbench.dispatch.capture import capture as capture
     from attnbench.dispatch.explain import explain as explain
     from attnbench.measuring.memory import MemoryProfiler as MemoryProfiler
     from attnbench.policy import load_policy as load_policy
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOME = {  # public name -> where it lives
     "compare": ("attnbench.comparing", "compare"),
     "attention": ("attnbench.dispatch.attention", "attention"),
+    "capture": ("attnbench.dispatch.capture", "capture"),
     "explain": ("attnbench.dispatch.explain", "explain"),
     "MemoryProfiler": ("attnbench.measuring.memory", "MemoryProfiler"),
     "load_policy": ("attnbench.policy", "load_policy"),

@@ -16,7 +16,12 @@ MODELS = {
     "llama": ("Llama", {}),
     "gemma2": (
         "Gemma2",
-        {"sliding_window": WINDOW, "layer_types": BOTH_LAYERS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
+        {
+            "sliding_window": WINDOW,
+            "layer_types": BOTH_LAYERS,
+            "attn_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 5,
+        },
     ),
     "gemma3": ("Gemma3", {"sliding_window": WINDOW, "layer_types": BOTH_LAYERS, "query_pre_attn_scalar": 5}),
     "qwen3": ("Qwen3", {}),

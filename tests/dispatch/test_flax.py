@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 
-jax = pytest.importorskip("jax")
+pytest.importorskip("jax")
 pytest.importorskip("flax")
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -56,7 +57,8 @@ def test_linen(mask):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "mask"), [(4, "causal and padding"), *((2, mask) for mask in (*MASKS, "is_causal", "is_causal and padding"))]
+    ("kv_heads", "mask"),
+    [(4, "causal and padding"), *((2, mask) for mask in (*MASKS, "is_causal", "is_causal and padding"))],
 )
 def test_nnx(kv_heads, mask):
     is_causal = mask.startswith("is_causal")

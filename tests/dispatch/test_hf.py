@@ -1,4 +1,4 @@
-"""Hugging Face models with `attn_implementation="attnbench"` compute what they compute with their own eager attention."""
+"""Hugging Face models with `attn_implementation="attnbench"` compute what they compute with eager attention."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def test_gradients_of_parameters(name, side):
     theirs = with_attention(lm, "eager", gradients)
     ours = with_attention(lm, "attnbench", gradients)
     for key, expected in theirs.items():
-        torch.testing.assert_close(ours[key], expected, rtol=1e-3, atol=1e-4, msg=lambda told, key=key: f"{key}: {told}")
+        torch.testing.assert_close(
+            ours[key], expected, rtol=1e-3, atol=1e-4, msg=lambda told, key=key: f"{key}: {told}"
+        )
 
 
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-masking = pytest.importorskip("transformers.masking_utils")
+pytest.importorskip("transformers")
 
 import torch
+from transformers import masking_utils as masking
 
 from attnbench.dispatch.hf_masks import DescribedMask, describe
 from attnbench.workloads.masks import MaskShape
@@ -121,7 +122,9 @@ def test_a_function_of_ones_own_is_evaluated():
 
 
 def test_a_step_that_will_be_compiled_gets_its_array():
-    found = describe(batch_size=2, q_length=1, kv_length=8, q_offset=torch.tensor(3), allow_is_causal_skip=False, device="cpu")
+    found = describe(
+        batch_size=2, q_length=1, kv_length=8, q_offset=torch.tensor(3), allow_is_causal_skip=False, device="cpu"
+    )
     assert type(found) is torch.Tensor
     assert found[0, 0, 0].tolist() == [True] * 4 + [False] * 4
 

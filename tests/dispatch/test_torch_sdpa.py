@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
+import torch
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 
@@ -123,8 +124,8 @@ def test_what_is_not_taken_is_refused(case):
 def test_a_fall_back_is_asked_for_and_told_once():
     torch_sdpa._WARNED.clear()
     q, k, v = tensors(*SHAPES["4 axes"])
+    torch.manual_seed(3)
     with pytest.warns(UserWarning, match="does not take attention dropout"):
-        torch.manual_seed(3)
         found = scaled_dot_product_attention(q, k, v, dropout_p=0.5, fallback=True)
     torch.manual_seed(3)
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
@@ -192,7 +193,11 @@ class TestRedirect:
 
         def run():
             with torch.inference_mode(mode == "eval"):
-                return layer(x), attention(x, x, x, need_weights=False)[0], layer(x, src_key_padding_mask=padding)[:, :4]
+                return (
+                    layer(x),
+                    attention(x, x, x, need_weights=False)[0],
+                    layer(x, src_key_padding_mask=padding)[:, :4],
+                )
 
         expected = run()
         with redirect_sdpa("torch.eager"):

@@ -95,14 +95,14 @@ def _torch(
     if impl == "torch.sdpa" and softcap is not None:
         raise Unsupported("torch.sdpa has no soft cap.")
     exact = bias is None or bias.dtype == q.dtype or q.device.type == "cpu"  # fused kernels of a GPU round a bias
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     seen, bias = _torch_seen(visible, bias)
     dead = ~seen.any(-1, keepdim=True)
     if impl == "torch.eager" or softcap is not None or not exact:
         from attnbench.frameworks.torch_plain import MaskTensors, attend
 
         q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
-        return to_layout(attend(q, k, v, MaskTensors(seen, bias, dead), scale, softcap)[0], "bshd", layout)
+        return to_layout(attend(q, k, v, MaskTensors(seen, bias, dead), factor, softcap)[0], "bshd", layout)
     from attnbench.dispatch.torch_hook import torch_sdpa
 
     q, k, v = (to_layout(x, layout, "bhsd") for x in (q, k, v))
@@ -112,7 +112,7 @@ def _torch(
     if group > 1 and q.device.type != "cpu":  # no fused kernel of a GPU takes a mask together with grouped heads
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         group = 1
-    out = torch_sdpa(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1)
+    out = torch_sdpa(q, k, v, attn_mask=mask, scale=factor, enable_gqa=group > 1)
     return to_layout(out.masked_fill(dead, 0.0), "bhsd", layout)
 
 

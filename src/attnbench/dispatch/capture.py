@@ -4,9 +4,10 @@ Seen are `ab.attention` (and with it everything that is registered, redirected o
 `F.scaled_dot_product_attention`, and `jax.nn.dot_product_attention`. A call within another one is part of it and is not
 counted again.
 
-What a compiler traces is seen while it is traced, counted once for each workload, and not when it runs: then there is no
-share, and a mask array, which has no values then, is written as `full` with a note. torch.compile notices that the
-function is another one and traces anew inside the block; a function that jax.jit has traced before is not seen.
+What a compiler traces is seen while it is traced, counted once for each workload, and not when it runs: then there is
+no share, and a mask array, which has no values then, is written as `full` with a note. torch.compile notices that the
+function is another one and traces anew inside the block; a function that jax.jit has traced before is not seen. In JAX
+a call trains when `grad` is at work where it is traced; a `grad` outside of a `jit` is not seen from inside.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from attnbench.dispatch.seen_calls import (
     of_sdpa,
     outline_of_array_masks,
     outline_of_sdpa,
+    wants_gradient,
 )
-from attnbench.errors import InvalidWorkload
+from attnbench.errors import UsageError
 
-SEEN_ONCE = "compiled, so counted once however often it runs"
-TRACED = "attention was seen by a compiler, which runs it where we cannot time it"
+SEEN_ONCE = "traced, so counted once however often it runs"
+TRACED = "attention was traced, and what a compiler makes of it runs where we cannot time it"
 
 
 class _Call(NamedTuple):
@@ -86,11 +88,11 @@ class _Recorder:
         try:
             seen = read(*args, **kwargs)
             kind = clock_of(inputs[0])
-        except (InvalidWorkload, TypeError, AttributeError) as error:
+        except (UsageError, TypeError, AttributeError) as error:
             self.unread.append(f"a call of {via} could not be read: {error}")
             return proceed(*args, **kwargs)
         span = None if kind is None else Span(kind)
-        wants = any(getattr(x, "requires_grad", False) for x in inputs)
+        wants = any(wants_gradient(x) for x in inputs)
         self.calls.append(_Call(via, seen, span, wants))
         if span is None:
             return proceed(*args, **kwargs)
@@ -107,13 +109,13 @@ class _Recorder:
 def capture() -> Iterator[Calls]:
     """Record the attention calls of the block; what is yielded is filled when the block ends.
 
-    `with ab.capture() as calls: step()`, then `print(calls)`, `calls.save("model.toml")` for `attnbench run model.toml`,
+    `with ab.capture() as calls: step()`, then `print(calls)`, `calls.save("model.toml")` for `attnbench run`,
     `calls.share` and `calls.gain(1.5)`. Run the step once before, so that its time is not that of a first call.
     """
     calls, recorder = Calls(), _Recorder()
     with ExitStack() as stack:
-        for hook, *how in _hooks():
-            stack.enter_context(hook.handled_by(recorder.handler(*how)))
+        for hook, via, read, outline in _hooks():
+            stack.enter_context(hook.handled_by(recorder.handler(via, read, outline)))
         _synchronise()
         start = perf_counter()
         yield calls
@@ -126,7 +128,11 @@ def _fill(calls: Calls, recorder: _Recorder) -> None:
     known: dict[int, Any] = {}
     groups: dict[tuple[str, str, bool], Captured] = {}
     for call in recorder.calls:
-        workload, note = call.seen.workload(known)
+        try:
+            workload, note = call.seen.workload(known)
+        except UsageError as error:
+            recorder.unread.append(f"a call of {call.via} has no workload of ours: {error}")
+            continue
         trains = call.wants_gradients if call.span is None else call.span.has_backward
         workload = replace(workload, pass_="train" if trains else "forward")
         if call.span is None:
@@ -135,7 +141,7 @@ def _fill(calls: Calls, recorder: _Recorder) -> None:
             continue
         one = groups.get((workload.id, call.via, False), Captured(workload, 0, call.via, 0.0))
         total = (one.seconds or 0.0) + call.span.seconds
-        groups[workload.id, call.via, False] = one._replace(count=one.count + 1, seconds=total, note=note or one.note)
+        groups[workload.id, call.via, False] = replace(one, count=one.count + 1, seconds=total, note=note or one.note)
     calls.captured = sorted(groups.values(), key=lambda one: -one.count)
     kinds = {call.span.kind for call in recorder.calls if call.span is not None}
     calls.method = "; ".join(METHODS[kind] for kind in sorted(kinds))
@@ -146,7 +152,7 @@ def _why_no_share(recorder: _Recorder) -> str:
     if recorder.unread:
         return recorder.unread[0]
     if not recorder.calls:
-        return "no attention call was seen (one that was compiled before, or that is not made through a function we know)"
+        return "no attention call was seen (compiled before, or not made through a function we know)"
     return TRACED if any(call.span is None for call in recorder.calls) else ""
 
 

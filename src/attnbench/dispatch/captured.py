@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from attnbench.errors import UsageError
@@ -14,7 +14,7 @@ from attnbench.spec import Workload
 from attnbench.workloads.suite_write import write_suite
 
 
-class Captured(NamedTuple):
+class Captured(Struct, frozen=True):
     """Calls of one workload through one function."""
 
     workload: Workload
@@ -85,7 +85,7 @@ class Calls:
         """A suite file for `attnbench run PATH` and every command that takes a suite."""
         path = Path(path)
         if not self.captured:
-            raise UsageError(f"nothing was captured, so {path} would be empty{f': {self.reason}' if self.reason else ''}.")
+            raise UsageError(f"nothing was captured, so {path} would be empty: {self.reason}.")
         description = f"{len(self)} attention calls of a model's step, captured"
         write_suite(path, name or path.stem, description, self.workloads)
         return path

@@ -4,9 +4,9 @@
     nnx.MultiHeadAttention(..., attention_fn=partial(attention_fn, impl="jax.cudnn"))
 
 Arrays are [batch..., tokens, heads, dim], key/value heads may be fewer. Masks and biases are arrays, under jit without
-values, so they go as arrays (`attnbench.dispatch.array_masks`); nnx's `is_causal` without a mask needs none. The softmax
-is float32 or better whatever `force_fp32_for_softmax` says, and a row that sees no key gives 0, where Flax's own gives
-the mean of V. Dropout, sown weights and custom einsums are refused.
+values, so they go as arrays (`attnbench.dispatch.array_masks`); nnx's `is_causal` without a mask needs none. The
+softmax is float32 or better whatever `force_fp32_for_softmax` says, and a row that sees no key gives 0, where Flax's
+own gives the mean of V. Dropout, sown weights and custom einsums are refused.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def attention_fn(
     query, key, value = _promoted(query, key, value, dtype, promote_dtype)
     shape, lead = (*query.shape[:-1], value.shape[-1]), query.shape[:-3]
     with _precision(precision):
-        out = _attend(*(_one_batch(x) for x in (query, key, value)), lead, bias, mask, is_causal, impl)
+        q, k, v = (_one_batch(x) for x in (query, key, value))
+        out = _attend(q, k, v, lead, bias, mask, is_causal, impl)
     return out.reshape(shape)
 
 

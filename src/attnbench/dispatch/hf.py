@@ -98,8 +98,8 @@ def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) ->
     packed = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)
     if packed[0] is not None and len(packed[0]) > 2 and not (isinstance(mask, DescribedMask) and mask.described.packed):
         raise Unsupported(
-            "cu_seq_lens packs several sequences, but the mask of this step does not keep them apart: pass position_ids "
-            "that start anew with each sequence, no attention_mask, and use_cache=False."
+            "cu_seq_lens packs several sequences, but the mask of this step does not keep them apart: pass "
+            "position_ids that start anew with each sequence, no attention_mask, and use_cache=False."
         )
     for name, value in others.items():
         if value is not None and name not in NO_MATTER:

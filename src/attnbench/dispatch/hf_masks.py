@@ -65,7 +65,7 @@ class DescribedMask(torch.Tensor):
         return func(*args, **kwargs)
 
 
-_PROPERTIES = ("shape", "ndim", "device", "dtype", "layout", "requires_grad", "grad_fn", "is_cuda", "is_cpu", "is_nested")
+_PROPERTIES = ("shape", "ndim", "device", "dtype", "layout", "requires_grad", "grad_fn", "is_cuda", "is_cpu")
 _ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
 }  # fmt: skip
@@ -106,9 +106,9 @@ def describe(
         return evaluate()
     function = more.get("mask_function", causal_mask_function)
     if torch.compiler.is_compiling():
-        square = cache_position is None and isinstance(q_offset, int) and q_offset == kv_offset and q_length == kv_length
-        plain = may_skip and square and attention_mask is None and function is causal_mask_function
-        return None if plain else evaluate()
+        square = isinstance(q_offset, int) and q_offset == kv_offset and q_length == kv_length
+        plain = may_skip and cache_position is None and attention_mask is None and function is causal_mask_function
+        return None if plain and square else evaluate()
     q_start = int(q_offset) if cache_position is None else int(cache_position[0])
     step = _Step(q_length, kv_length, q_start, kv_offset)
     described = _described(function, step, attention_mask)

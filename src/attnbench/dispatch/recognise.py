@@ -28,7 +28,7 @@ def recognise(array: Any, shape: MaskShape) -> AnyMask:
     if values.shape[1] > 1:
         return masks.dense(values)
     seen = np.broadcast_to(values, (values.shape[0], 1, shape.q_len, shape.kv_len))[:, 0]
-    real = _real_keys(seen.any(axis=1), shape)
+    real = _real_keys(np.any(seen, axis=1), shape)
     for mask in _candidates(seen, shape):
         whole = mask & real
         if (np.broadcast_to(whole.array(shape), (shape.batch, 1, *seen.shape[1:]))[:, 0] == seen).all():

@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
     def workload(self, known: dict[int, AnyMask]) -> tuple[Workload, str]:
         """The workload (forward), and what is to be said about it; `known` keeps masks that were recognised."""
-        options = self.options
+        options: dict[str, Any] = self.options
         if options["scale"] == _usual_scale(self.forms[0], options):
             options = options | {"scale": None}
         bare = workload_of(*self.forms, **options)
@@ -114,7 +114,7 @@ def of_jax_nn(
 
 
 def _seen(q: Array, k: Array, v: Array, *, options: dict[str, Any], mask: Any = None, arrays: Any = ()) -> Seen:
-    forms = tuple(Form(tuple(x.shape), x.dtype) for x in (q, k, v))
+    forms: Any = tuple(Form(tuple(x.shape), x.dtype) for x in (q, k, v))
     kept = tuple((array, _version(array)) for array in arrays if array is not None)
     return Seen(forms, mask, kept, options)
 
@@ -183,6 +183,11 @@ def is_traced(array: Array) -> bool:
 
         return isinstance(array, FakeTensor)
     return False
+
+
+def wants_gradient(array: Array) -> bool:
+    """Torch says it itself; of JAX's tracers those of `grad` tell."""
+    return bool(getattr(array, "requires_grad", False)) or type(array).__name__ in ("JVPTracer", "LinearizeTracer")
 
 
 def clock_of(array: Array) -> str | None:

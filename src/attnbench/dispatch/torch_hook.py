@@ -17,7 +17,7 @@ def torch_sdpa(*args: Any, **kwargs: Any) -> Any:
         # This bias asks whether the function is the one in torch.nn.functional, which may be the replacement.
         now = torch.nn.functional.scaled_dot_product_attention
         return type(mask).__torch_function__(now, (type(mask),), args, kwargs)
-    return torch._C._nn.scaled_dot_product_attention(*args, **kwargs)
+    return torch._C._nn.scaled_dot_product_attention(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @cache
@@ -25,5 +25,5 @@ def sdpa_hook() -> Hook:
     """The one hook; our own implementations and torch's internals keep torch's function."""
     import torch
 
-    function = torch._C._nn.scaled_dot_product_attention
+    function = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
     return Hook(function, "torch.nn.functional", spare=("torch.", "attnbench."), original=torch_sdpa)

@@ -1,4 +1,4 @@
-"""Suites written as the TOML that `suite_file.read_suite` reads: one [[workload]] table each, masks as text if they can be."""
+"""Suites written as the TOML that `read_suite` reads: one [[workload]] table each, masks as text if they can be."""
 
 from __future__ import annotations
 

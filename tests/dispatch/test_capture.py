@@ -1,0 +1,293 @@
+"""`ab.capture` sees what a step asks of attention, how long it takes, and writes it as a suite."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from cli_process import attnbench
+from torch.nn import functional as F
+
+import attnbench as ab
+from attnbench import attention as imported_early
+from attnbench.dispatch.torch_sdpa import redirect_sdpa
+from attnbench.errors import UsageError
+from attnbench.workloads import suites
+
+pytestmark = pytest.mark.torch
+BUILTIN = F.scaled_dot_product_attention
+
+
+def tensors(*shape, grad=False):
+    return [torch.randn(shape, requires_grad=grad) for _ in range(3)]
+
+
+def ids(calls):
+    return {one.workload.id: one.count for one in calls}
+
+
+def test_calls_of_torchs_function():
+    q, k, v = tensors(2, 4, 6, 8, grad=True)
+    with ab.capture() as calls:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        with torch.no_grad():
+            F.scaled_dot_product_attention(q, k, v, scale=0.5)
+        F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
+        F.scaled_dot_product_attention(q[:, :, :3], k, v, is_causal=True)
+    assert ids(calls) == {
+        "b2-t6-h4-d8-causal-float32-train": 2,
+        "b2-t6-h4-d8-full-float32-forward-scale=0.5": 1,
+        "b2-t6-h4:2-d8-full-float32-forward": 1,
+        "b2-t3x6-h4-d8-causal-topleft-float32-forward": 1,
+    }
+    assert len(calls) == 5
+    assert {one.via for one in calls} == {"F.scaled_dot_product_attention"}
+    assert F.scaled_dot_product_attention is BUILTIN
+
+
+def test_calls_of_ours_by_any_name_and_only_the_outermost():
+    q, k, v = tensors(2, 6, 4, 8)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    with ab.capture() as calls:
+        ab.attention(q, k, v, mask=ab.masks.window(2), softcap=3.0)
+        imported_early(q, k, v)
+        ab.attention(q, k, v, impl="torch.sdpa")
+        ab.attention(q.flatten(2), k.flatten(2), v.flatten(2), layout="packed", heads=4)
+        with redirect_sdpa():
+            F.scaled_dot_product_attention(*heads_first)
+    assert ids(calls) == {
+        "b2-t6-h4-d8-window2:0-float32-forward-softcap=3": 1,
+        "b2-t6-h4-d8-full-float32-forward": 4,
+    }
+
+
+def test_a_redirection_outside_the_block_is_seen_as_ours():
+    q, k, v = tensors(2, 4, 6, 8)
+    with redirect_sdpa("torch.eager"), ab.capture() as calls:
+        F.scaled_dot_product_attention(q, k, v)
+    assert len(calls) == 1
+
+
+PADDING = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
+RIGHT = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+LOWER = torch.ones(6, 6, dtype=torch.bool).tril()
+ARRAYS = {
+    "full": torch.ones(6, 6, dtype=torch.bool),
+    "causal": LOWER,
+    "window": LOWER.triu(-2),
+    "causal&lengths": LOWER & RIGHT[:, None, None],
+    "causal&valid": LOWER & PADDING[:, None, None],
+    "valid": PADDING[:, None, None],
+    "dense": torch.tensor([[True, False, True, False, True, False]] * 3 + [[False, True] * 3] * 3),
+    "bias": torch.linspace(-1, 1, 36).reshape(6, 6),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_mask_arrays_are_recognised(name):
+    q, k, v = tensors(2, 4, 6, 8)
+    with ab.capture() as calls:
+        F.scaled_dot_product_attention(q, k, v, ARRAYS[name])
+    (one,) = calls
+    mask, array = one.workload.mask, ARRAYS[name]
+    assert mask.kinds == (("dense",) if name == "bias" else tuple(name.split("&")))
+    if name == "bias":
+        assert torch.equal(torch.from_numpy(mask.values.array).reshape(6, 6), array)
+    else:
+        seen = torch.from_numpy(mask.array(one.workload.mask_shape).copy())
+        assert torch.equal(seen.expand(2, 1, 6, 6), array.expand(2, 1, 6, 6))
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
+def test_an_additive_mask_that_only_hides_is_recognised(hidden):
+    q, k, v = tensors(2, 4, 6, 8)
+    with ab.capture() as calls:
+        F.scaled_dot_product_attention(q, k, v, torch.zeros(6, 6).masked_fill(~LOWER, hidden))
+    assert ids(calls) == {"b2-t6-h4-d8-causal-float32-forward": 1}
+
+
+def test_a_mask_that_is_changed_after_the_call_is_told():
+    q, k, v = tensors(2, 4, 6, 8)
+    mask = LOWER.clone()
+    with ab.capture() as calls:
+        F.scaled_dot_product_attention(q, k, v, mask)
+        mask.fill_(True)
+    (one,) = calls
+    assert "changed in place" in one.note
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "attnbench"])
+def test_a_hugging_face_step(attention):
+    pytest.importorskip("transformers")
+    from hf_models import batch, model
+
+    from attnbench.dispatch import hf
+
+    hf.register()
+    lm, inputs = model("qwen2-sliding").train(), batch("right")
+    lm.set_attn_implementation(attention)
+    with ab.capture() as calls:
+        lm(**inputs, labels=inputs["input_ids"]).loss.backward()
+    kinds = sorted(one.workload.mask.kinds for one in calls)
+    assert kinds == [("causal", "lengths"), ("window", "lengths")]
+    assert all(one.workload.pass_ == "train" and one.workload.scale is None for one in calls)
+    assert all(one.workload.kv_heads == (4 if attention == "sdpa" else 2) for one in calls)
+    assert 0 < calls.share < 1
+
+
+def test_what_was_captured_is_a_suite(tmp_path):
+    q, k, v = tensors(1, 2, 16, 8, grad=True)
+    with ab.capture() as calls:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        F.scaled_dot_product_attention(q, k, v, PADDING[:1, None, None, :1].expand(1, 1, 16, 16))
+    path = calls.save(tmp_path / "model.toml")
+    suite = suites.load(str(path))
+    assert suite.name == "model"
+    assert [one.id for one in suite.workloads] == [one.id for one in calls.workloads]
+    assert suite.workloads[0].source == "1 of 2 calls captured in a step"
+    done = attnbench(tmp_path, "run", "model.toml", "--impl", "torch.eager", "--budget", "0.05", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout
+
+
+class _Slow(torch.autograd.Function):
+    """Forward takes 40 ms, backward 80 ms."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        time.sleep(0.04)
+        return q + k + v
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.08)
+        return gradient, gradient, gradient
+
+
+def test_the_share_is_that_of_forward_and_backward(monkeypatch):
+    from attnbench.dispatch import attention as dispatch
+
+    monkeypatch.setattr(dispatch, "attention", lambda *x: _Slow.apply(*(one.transpose(1, 2) for one in x)))
+    monkeypatch.setattr("attnbench.dispatch.capture._own_hooks", _fresh_hooks)
+    x = torch.randn(1, 6, 4, 8, requires_grad=True)
+    with ab.capture() as calls:
+        time.sleep(0.06)
+        loss = dispatch.attention(x * 2, x * 3, x * 4).square().sum()
+        time.sleep(0.06)
+        loss.backward()
+    assert calls.captured[0].workload.pass_ == "train"
+    assert 0.12 <= calls.seconds <= calls.step_seconds - 0.12
+    assert calls.share == calls.seconds / calls.step_seconds
+    assert "wall clock" in calls.method
+
+
+def _fresh_hooks():
+    from attnbench.dispatch import array_masks
+    from attnbench.dispatch import attention as dispatch
+    from attnbench.dispatch.hooks import Hook
+
+    dispatch.attention.__name__ = "attention"
+    return (
+        Hook(dispatch.attention, "attnbench.dispatch.attention"),
+        Hook(array_masks.attention_with_array, "attnbench.dispatch.array_masks"),
+    )
+
+
+def test_a_gain_is_stated_for_the_step():
+    calls = _calls(share=0.4)
+    assert calls.gain(2) == pytest.approx(1 / 0.8)
+    assert calls.gain(1) == pytest.approx(1)
+    assert "twice as fast, it would make the step 1.25x as fast" in str(calls)
+    with pytest.raises(UsageError, match="positive ratio"):
+        calls.gain(0)
+
+
+def _calls(share):
+    from attnbench.dispatch.captured import Calls, Captured
+
+    calls = Calls()
+    work = ab.Workload(batch=1, q_len=4, heads=1, head_dim=8)
+    calls.captured, calls.step_seconds, calls.reason = [Captured(work, 3, "ab.attention", share * 0.5)], 0.5, ""
+    return calls
+
+
+def test_nothing_seen_is_said():
+    with ab.capture() as calls:
+        torch.ones(2).sum()
+    assert len(calls) == 0
+    assert calls.share is None
+    assert "no attention call was seen" in str(calls)
+    with pytest.raises(UsageError, match="nothing was captured"):
+        calls.save("never.toml")
+    with pytest.raises(UsageError, match="is not known: no attention call"):
+        calls.gain(2)
+
+
+def test_an_exception_leaves_everything_as_it_was():
+    with pytest.raises(ZeroDivisionError), ab.capture() as calls:
+        _ = 1 / 0
+    assert F.scaled_dot_product_attention is BUILTIN
+    assert ab.attention is imported_early
+    assert calls.share is None
+
+
+def test_a_call_that_cannot_be_read_is_made_all_the_same():
+    q = torch.randn(2, 2, 6, 8)
+    with ab.capture() as calls:
+        out = F.scaled_dot_product_attention(q, q[:1], q[:1])
+    torch.testing.assert_close(out, BUILTIN(q, q[:1], q[:1]))
+    assert "has no workload of ours" in calls.reason
+
+
+def test_threads_are_seen():
+    q, k, v = tensors(2, 4, 6, 8)
+    with ab.capture() as calls:
+        threads = [threading.Thread(target=F.scaled_dot_product_attention, args=(q, k, v)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(calls) == 8
+
+
+class TestCompiled:
+    def run(self, function, *arrays, **how):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="eager", fullgraph=True, **how)
+        with ab.capture() as calls:
+            found = [compiled(*arrays) for _ in range(3)]
+        torch.testing.assert_close(found[0], function(*arrays))
+        return calls
+
+    @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+    def test_a_graph_is_seen_while_it_is_traced(self, dynamic):
+        arrays = tensors(2, 4, 6, 8, grad=True)
+        calls = self.run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), *arrays, dynamic=dynamic)
+        (one,) = calls
+        assert (one.workload.id, one.count, one.seconds) == ("b2-t6-h4-d8-full-float32-train", 1, None)
+        assert "counted once" in one.note
+        assert calls.share is None
+        assert "compiler" in calls.reason
+
+    def test_the_values_of_its_mask_are_not_known(self):
+        calls = self.run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, LOWER), *tensors(2, 4, 6, 8))
+        (one,) = calls
+        assert one.workload.mask.id == "full"
+        assert "values only at run time" in one.note
+        assert "values only at run time" in calls.workloads[0].source
+
+    def test_a_graph_from_before_is_traced_anew_and_comes_back(self):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend="eager")
+        arrays = tensors(2, 4, 6, 8)
+        expected = compiled(*arrays)
+        with ab.capture() as calls:
+            torch.testing.assert_close(compiled(*arrays), expected)
+        assert len(calls) == 1
+        torch.testing.assert_close(compiled(*arrays), expected)
