@@ -174,7 +174,7 @@ def fast_cases(scale: Scale) -> Iterator[tuple[str, Case]]:
 def stack_cases(scale: Scale) -> Iterator[tuple[str, Case]]:
     """A training step (gradients and SGD) of a causal stack of the small expert's blocks; 8k tokens in all."""
     config = replace(gemma.get_config(scale.small), depth=scale.stack_depth)
-    optimizer = optax.sgd(1e-3)
+    optimizer = optax.sgd(1.0)  # a step that shows in the weights, which are what is compared
     for tokens in scale.stack_tokens:
         batch = max(scale.stack_tokens) // tokens
         x = draw(batch, tokens, config.width, seed=tokens, dtype=scale.dtype)
@@ -223,7 +223,9 @@ def duel(case: Case, scale: Scale, impl: str) -> dict[str, Any]:
 
 
 def distance(a: Any, b: Any) -> float:
+    """Relative Frobenius norm over the arrays; a loss beside gradients would drown them."""
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    pairs = [(x, y) for x, y in pairs if x.ndim] or pairs
     off = sum(float(jnp.sum(jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)))) for x, y in pairs)
     size = sum(float(jnp.sum(jnp.square(y.astype(jnp.float32)))) for _, y in pairs)
     return float(f"{(off / max(size, 1e-30)) ** 0.5:.3g}")

@@ -120,7 +120,7 @@ def test_sampling_is_ten_euler_steps_of_the_whole_pass():
     actions = jax.random.normal(jax.random.key(3), (BATCH, HORIZON, WIDE))
     for i in range(10):
         actions = actions - 0.1 * velocity(observation, actions, jnp.full(BATCH, 1 - 0.1 * i))
-    assert error(standard(False)["sampled"], actions) < 1e-5
+    assert error(standard(False)["sampled"], actions) < 1e-4  # a rounded time turns the shortest period by 1e-4
 
 
 def test_missing_tokens_change_nothing():

@@ -13,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from attnbench.models import pi0  # noqa: E402
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.slow]
 STEPS, BATCH, IMAGES, TEXT = 200, 8, 12, 4
 
 

@@ -16,12 +16,12 @@ from attnbench.impls.jax_nn import JaxNn
 from attnbench.impls.jax_tokamax import Tokamax
 from attnbench.spec import Array
 from attnbench.workloads import masks
-from attnbench.workloads.masks import Mask
+from attnbench.workloads.masks import AnyMask
 
 Form = Literal["none", "lengths", "array"]
 
 
-def stand_in(form: Form, batch: int, q_len: int, kv_len: int) -> Mask:
+def stand_in(form: Form, batch: int, q_len: int, kv_len: int) -> AnyMask:
     """A concrete mask that an implementation judges as it would the late one: nothing hidden, nothing T x S stored."""
     if form == "lengths":
         return masks.lengths(np.full(batch, kv_len, np.int32))
@@ -51,7 +51,9 @@ def attend(
     if isinstance(implementation, JaxNn):
         if mask is not None and implementation.full_pairs:
             mask = jnp.broadcast_to(mask, (q.shape[0], q.shape[2], *mask.shape[2:]))
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation.backend, **words)  # pyright: ignore[reportArgumentType]
+        words |= {"implementation": implementation.backend, "mask": mask}
+        found: Any = jax.nn.dot_product_attention(q, k, v, **words)
+        return found
     assert isinstance(implementation, Tokamax)
     import tokamax
 

@@ -26,7 +26,7 @@ from attnbench.impls import jax_kvax, jax_late_masks
 from attnbench.impls.jax_late_masks import Form
 from attnbench.models.masks import TokenMask
 from attnbench.workloads import masks
-from attnbench.workloads.masks import Mask
+from attnbench.workloads.masks import AnyMask
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "auto": ("auto",),
@@ -95,11 +95,12 @@ def _by_runs(q: Array, k: Array, v: Array, mask: TokenMask, choice: str) -> Arra
     outs = []
     for start, stop, keys, form, how in calls:
         source = in_front if form == "lengths" and keys > mask.packed else (k, v)
-        part = (q[:, start:stop], *(x[:, :keys] for x in source))
+        rows, front, values = q[:, start:stop], source[0][:, :keys], source[1][:, :keys]
         if form == "lengths":
-            outs.append(_call(*part, form, how, kv_lengths=jnp.maximum(mask.valid_keys(keys), 1)))
+            outs.append(_call(rows, front, values, form, how, kv_lengths=jnp.maximum(mask.valid_keys(keys), 1)))
         else:
-            outs.append(_call(*part, form, how, mask=mask.rows(start, stop, keys) if form == "array" else None))
+            hidden = mask.rows(start, stop, keys) if form == "array" else None
+            outs.append(_call(rows, front, values, form, how, mask=hidden))
     return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
 
 
@@ -112,7 +113,7 @@ def _call(
     *,
     mask: Array | None = None,
     kv_lengths: Array | None = None,
-    known: Mask | None = None,
+    known: AnyMask | None = None,
 ) -> Array:
     name = pick(q, k, v, form, choice, known)
     try:
@@ -127,13 +128,13 @@ def _call(
         raise _refusal(choice, [f"{name}: {error}"]) from error
 
 
-def pick(q: Array, k: Array, v: Array, form: Form, choice: str, known: Mask | None = None) -> str:
-    """The implementation of one call; its name, or Unsupported with every reason."""
+def pick(q: Array, k: Array, v: Array, form: Form, choice: str, known: AnyMask | None = None) -> str:
+    """The implementation of one call: `explain`'s pick, or the next that takes such a mask; or Unsupported with reasons."""
     mask = known or jax_late_masks.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
     reasons = []
     for name in CHOICES[choice]:
         told = explain(q, k, v, mask=mask, scale=SCALE, impl=name)
-        for candidate in told.candidates:
+        for candidate in sorted(told.candidates, key=lambda one: one.name != told.pick):
             late = None if form == "none" else jax_late_masks.takes(candidate.name)
             if candidate.reason is None and late is None:
                 return candidate.name

@@ -175,7 +175,7 @@ class Module(nn.Module):
             recomputed,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
             length=self.configs[0].depth,
         )
         self.layers = scanned(

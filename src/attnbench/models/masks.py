@@ -16,7 +16,7 @@ from jax import Array
 
 from attnbench.errors import InvalidWorkload
 from attnbench.frameworks.jax_plain import rows_that_see, visible
-from attnbench.workloads.masks import Mask, MaskShape
+from attnbench.workloads.masks import AnyMask, MaskShape
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -28,7 +28,7 @@ class WrongMaskShape(InvalidWorkload, ValueError):
 class KnownMask(NamedTuple):
     """One of `attnbench.masks` for so many queries."""
 
-    mask: Mask
+    mask: AnyMask
     q_len: int
 
     def shape(self, kv_len: int) -> MaskShape:
@@ -167,7 +167,7 @@ def up_to_own_id(ids: Array, valid: Array, kv_len: int | None = None) -> TokenMa
     return TokenMask(kv_len=slots, sees_itself=True, ids=keys, q_ids=ids, valid=there, q_valid=valid)
 
 
-def known(mask: Mask, q_len: int, kv_len: int | None = None) -> TokenMask:
+def known(mask: AnyMask, q_len: int, kv_len: int | None = None) -> TokenMask:
     """One of `attnbench.masks` that is the same for every row and head, such as `causal()`, for these lengths."""
     if mask.per_batch or mask.per_head or mask.weighted:
         raise InvalidWorkload(f"a known mask is the same for every row and head and has no weights; {mask.id} is not.")

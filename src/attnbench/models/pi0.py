@@ -211,7 +211,7 @@ def sample_actions(
     def euler(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         actions, time = carry
         times = jnp.broadcast_to(time, actions.shape[:1])
-        velocity = model.apply({"params": params}, observation, cache, valid, actions, times, method="denoise")
+        velocity: Any = model.apply({"params": params}, observation, cache, valid, actions, times, method="denoise")
         return actions + step * velocity, time + step
 
     return jax.lax.fori_loop(0, num_steps, euler, (noise, jnp.float32(1.0)))[0]

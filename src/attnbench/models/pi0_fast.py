@@ -158,7 +158,8 @@ def sample_tokens(
     if position_rule not in RULES:
         raise UsageError(f'position_rule is {" or ".join(RULES)}, not "{position_rule}".')
     variables = {"params": params}
-    logits, cache, valid = model.apply(variables, observation, max_decoding_steps, method="prefill")
+    prefilled: Any = model.apply(variables, observation, max_decoding_steps, method="prefill")
+    logits, cache, valid = prefilled
     start = valid.shape[1] - max_decoding_steps
     first = valid.sum(axis=1)[:, None] + RULES[position_rule]
     found = jnp.zeros((valid.shape[0], max_decoding_steps), jnp.int32)
