@@ -51,7 +51,13 @@ def taken(workload: Workload, alone: Sequence[str], options: argparse.Namespace)
     records: list[Record] = []
     forward = msgspec.structs.replace(workload, pass_="forward")
     device = "cpu" if options.smoke else "cuda"
-    asked = {"device": device, "budget_s": options.budget, "timeout_s": options.timeout, "seed": 1}
+    asked = {
+        "device": device,
+        "budget_s": options.budget,
+        "timeout_s": options.timeout,
+        "seed": 1,
+        "every_config": True,
+    }
     launch(Request(workloads=(workload,), implementations=(*alone, "torch.pair"), **asked), records.extend, Listener())
     launch(Request(workloads=(forward,), implementations=tuple(alone), **asked), records.extend, Listener())
     return [record for record in records if not record.implementation.startswith("anchor.")]
