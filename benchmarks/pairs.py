@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.spec import Ok, Record, Workload
 from attnbench.workloads import masks
@@ -43,27 +44,28 @@ def shapes(head_dims: Sequence[int], lengths: Sequence[int]) -> list[Workload]:
 
 
 def smoke_shapes() -> list[Workload]:
-    return [Workload(batch=1, q_len=96, heads=2, head_dim=16, mask=mask, pass_="train") for mask in (masks.causal(),)]
+    return [Workload(batch=1, q_len=96, heads=2, head_dim=16, mask=masks.causal(), pass_="train")]
 
 
-def taken(workload: Workload, alone: Sequence[str], options: argparse.Namespace) -> list[Record]:
+def taken(workload: Workload, alone: Sequence[str], options: argparse.Namespace, crew: Crew) -> list[Record]:
     """The training steps and, by themselves, the forward passes of one shape."""
     records: list[Record] = []
-    forward = msgspec.structs.replace(workload, pass_="forward")
-    device = "cpu" if options.smoke else "cuda"
-    asked = {"device": device, "budget_s": options.budget, "timeout_s": options.timeout, "seed": 1}
-    launch(Request(workloads=(workload,), implementations=(*alone, "torch.pair"), **asked), records.extend, Listener())
-    launch(Request(workloads=(forward,), implementations=tuple(alone), **asked), records.extend, Listener())
+    request = Request(
+        workloads=(workload, msgspec.structs.replace(workload, pass_="forward")),
+        implementations=(*alone, "torch.pair"),
+        budget_s=options.budget,
+        timeout_s=options.timeout,
+        seed=1,
+        clock=None if options.smoke else "events",  # one for short and long calls, or sums would mix two
+        every_config=True,
+    )
+    launch(request, records.extend, Listener(), crew=crew)
     return [record for record in records if not record.implementation.startswith("anchor.")]
 
 
 def name_of(record: Record) -> str:
     pair = record.config
-    return (
-        f"{pair['forward']} + {pair['backward']}"
-        if record.implementation == "torch.pair" and pair
-        else record.implementation
-    )
+    return f"{pair['forward']} + {pair['backward']}" if pair else record.implementation
 
 
 def judged(workload: Workload, records: Sequence[Record]) -> dict[str, Any]:
@@ -158,12 +160,14 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
     alone = ("torch.sdpa-flash", "torch.eager") if options.smoke else ALONE
+    wanted = smoke_shapes() if options.smoke else shapes(options.head_dim, options.seq_len)
     found, environment = [], None
-    for workload in smoke_shapes() if options.smoke else shapes(options.head_dim, options.seq_len):
-        records = taken(workload, alone, options)
-        environment = environment or next((r.environment for r in records if isinstance(r, Ok)), None)
-        found.append(judged(workload, records))
-        print(line_of(found[-1]), flush=True)
+    with Crew((), "cpu" if options.smoke else "cuda", None) as crew:  # kernels are compiled once for all lengths
+        for workload in wanted:
+            records = taken(workload, alone, options, crew)
+            environment = environment or next((r.environment for r in records if isinstance(r, Ok)), None)
+            found.append(judged(workload, records))
+            print(line_of(found[-1]), flush=True)
     total = summary(found)
     document = {"smoke": options.smoke, "summary": total, "shapes": found, "environment": environment}
     if not options.smoke:

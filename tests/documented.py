@@ -76,7 +76,7 @@ class Lab:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         fake_lab.install(monkeypatch, folder)
-        known = [*fake_lab.NAMES, "torch.sdpa-flash", "torch.ring", "torch.chunked"]
+        known = [*fake_lab.NAMES, "torch.sdpa-flash", "torch.ring", "torch.chunked", "torch.pair"]
         monkeypatch.setattr(registry, "names", lambda: known)
         repository = Repository(folder)
         repository.commit("first")

@@ -111,6 +111,20 @@ def test_partial_backward_takes_out_and_lse_of_the_whole():
     torch.testing.assert_close(merged, lse)
 
 
+def test_the_lse_has_a_gradient():
+    w = workload("causal", dtype="float64", pass_="train")
+    (q, k, v, _), _ = draw(w)
+    dlse = torch.linspace(-1.0, 2.0, w.batch * w.heads * w.q_len, dtype=torch.float64).view(w.batch, w.heads, w.q_len)
+    found = []
+    for implementation, swapped in ((BLOCK_SPARSE, False), (torch_eager.EAGER, True)):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        lse = implementation.build_lse(w, {})(*(x.transpose(1, 2) if swapped else x for x in leaves))[1].double()
+        seen = torch.isfinite(lse)
+        found.append(torch.autograd.grad((lse[seen] * dlse[seen]).sum(), leaves, materialize_grads=True))
+    for got, want in zip(*found):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
 REFUSED = {
     "none": {"mask": masks.causal()},
     "several": {"mask": masks.blocks(np.ones((4, 4), bool), 16) & masks.blocks(np.ones((2, 2), bool), 32)},

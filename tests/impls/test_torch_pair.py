@@ -268,7 +268,8 @@ def test_scores_are_counted_where_a_part_stores_them():
 def test_a_run_takes_every_pair_of_what_is_here():
     forward = msgspec.structs.replace(EXAMINED, pass_="forward")
     request = Request(workloads=(EXAMINED, forward), implementations=("torch.pair", "torch.eager"), device="cpu")
-    planned = plan_only(request, Listener())
+    assert [one.cell.config for one in plan_only(request, Listener())] == [{}] * 4
+    planned = plan_only(msgspec.structs.replace(request, every_config=True), Listener())
     train = [one for one in planned if one.cell.workload == EXAMINED]
     assert [one.cell.config for one in train] == [*ON_CPU, {}]
     assert all(one.reason is None for one in train)

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from attnbench.analyse.clocks import clock_of, on_one_clock, without_other_clocks
 from attnbench.analyse.ratios import Ratio, paired_ratio
-from attnbench.spec import Ok, Record
+from attnbench.spec import Cell, Ok, Record
 
 LEAST_DIFFERENCE = 1.01
 """Nothing closer than 1 % is ranked apart, however tight the interval."""
@@ -34,7 +34,7 @@ class Row(Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def label(record: Record) -> str:
+def label(record: Record | Cell) -> str:
     """Name in tables: the implementation, and the tunables where they are not the default."""
     config = ",".join(f"{k}={v}" for k, v in sorted(record.config.items()))
     return f"{record.implementation}[{config}]" if config else record.implementation

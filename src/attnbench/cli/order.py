@@ -133,6 +133,7 @@ def make_request(order: Order) -> tuple[str, Request]:
         seed=secrets.randbits(31) if settings.seed is None else settings.seed,
         clock=sampling.clock,
         trace=sampling.trace,
+        every_config=True,
     )
     if sampling.precision is not None:
         request = msgspec.structs.replace(request, precision=sampling.precision)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnbench.analyse.ranking import ANCHOR, baseline, by_workload, is_timed, rank
+from attnbench.analyse.ranking import ANCHOR, baseline, by_workload, is_timed, label, rank
 from attnbench.analyse.summary import closing
 from attnbench.cli.order import Prepared, store_request
 from attnbench.cli.output import print_json, stderr_console, stdout_console
@@ -136,7 +136,7 @@ def list_cells(prepared: Prepared, json: bool) -> int:
         reason = "already in the run file" if one.cell.id in prepared.done else one.reason
         rows.append(
             {
-                "implementation": one.cell.implementation,
+                "implementation": label(one.cell),
                 "workload": one.cell.workload.id,
                 "runs": reason is None,
                 "reason": reason,

@@ -64,6 +64,7 @@ def verify(
         device=settings.device,
         measure=False,
         thorough=True,
+        every_config=True,
         timeout_s=settings.timeout_s,
         threads=settings.threads,
         seed=settings.seed,

@@ -15,7 +15,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
-from attnbench.run.plan import Asked, Group, Planned, cells_of, distinct
+from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct
 from attnbench.run.travel import Traveller, free_name, from_object, from_reference
 from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Implementation, Record, Unsupported, Workload
@@ -52,6 +52,8 @@ class Request(Struct, frozen=True, kw_only=True):
     thorough: bool = False
     in_process: bool = False
     """Without isolation, for functions that cannot travel."""
+    every_config: bool = False
+    """Where a name alone means none of its settings (a pair of what?), take all that are worth trying here."""
 
 
 class Listener:
@@ -105,9 +107,8 @@ def _run_all(
     rng = random.Random(seed)
     workloads = distinct(request.workloads)
     crew.clock = request.clock
-    planned = _planned(
-        request, crew, [cell for cell in cells_of(workloads, wanted, crew.configs) if cell.id not in done]
-    )
+    cells = cells_of(workloads, wanted, crew.configs if request.every_config else as_asked)
+    planned = _planned(request, crew, [cell for cell in cells if cell.id not in done])
     listener.planned(planned)
     if request.measure:
         _warn_of_load(listener)
@@ -133,7 +134,8 @@ def plan_only(request: Request, listener: Listener) -> list[Planned]:
     with Crew(travellers, request.device, request.threads, request.in_process) as crew:
         crew.on_environment = listener.environment
         crew.clock = request.clock
-        return _planned(request, crew, cells_of(distinct(request.workloads), wanted, crew.configs))
+        configs = crew.configs if request.every_config else as_asked
+        return _planned(request, crew, cells_of(distinct(request.workloads), wanted, configs))
 
 
 def _planned(request: Request, crew: Crew, cells: Sequence[Cell]) -> list[Planned]:
