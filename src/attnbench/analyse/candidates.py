@@ -73,6 +73,8 @@ def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, st
         return "was verified, not timed"
     if record.approximate:
         return "is approximate"
+    if record.workload.step:
+        return f"computes the step {record.workload.step}, of which attention is a part"
     if record.environment is None:
         return "does not say where it was measured"
     name = record.implementation

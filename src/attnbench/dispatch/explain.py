@@ -78,6 +78,7 @@ def _others(found: Decision, demand: Demand) -> list[Candidate]:
     measured = _slower(found.evidence.choice, found, demand) if found.evidence else []
     named = {one.name.partition("[")[0] for one in (*found.candidates, *measured)}
     mine = [one for one in map(registry.get, registry.loadable()[0]) if one.framework == demand.framework]
+    mine = [one for one in mine if not one.step]
     order = order_on(demand.framework, demand.device)
     return measured + [
         Candidate(one.name, why_not(one.name, {}, demand) or (NOT_REACHED if one.name in order else NOT_ASKED))

@@ -72,6 +72,8 @@ def refusal(implementation: Implementation, workload: Workload, framework: str, 
     """Why an implementation cannot serve these arrays."""
     if implementation.framework != framework:
         return f"takes {implementation.framework} arrays, these are {framework}"
+    if implementation.step:
+        return f"computes the step {implementation.step}, not attention alone"
     environment = environment_of(framework, device)
     return implementation.available(environment) or implementation.supports(workload, environment)
 
