@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from compiled_problem import Counter, arrays, assert_same
+from dispatch_problem import entry, here
 
 import attnbench as ab
 from attnbench import registry
@@ -246,3 +247,21 @@ def test_a_module_with_its_own_mask():
         return q
 
     assert_same(function, torch.compile(function, backend="aot_eager", fullgraph=True), arrays(grad=True), True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["while tracing", "when it runs"])
+def test_a_policy_is_asked(dynamic):
+    with registry.restored():
+        opaque = registry.register(Opaque())
+
+        def function(q, k, v):
+            return ab.attention(q, k, v, mask=OUTER)
+
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        q, k, v = (torch.randn(1, 32, 4, 16) for _ in range(3))
+        with ab.use_policy(here(entry("torch.opaque"), entry("torch.nobody", mask=ab.masks.full())), on_miss="error"):
+            torch.testing.assert_close(compiled(q, k, v), ab.attention(q, k, v, mask=OUTER, impl="torch.eager"))
+            assert opaque.calls == 1
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match="no measured policy speaks"):
+                torch.compile(lambda q, k, v: ab.attention(q, k, v), backend="eager", fullgraph=True)(q, k, v)
