@@ -123,6 +123,14 @@ def test_the_script_of_the_python_page_runs(tmp_path: Path):
 
 
 @pytest.mark.torch
+def test_the_script_of_the_attention_page_runs(tmp_path: Path):
+    text = "\n".join(block.text for block in documented.blocks(DOCS / "attention.md", "python"))
+    done = script(text, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 x 128 tokens" in done.stdout
+
+
+@pytest.mark.torch
 def test_the_python_of_the_tutorial_runs(tmp_path: Path):
     (block,) = documented.blocks(DOCS / "tutorial.md", "python")
     done = script(block.text, tmp_path)

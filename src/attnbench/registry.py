@@ -43,10 +43,12 @@ def generation() -> int:
 @contextmanager
 def restored() -> Iterator[None]:
     """Forget at the end what was registered meanwhile: a function of one call is no implementation of this process."""
+    global _generation
     before = dict(_registered)
     try:
         yield
     finally:
+        _generation += 1
         _registered.clear()
         _registered.update(before)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from compiled_problem import Counter, arrays, assert_same
+from dispatch_problem import entry, here
 
 import attnbench as ab
 from attnbench import registry
@@ -32,38 +34,6 @@ def _fresh():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class Counter:
-    """A backend that runs graphs as they are and counts them."""
-
-    def __init__(self):
-        self.graphs = []
-
-    def __call__(self, graph, inputs):
-        self.graphs.append(graph)
-        return graph.forward
-
-
-def arrays(tokens=24, batch=2, layout="bshd", grad=False, seed=0):
-    drawn = torch.Generator().manual_seed(seed)
-    found = [torch.randn(batch, tokens, heads, 16, generator=drawn) for heads in (4, 2, 2)]
-    if layout != "bshd":
-        found = [x.flatten(2) if layout == "packed" else x.transpose(1, 2).contiguous() for x in found]
-    return [x.requires_grad_(grad) for x in found]
-
-
-def assert_same(function, compiled, inputs, grad=False):
-    """Output, LSE where there is one, and gradients."""
-    got, want = compiled(*inputs), function(*inputs)
-    pairs = zip(got, want) if isinstance(want, tuple) else [(got, want)]
-    for a, b in pairs:
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
-    if grad:
-        got, want = (x[0] if isinstance(x, tuple) else x for x in (got, want))
-        dout = torch.randn_like(want)
-        for a, b in zip(torch.autograd.grad(got, inputs, dout), torch.autograd.grad(want, inputs, dout)):
-            torch.testing.assert_close(a, b, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "train"])
@@ -279,42 +249,19 @@ def test_a_module_with_its_own_mask():
     assert_same(function, torch.compile(function, backend="aot_eager", fullgraph=True), arrays(grad=True), True)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["auto", "torch.sdpa-cudnn", "torch.sdpa-flash", "torch.eager"])
-def test_a_cuda_graph_replays_it(impl):
-    q, k, v = (x.cuda().to(torch.bfloat16) for x in arrays(tokens=128))
+@pytest.mark.parametrize("dynamic", [False, True], ids=["while tracing", "when it runs"])
+def test_a_policy_is_asked(dynamic):
+    with registry.restored():
+        opaque = registry.register(Opaque())
 
-    def function():
-        return ab.attention(q, k, v, mask=OUTER, impl=impl)
+        def function(q, k, v):
+            return ab.attention(q, k, v, mask=OUTER)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        function()  # chosen, built and its mask made before the capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = function()
-    for x in (q, k, v):
-        x.normal_()
-    graph.replay()
-    torch.testing.assert_close(out, function(), atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("grad", [False, True], ids=["forward", "train"])
-@pytest.mark.parametrize("mask", [OUTER, ab.masks.window(50), ab.masks.lengths([100, 128])], ids=lambda mask: mask.id)
-def test_compiled_on_a_gpu(mode, grad, mask):
-    inputs = [x.detach().cuda().to(torch.bfloat16).requires_grad_(grad) for x in arrays(tokens=128)]
-
-    def function(q, k, v):
-        return ab.attention(q, k, v, mask=mask)
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
-    for _ in range(3):
-        got, want = compiled(*inputs).clone(), function(*inputs)
-        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
-        if grad:
-            dout = torch.randn_like(want)
-            for a, b in zip(torch.autograd.grad(got, inputs, dout), torch.autograd.grad(want, inputs, dout)):
-                torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        q, k, v = (torch.randn(1, 32, 4, 16) for _ in range(3))
+        with ab.use_policy(here(entry("torch.opaque"), entry("torch.nobody", mask=ab.masks.full())), on_miss="error"):
+            torch.testing.assert_close(compiled(q, k, v), ab.attention(q, k, v, mask=OUTER, impl="torch.eager"))
+            assert opaque.calls == 1
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match="no measured policy speaks"):
+                torch.compile(lambda q, k, v: ab.attention(q, k, v), backend="eager", fullgraph=True)(q, k, v)

@@ -8,7 +8,7 @@ from dispatch_problem import assert_close, problem, to_framework
 
 import attnbench as ab
 from attnbench import reference, registry
-from attnbench.dispatch.plan import PLANS
+from attnbench.dispatch.plan import PLANS, Plan, Plans
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")
 MASKS = {
@@ -142,17 +142,22 @@ def test_inference_and_training_do_not_share_what_they_made():
 
 @pytest.mark.torch
 def test_plans_are_few_and_the_oldest_go_first():
-    from attnbench.dispatch.plan import MOST_WITH_DATA, Plans
-
-    arrays = to_framework("torch", *problem()[1][:3])
-    for length in range(MOST_WITH_DATA + 20):
-        ab.attention(*arrays, mask=ab.masks.valid(np.arange(24) * 7 % 97 != length % 24) & ab.masks.window(length))
-    assert len(PLANS) == MOST_WITH_DATA
-    few = Plans(3, 2)
+    few = Plans(3, 10)
     for key in range(5):
-        few.put(key, print, with_data=False)
+        few.put(key, Plan(print))
     assert [few.get(key) for key in range(5)] == [None, None, print, print, print]
-    few.put("a", print, True)
-    few.put("b", print, True)
-    few.put("c", print, True)
-    assert (few.get("a"), few.get("c"), len(few)) == (None, print, 3)
+    for key, pairs in (("a", 5), ("b", 5), ("c", 1)):
+        few.put(key, Plan(print, pairs))
+    assert [few.get(key) for key in (4, "a", "b", "c")] == [print, None, print, print]
+    few.put("vast", Plan(print, 99))
+    assert (few.get("vast"), few.get("c")) == (print, None)
+
+
+@pytest.mark.torch
+def test_masks_that_become_arrays_are_forgotten_in_time(monkeypatch):
+    arrays = to_framework("torch", *problem()[1][:3])
+    monkeypatch.setattr(PLANS, "_limits", (4096, 10 * 24 * 24))
+    for length in range(1, 24):
+        ab.attention(*arrays, mask=ab.masks.window(length))
+        ab.attention(*arrays, mask=ab.masks.causal())
+    assert len(PLANS) == 11

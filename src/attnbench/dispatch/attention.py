@@ -10,7 +10,7 @@ from typing import Any
 from attnbench import policy, registry
 from attnbench.dispatch import traced
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of
-from attnbench.dispatch.plan import PLANS, Words, holds_data, planned
+from attnbench.dispatch.plan import PLANS, Words, planned
 from attnbench.spec import Array
 from attnbench.workloads.masks import AnyMask
 
@@ -55,9 +55,10 @@ def attention(
     except (AttributeError, TypeError):  # arrays of several frameworks, or a mask that is none: refused in words below
         key, run, train = None, None, _place_and_pass(q, k, v)[1]
     if run is None:
-        run = planned(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+        plan = planned(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
         if key is not None:
-            PLANS.put(key, run, holds_data(mask))
+            PLANS.put(key, plan)
+        run = plan.run
     return run(q, k, v)
 
 

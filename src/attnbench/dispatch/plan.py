@@ -12,11 +12,11 @@ from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.misses import report
 from attnbench.dispatch.order import Demand, Form
 from attnbench.spec import Array, Call, Implementation, Workload
-from attnbench.workloads.masks import AnyMask, Mask
+from attnbench.workloads.masks import AnyMask
 
 MOST = 4096
-MOST_WITH_DATA = 64
-"""Plans whose mask holds an array: each keeps what it became on the device."""
+MOST_PAIRS = 1 << 28
+"""Query-key pairs of the masks that plans may have made arrays of: a quarter of a gigabyte of booleans in all."""
 
 
 class Words(NamedTuple):
@@ -31,28 +31,37 @@ class Words(NamedTuple):
     return_lse: bool
 
 
+class Plan(NamedTuple):
+    """What a call runs, and how many pairs of a mask it may keep on the device."""
+
+    run: Any
+    pairs: int = 0
+
+
 class Plans:
     """Plans by key, oldest forgotten first. Reading is one lookup without a lock."""
 
-    def __init__(self, most: int, most_with_data: int) -> None:
-        self._found: dict[Hashable, Call] = {}
-        self._with_data: dict[Hashable, None] = {}
-        self._limits = (most, most_with_data)
+    def __init__(self, most: int = MOST, most_pairs: int = MOST_PAIRS) -> None:
+        self._found: dict[Hashable, Any] = {}
+        self._pairs: dict[Hashable, int] = {}
+        self._limits = (most, most_pairs)
         self._lock = Lock()
         self.get = self._found.get
+        """The `run` of a plan, or None."""
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def put(self, key: Hashable, plan: Call, with_data: bool) -> None:
+    def put(self, key: Hashable, plan: Plan) -> None:
         """Keep a plan."""
+        most, most_pairs = self._limits
         with self._lock:
-            self._found[key] = plan
-            if with_data:
-                self._with_data[key] = None
-            most, most_with_data = self._limits
-            while len(self._with_data) > most_with_data:
-                self._drop(next(iter(self._with_data)))
+            self._drop(key)
+            self._found[key] = plan.run
+            if plan.pairs:
+                self._pairs[key] = plan.pairs
+            while len(self._pairs) > 1 and sum(self._pairs.values()) > most_pairs:
+                self._drop(next(iter(self._pairs)))
             while len(self._found) > most:
                 self._drop(next(iter(self._found)))
 
@@ -60,14 +69,14 @@ class Plans:
         """Forget all."""
         with self._lock:
             self._found.clear()
-            self._with_data.clear()
+            self._pairs.clear()
 
     def _drop(self, key: Hashable) -> None:
         self._found.pop(key, None)
-        self._with_data.pop(key, None)
+        self._pairs.pop(key, None)
 
 
-PLANS = Plans(MOST, MOST_WITH_DATA)
+PLANS = Plans()
 
 
 def demand_of(
@@ -83,11 +92,11 @@ def demand_of(
     return Demand(workload, framework, device_of(q, framework), return_lse, form)
 
 
-def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Call:
+def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
     """Choose, warn where nothing was measured, and build."""
     demand = demand_of(q, k, v, words, train)
     pick, decision = chosen(words.impl, demand)
-    return built(pick, decision, demand, words.layout)
+    return Plan(built(pick, decision, demand, words.layout), pairs_kept(demand))
 
 
 def chosen(impl: str, demand: Demand) -> tuple[Implementation, Decision]:
@@ -133,9 +142,14 @@ def arranged(call: Call, workload: Workload, layout: str, native: str, with_lse:
     return run
 
 
-def holds_data(mask: Mask | None) -> bool:
-    """Whether a mask carries an array."""
-    return mask is not None and not {"full", "causal", "window", "prefix", "dilated"}.issuperset(mask.kinds)
+def pairs_kept(demand: Demand) -> int:
+    """The most pairs that an implementation may have made an array of; only torch's keep arrays."""
+    workload, mask = demand.workload, demand.workload.visible_mask
+    plain = mask.kinds == ("full",) or (mask.kinds == ("causal",) and workload.q_len == workload.kv_len)
+    if plain or demand.framework != "torch":
+        return 0
+    rows = (workload.batch if mask.per_batch else 1) * (workload.heads if mask.per_head else 1)
+    return rows * workload.q_len * workload.kv_len
 
 
 def _outside_traces(framework: str) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ import torch
 from attnbench import policy, registry
 from attnbench.dispatch.arrays import LAYOUTS, to_layout
 from attnbench.dispatch.order import Demand
-from attnbench.dispatch.plan import MOST, MOST_WITH_DATA, Plans, Words, arranged, chosen, demand_of, holds_data
+from attnbench.dispatch.plan import Plan, Plans, Words, arranged, chosen, demand_of, pairs_kept
 from attnbench.errors import InvalidWorkload, UsageError
 from attnbench.spec import Call, Config, Implementation, Workload
 from attnbench.workloads.masks.literals import literal
@@ -37,7 +37,7 @@ class Kernels(NamedTuple):
 
 
 _requests: dict[str, Request] = {}
-_kernels: Plans = Plans(MOST, MOST_WITH_DATA)
+_kernels = Plans()
 
 
 def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = None) -> Call:
@@ -137,14 +137,15 @@ def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) ->
     place = (*place, registry.generation(), policy.generation())
     found: Any = _kernels.get(place)
     if found is None:
-        found = _build(q, k, v, _asked(key))
-        _kernels.put(place, found, holds_data(_asked(key).words.mask))
+        request = _asked(key)
+        demand = demand_of(q, k, v, request.words, request.train, "operator")
+        found = _build(request, demand)
+        _kernels.put(place, Plan(found, pairs_kept(demand)))
     return found
 
 
-def _build(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> Kernels:
+def _build(request: Request, demand: Demand) -> Kernels:
     words = request.words
-    demand = demand_of(q, k, v, words, request.train, "operator")
     pick, config = _picked(request, demand)
     workload, layout = demand.workload, words.layout
     if request.train:

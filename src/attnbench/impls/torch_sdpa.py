@@ -76,12 +76,18 @@ class Sdpa(Implementation):
         return checks[self.backend](workload)
 
     def build(self, workload: Workload, config: Config) -> Call:
+        from torch.compiler import is_dynamo_compiling
         from torch.nn.functional import scaled_dot_product_attention
 
         masks = once_per_device(lambda device: self._mask(workload, device))
         pinned, scale, grouped = self._pinned(), workload.softmax_scale, workload.group > 1
+        # Dynamo does not follow torch's lower-right bias; the operator under it aligns so by itself.
+        biased = self.backend == "flash" and route(workload) == "lower-right"
+        operator = torch_sdpa_aten.with_lse("flash", workload) if biased else None
 
         def call(q: Array, k: Array, v: Array) -> Array:
+            if operator is not None and q.device.type != "cpu" and is_dynamo_compiling():
+                return operator(q, k, v)[0]
             mask = masks(q.device)
             try:
                 with pinned():
