@@ -248,6 +248,20 @@ def test_compiled_with_padding_there_is_one_graph(name):
     close(ours, theirs, inputs["attention_mask"], TIGHT)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_generation_over_a_static_cache_with_a_compiled_forward(name):
+    lm = model(name)
+    how = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "eos_token_id": None}
+    others = batch("left")
+    others["attention_mask"][1, :6] = 0
+    batches = [batch("left"), others, batch(None)]
+    theirs = with_attention(lm, "eager", lambda m: [m.generate(**one, **how).tolist() for one in batches])
+    lm.set_attn_implementation("attnbench")
+    torch._dynamo.reset()
+    lm.forward = torch.compile(lm.forward, backend="eager", fullgraph=True)
+    assert [lm.generate(**one, **how).tolist() for one in batches] == theirs
+
+
 @torch.no_grad()
 def test_compiled_without_padding_the_mask_is_causal_and_no_array(monkeypatch):
     lm, ids = model("llama"), batch(None)["input_ids"]

@@ -47,7 +47,8 @@ def attention_with_array(
     """Attention where `visible` (booleans) holds, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
     given = [array for array in (visible, bias) if array is not None]
     framework = "torch" if hasattr(q, "requires_grad") else framework_of(q, k, v)
-    if not given or impl not in ("auto", *AT_RUN_TIME.get(framework, ())):
+    takers = AT_RUN_TIME.get(framework, ())
+    if not given or not takers or impl not in ("auto", *takers):
         mask: Any = reduce(and_, [masks.dense(array) for array in given]) if given else None
         return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout)
     if framework == "torch":

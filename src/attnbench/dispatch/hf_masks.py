@@ -41,7 +41,8 @@ class _Step(NamedTuple):
 class DescribedMask(torch.Tensor):
     """A description that Transformers takes for its boolean mask [b, 1, q, kv]: it has the shape, and no storage.
 
-    Any operation on it but asking for its shape and place works on the array that Transformers would have made.
+    Any operation on it but asking for its shape and place works on the array that Transformers would have made. So
+    masks that `generate` makes ahead for a forward pass that may be compiled are arrays there: it calls `contiguous`.
     """
 
     described: Described
@@ -59,8 +60,6 @@ class DescribedMask(torch.Tensor):
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.contiguous:
-            return args[0]
         args, kwargs = tree_map(lambda x: x.evaluate() if isinstance(x, DescribedMask) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 

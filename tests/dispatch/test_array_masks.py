@@ -1,0 +1,111 @@
+"""Attention with a mask that is an argument: against the reference, where rows may see nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import attnbench as ab
+from attnbench.dispatch.array_masks import attention_with_array
+from attnbench.errors import InvalidWorkload, Unsupported
+
+SHAPES = [(2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)]
+RANDOM = np.random.default_rng(0)
+Q, K, V = (RANDOM.standard_normal(shape, np.float32) for shape in SHAPES)
+VISIBLE = RANDOM.random((2, 1, 5, 7)) < 0.5
+VISIBLE[:, :, 0] = True
+VISIBLE[1, 0, 3] = False
+BIAS = RANDOM.standard_normal((1, 4, 5, 7)).astype(np.float32)
+HIDING = np.where(RANDOM.random((1, 4, 5, 7)) < 0.3, -np.inf, BIAS).astype(np.float32)
+CASES = {
+    "visible": (VISIBLE, None),
+    "bias": (None, BIAS),
+    "both": (VISIBLE, BIAS),
+    "bias that hides": (VISIBLE, HIDING),
+}
+TORCH = ("auto", "torch.sdpa", "torch.eager", "torch.sdpa-math")
+JAX = ("auto", "jax.xla", "jax.einsum")
+IMPLS = [
+    *(pytest.param("torch", impl, marks=pytest.mark.torch) for impl in TORCH),
+    *(pytest.param("jax", impl, marks=pytest.mark.jax) for impl in JAX),
+    pytest.param("numpy", "auto"),
+]
+
+
+def to(framework, array):
+    if array is None or framework == "numpy":
+        return array
+    if framework == "torch":
+        import torch
+
+        return torch.from_numpy(array.copy())
+    import jax.numpy as jnp
+
+    return jnp.asarray(array)
+
+
+def expected(visible, bias, **more):
+    parts = [ab.masks.dense(array) for array in (visible, bias) if array is not None]
+    mask = parts[0] if len(parts) == 1 else parts[0] & parts[1]
+    return ab.attention(Q, K, V, mask=mask, impl="numpy.reference", **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("framework", "impl"), IMPLS)
+def test_as_the_reference(framework, impl, case):
+    visible, bias = CASES[case]
+    arrays = [to(framework, x) for x in (Q, K, V)]
+    found = attention_with_array(
+        *arrays, visible=to(framework, visible), bias=to(framework, bias), scale=0.4, impl=impl
+    )
+    np.testing.assert_allclose(np.asarray(found), expected(visible, bias, scale=0.4), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "framework", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "jax")]
+)
+def test_a_soft_cap_is_taken_before_the_bias(framework):
+    arrays = [to(framework, x) for x in (Q, K, V)]
+    found = attention_with_array(*arrays, visible=to(framework, VISIBLE), bias=to(framework, BIAS), softcap=0.7)
+    np.testing.assert_allclose(np.asarray(found), expected(VISIBLE, BIAS, softcap=0.7), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gradients_of_rows_that_see_nothing_are_no_nan(softcap):
+    arrays = [to("torch", x).requires_grad_() for x in (Q, K, V)]
+    out = attention_with_array(*arrays, visible=to("torch", VISIBLE), softcap=softcap)
+    out.square().sum().backward()
+    assert not out[1, 3].any()
+    assert not arrays[0].grad[1, 3].any()
+    assert all(x.grad.isfinite().all() for x in arrays)
+
+
+@pytest.mark.torch
+def test_what_cannot_be_is_refused():
+    arrays = [to("torch", x) for x in (Q, K, V)]
+    with pytest.raises(Unsupported, match="no soft cap"):
+        attention_with_array(*arrays, visible=to("torch", VISIBLE), softcap=1.0, impl="torch.sdpa")
+
+
+@pytest.mark.jax
+def test_a_mask_of_another_shape_is_refused():
+    arrays = [to("jax", x) for x in (Q, K, V)]
+    with pytest.raises(InvalidWorkload, match=r"the mask \(3, 7\) does not broadcast"):
+        attention_with_array(*arrays, visible=to("jax", np.ones((3, 7), bool)))
+    with pytest.raises(Unsupported, match=r"jax\.cudnn"):
+        attention_with_array(*arrays, visible=to("jax", VISIBLE), impl="jax.cudnn")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["visible", "both"])
+def test_on_a_gpu(case):
+    import torch
+
+    visible, bias = CASES[case]
+    arrays = [to("torch", x).to("cuda", torch.bfloat16) for x in (Q, K, V)]
+    bias = None if bias is None else to("torch", bias).to("cuda", torch.bfloat16)
+    found = attention_with_array(*arrays, visible=to("torch", visible).cuda(), bias=bias)
+    assert found.isfinite().all()
+    wanted = expected(visible, None if bias is None else bias.float().cpu().numpy())
+    np.testing.assert_allclose(found.float().cpu(), wanted, rtol=0.05, atol=0.05)
