@@ -71,11 +71,12 @@ def test_prefill_and_decode_equal_one_pass(path, dtype, limit):
     assert cache[1].shape == (BATCH, SLOTS, 1, 16)
     assert not np.asarray(cache[1][:, PREFIX:], np.float32).any()
     outs = [out]
+    step = jax.jit(lambda *given: module.apply({"params": params}, *given))
     for i in range(PREFIX, SLOTS):
         there = jnp.broadcast_to(jnp.arange(SLOTS) <= i, (BATCH, SLOTS))
         one = token_masks.TokenMask(kv_len=SLOTS, runs=((1, SLOTS),), valid=there)
         before = np.array(cache[1], np.float32)
-        out, cache = run(module, params, x[:, i : i + 1], at[:, i : i + 1], one, cache)
+        out, cache = step(x[:, i : i + 1], at[:, i : i + 1], one, cache)
         np.testing.assert_array_equal(np.asarray(cache[1], np.float32)[:, :i], before[:, :i])
         outs.append(out)
     assert cache[0].tolist() == [SLOTS] * BATCH

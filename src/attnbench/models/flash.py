@@ -129,7 +129,7 @@ def _call(
 
 
 def pick(q: Array, k: Array, v: Array, form: Form, choice: str, known: AnyMask | None = None) -> str:
-    """The implementation of one call: `explain`'s pick, or the next that takes such a mask; or Unsupported with reasons."""
+    """The implementation of one call: `explain`'s pick, or the next that takes such a mask; or Unsupported."""
     mask = known or jax_late_masks.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
     reasons = []
     for name in CHOICES[choice]:
