@@ -57,7 +57,7 @@ def decide(impl: str, demand: Demand) -> Decision:
     name, config = registry.asked(impl)
     registry.get(name)
     reason = why_not(name, config, demand)
-    pick = registry.get(name) if reason is None else None
+    pick = registry.get(name).configured(config) if reason is None else None
     return Decision(pick, config, "asked for by name" if pick else "refuses", [Candidate(impl, reason)])
 
 
@@ -76,7 +76,7 @@ def _measured(demand: Demand) -> Decision:
             asked.append(Candidate(label, why_not(name, config, demand)))
             if asked[-1].reason is None:
                 evidence = Evidence(one.name, choice, regret)
-                return Decision(registry.get(name), config, str(evidence), asked, evidence, tuple(missed))
+                return Decision(registry.get(name).configured(config), config, str(evidence), asked, evidence, tuple(missed))
         missed.append(f"what {one.name} chose cannot run here")
     return _fixed(demand, asked, missed)
 

@@ -158,7 +158,7 @@ def _build(request: Request, demand: Demand) -> Kernels:
 
 def _picked(request: Request, demand: Demand) -> tuple[Implementation, Config]:
     if request.pick is not None:
-        return registry.get(request.pick[0]), request.pick[1]
+        return registry.get(request.pick[0]).configured(request.pick[1]), request.pick[1]
     pick, decision = chosen(request.words.impl, demand)
     return pick, decision.config
 

@@ -167,8 +167,8 @@ def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: A
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     logits = _masked_logits(replace(workload, mask=Full()), q, k, precision)
     if weight is not None:
-        logits = logits + _grouped_heads(weight.astype(logits.dtype), workload)
-    logits = jnp.where(_grouped_heads(seen, workload), logits, -0.7 * float(jnp.finfo(logits.dtype).max))
+        logits = logits + grouped_heads(weight.astype(logits.dtype), workload)
+    logits = jnp.where(grouped_heads(seen, workload), logits, -0.7 * float(jnp.finfo(logits.dtype).max))
     probabilities = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v, precision=precision)
     return out.reshape(*q.shape[:3], v.shape[-1])
