@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from attnbench import registry
+from attnbench.dispatch.attention import attention
 from attnbench.errors import Unsupported, UsageError
 from attnbench.run import protocol as p
 from attnbench.run.launch import Listener, Request, plan_only
@@ -324,3 +325,18 @@ def test_on_a_gpu(names, mask, head_dim):
     want = torch.autograd.grad(plain(*wide)[1].sum(), wide[:2])
     for got, expected in zip(torch.autograd.grad(lse.sum(), leaves[:2]), want):
         close(got.cpu(), expected.numpy(), "bfloat16")
+
+
+def test_a_pair_is_one_operator_of_a_compiled_graph():
+    """In the first call already: nothing is looked into."""
+    name = "torch.pair[forward=torch.sdpa-flash,backward=torch.eager]"
+    q, k, v = (torch.randn(1, 40, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+
+    def attend(q, k, v):
+        return attention(q, k, v, mask=masks.causal(), impl=name)
+
+    out = torch.compile(attend, fullgraph=True)(q, k, v)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    expected = torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v))
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other)

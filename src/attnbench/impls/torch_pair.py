@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from attnbench.frameworks.torch_plain import once_per_device
 from attnbench.impls.parts.pairing import Pairing, Role
 from attnbench.impls.parts.torch_choice import environment_of
-from attnbench.spec import Array, Call, Config, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Implementation, Partial, Workload
 
 FORWARDS = (
     "torch.fa3", "torch.fa4", "torch.sdpa-cudnn", "torch.flash-attn", "torch.sdpa-flash", "torch.sdpa-efficient",
@@ -60,6 +60,19 @@ class TorchPair(Pairing):
             return out, lse.float()
 
         return call
+
+    def partial(self, workload: Workload, config: Config) -> Partial:
+        """Both passes as they are, without autograd: what a graph of torch.compile calls."""
+        pair = self.configured(config)
+        passes = once_per_device(lambda device: pair.chosen(workload, environment_of(device.type)))
+
+        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            return passes(q.device)[0](q, k, v)
+
+        def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+            return passes(q.device)[1](q, k, v, out, lse, dout)
+
+        return forward, backward
 
 
 PAIR = TorchPair()
