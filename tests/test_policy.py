@@ -45,6 +45,16 @@ class TestChoice:
         assert choice is not None
         assert choice.distance == pytest.approx(1)
 
+    def test_off_the_grid_the_regret_is_what_was_lost_there(self):
+        lost = policies.Regret(mean=1.02, worst=1.3, worst_at="there", shapes=9)
+        found = policy(entry("torch.eager", 256), held_out=lost)
+        on, off = (found.choice(workload(n), "torch", CPU) for n in (256, 300))
+        assert on is not None
+        assert (on.regret, on.regret_high) == (1, 1)
+        assert off is not None
+        assert (off.regret, off.regret_high) == (1.02, 1.3)
+        assert str(off).endswith("0.2 octaves away (expected regret 1.020)")
+
     def test_beyond_its_reach_it_is_silent_and_says_why(self):
         assert pick(self.two, 4096 * 4) == "torch.sdpa"
         assert pick(self.two, 4096 * 5) is None

@@ -36,7 +36,7 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     implementation: str
     config: Settings = {}
     regret: float = 1.0
-    """Its time over that of the fastest of the same run: more than 1 where a near tie was settled otherwise."""
+    """Its time over that of the fastest: more than 1 where a near tie was settled otherwise, and off the grid."""
     regret_high: float = 1.0
     """Upper edge of the 99 % interval, against every other candidate."""
     candidates: int = 1
@@ -68,8 +68,8 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     def __str__(self) -> str:
         near = "" if self.distance == 0 else f", {self.distance:.1f} octaves away"
-        others = f"fastest of {self.candidates}" if self.regret <= 1 else f"one of {self.candidates}, a near tie"
-        return f"{self.label}: {others} measured at {self.measured}{near} (regret {self.regret:.3f})"
+        others = f"first of {self.candidates}" if self.candidates > 1 else "alone"
+        return f"{self.label}: {others} measured at {self.measured}{near} (expected regret {self.regret:.3f})"
 
 
 class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -126,12 +126,20 @@ class Policy(
         return hashlib.sha256(msgspec.json.encode(structs.replace(self, origin=""), order="sorted")).hexdigest()[:12]
 
     def choice(self, workload: Workload, framework: str, environment: Environment) -> Choice | None:
-        """What to run: the nearest measured shape within reach, at a place that this environment is; None on a miss."""
+        """What to run: the nearest measured shape within reach, at a place that this environment is; None on a miss.
+
+        Off the grid the regret is that of the entry times what the place lost on held-out shapes.
+        """
         found = self._nearest(workload, framework, environment)
         if found is None or found[0] > REACH:
             return None
-        octaves, entry = found
-        return structs.replace(entry.use, distance=octaves)
+        octaves, entry, place = found
+        use, lost = entry.use, place.held_out
+        if octaves == 0 or lost is None:
+            return structs.replace(use, distance=octaves)
+        regret = use.regret * lost.mean
+        high = max(regret, use.regret_high, lost.worst)
+        return structs.replace(use, distance=octaves, regret=regret, regret_high=high)
 
     def miss(self, workload: Workload, framework: str, environment: Environment) -> str | None:
         """Why `choice` has nothing to say; None where it has."""
@@ -166,13 +174,15 @@ class Policy(
             places[place.key] = _merged(places[place.key], place) if place.key in places else place
         return Policy(places=tuple(places[key] for key in sorted(places, key=repr)))
 
-    def _nearest(self, workload: Workload, framework: str, environment: Environment) -> tuple[float, Entry] | None:
+    def _nearest(
+        self, workload: Workload, framework: str, environment: Environment
+    ) -> tuple[float, Entry, Place] | None:
         environment = structs.replace(environment, framework=framework)
         shape = shape_of(workload)
         # Of two places that hold here, the one that shares more of the software, then the younger.
         places = [place for place in self.places if place.stale(environment) is None]
         places.sort(key=lambda place: (len(place.software.keys() & environment.packages.keys()), place.made))
-        found = [one for place in reversed(places) if (one := place.nearest(shape)) is not None]
+        found = [(*one, place) for place in reversed(places) if (one := place.nearest(shape)) is not None]
         return min(found, key=lambda one: one[0], default=None)
 
 
