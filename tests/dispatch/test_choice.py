@@ -10,7 +10,7 @@ import pytest
 from dispatch_problem import entry, here
 
 import attnbench as ab
-from attnbench import registry
+from attnbench import policy, registry
 from attnbench.config import load_settings
 from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported, UsageError
 from attnbench.policy import save_policy
@@ -147,6 +147,7 @@ def test_a_miss_can_be_an_error_or_pass_in_silence(monkeypatch, tmp_path):
     with ab.use_policy(nothing, on_miss="quiet"):
         assert warned(lambda: ab.attention(*arrays(), mask=CAUSAL)) == []
     monkeypatch.setenv("ATTNBENCH_ON_MISS", "error")
+    policy.forget()
     with pytest.raises(PolicyMiss):
         ab.attention(*arrays(96), mask=CAUSAL)
     with ab.use_policy(nothing, on_miss="error"):
@@ -160,8 +161,6 @@ def test_a_miss_can_be_an_error_or_pass_in_silence(monkeypatch, tmp_path):
 
 
 def test_the_users_file_is_asked_too(monkeypatch, tmp_path, spy):
-    from attnbench import policy
-
     save_policy(here(entry("torch.spy")), tmp_path / "mine.json")
     monkeypatch.setenv("ATTNBENCH_POLICY", str(tmp_path / "mine.json"))
     policy.forget()

@@ -55,7 +55,6 @@ def decide(impl: str, demand: Demand) -> Decision:
     if impl == "auto":
         return _measured(demand)
     name, config = registry.asked(impl)
-    registry.get(name)
     reason = why_not(name, config, demand)
     pick = registry.get(name).configured(config) if reason is None else None
     return Decision(pick, config, "asked for by name" if pick else "refuses", [Candidate(impl, reason)])

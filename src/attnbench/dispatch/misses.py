@@ -1,6 +1,6 @@
 """What happens when no measured policy speaks for a call: a warning once, an error, or silence (setting `on_miss`).
 
-Read when a problem is first seen, not at every call. A policy that somebody asked for and that does not hold here
+Asked when a problem is first seen, not at every call. A policy that somebody asked for and that does not hold here
 (stale, or of another device) is named once as well, even where another one speaks.
 """
 
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Hashable
 
 from attnbench import policy
-from attnbench.config import load_settings
 from attnbench.dispatch.choice import Decision, of_elsewhere
 from attnbench.dispatch.order import Demand
 from attnbench.errors import PolicyMiss, PolicyWarning
@@ -25,7 +24,7 @@ def report(decision: Decision, demand: Demand) -> None:
     """Say once what the policies could not answer, by the rule in force."""
     if demand.framework in NOTHING_TO_CHOOSE:
         return
-    rule = policy.on_miss() or load_settings().on_miss
+    rule = policy.on_miss()
     if decision.evidence is None and rule == "error":
         raise PolicyMiss(f"{_miss(decision, demand)}, and on_miss is error; {HOW.partition(';')[0]}.")
     if rule == "warn":

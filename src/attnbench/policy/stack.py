@@ -71,13 +71,13 @@ def generation() -> Token:
     return _epoch, stack.digests, stack.on_miss
 
 
-def on_miss() -> OnMiss | None:
-    """What the innermost `use_policy` that said so asks for on a miss; None: the setting decides."""
-    return _stack.get().on_miss
+def on_miss() -> OnMiss:
+    """What happens on a miss: as the innermost `use_policy` that said so, else as the setting."""
+    return _stack.get().on_miss or _setting(_epoch)
 
 
 def forget() -> None:
-    """Read the user's file and the packaged ones again at the next call."""
+    """Read the settings, the user's file and the packaged ones again at the next call."""
     global _epoch
     _epoch += 1
 
@@ -100,3 +100,11 @@ def _standing(epoch: int) -> tuple[Policy, ...]:
     del epoch
     path = load_settings().policy
     return (*((load_policy(path),) if path else ()), *packaged())
+
+
+@lru_cache(maxsize=1)
+def _setting(epoch: int) -> OnMiss:
+    from attnbench.config import load_settings
+
+    del epoch
+    return load_settings().on_miss
