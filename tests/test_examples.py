@@ -19,7 +19,7 @@ RATIO = r"[\d.]+x \([\d.]+-[\d.]+\)|cannot tell"
 ANSWERS = {
     "first_measurement": r"torch\.sdpa is right and takes [\d.]+ ms \(95 %: [\d.]+-[\d.]+ ms\) here\.",
     "own_kernel": rf"blockwise is right, number [1-4] of 4, ({RATIO}) as fast as torch\.sdpa\.",
-    "hugging_face_model": r'Load this model with attn_implementation="(eager|sdpa)": .*torch\.hf-.*\.',
+    "hugging_face_model": r'Call hf\.register\(impl="torch\.(eager|sdpa-flash)"\) for this model: .*torch\..*\.',
     "jax_model": r'Call ab\.attention\(\.\.\., impl="jax\.(xla|einsum)"\): .*jax\..*\.',
     "regression_gate": r"May it be merged\? The gate says (no|it cannot tell, \w+) \(exit code [145]\)\.",
 }

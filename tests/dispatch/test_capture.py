@@ -291,3 +291,18 @@ class TestCompiled:
             torch.testing.assert_close(compiled(*arrays), expected)
         assert len(calls) == 1
         torch.testing.assert_close(compiled(*arrays), expected)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_events_time_forward_and_backward():
+    q, k, v = (torch.randn(2, 8, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def step():
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    step()
+    with ab.capture() as calls:
+        step()
+    assert ids(calls) == {"b2-t2048-h8-d64-causal-bfloat16-train": 1}
+    assert 0 < calls.share < 1
+    assert "events" in calls.method

@@ -274,3 +274,16 @@ def test_compiled_without_padding_the_mask_is_causal_and_no_array(monkeypatch):
 
 def test_the_shapes_are_grouped_heads():
     assert SHAPE["num_attention_heads"] > SHAPE["num_key_value_heads"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_on_a_gpu(name, cache):
+    """Transformers compiles the decoding steps over a static cache there by itself."""
+    lm = model(name).cuda()
+    inputs = {key: value.cuda() for key, value in batch("left").items()}
+    how = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache, "eos_token_id": None}
+    theirs = with_attention(lm, "eager", lambda m: m.generate(**inputs, **how))
+    ours = with_attention(lm, "attnbench", lambda m: m.generate(**inputs, **how))
+    assert ours.tolist() == theirs.tolist()

@@ -8,6 +8,7 @@ closures. A predicate of any other make (bidirectional image tokens, a user's ow
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from torch.utils._pytree import tree_map
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask
 from attnbench.workloads.masks.data import to_numpy
+
+LEVELS = 4
+"""Calls between a model's preparation of its inputs and its mask function, and some to spare."""
 
 
 class Described(NamedTuple):
@@ -41,8 +45,7 @@ class _Step(NamedTuple):
 class DescribedMask(torch.Tensor):
     """A description that Transformers takes for its boolean mask [b, 1, q, kv]: it has the shape, and no storage.
 
-    Any operation on it but asking for its shape and place works on the array that Transformers would have made. So
-    masks that `generate` makes ahead for a forward pass that may be compiled are arrays there: it calls `contiguous`.
+    Any operation on it but asking for its shape and place works on the array that Transformers would have made.
     """
 
     described: Described
@@ -98,22 +101,33 @@ def describe(
         assert mask is not None
         return mask
 
-    # One query over a cache that is made to be compiled: the array is as small as its description, and needs no look
-    # at values that torch.compile does not have.
     may_skip = more.get("allow_is_causal_skip", True)
-    if q_length == 1 and not may_skip:
-        return evaluate()
     function = more.get("mask_function", causal_mask_function)
     if torch.compiler.is_compiling():
         square = isinstance(q_offset, int) and q_offset == kv_offset and q_length == kv_length
         plain = may_skip and cache_position is None and attention_mask is None and function is causal_mask_function
         return None if plain and square else evaluate()
+    if (q_length == 1 and not may_skip) or _made_ahead():
+        return evaluate()
     q_start = int(q_offset) if cache_position is None else int(cache_position[0])
     step = _Step(q_length, kv_length, q_start, kv_offset)
     described = _described(function, step, attention_mask)
     if described is None:
         return evaluate()
     return DescribedMask.make(described, (batch_size, 1, q_length, kv_length), device, evaluate)
+
+
+def _made_ahead() -> bool:
+    """Whether `generate` makes the mask before a forward pass over a static cache, which may be compiled.
+
+    A compiled function takes arrays, not descriptions, and would be compiled anew for each.
+    """
+    frame = sys._getframe(2)
+    for _ in range(LEVELS):
+        if frame is None or frame.f_code.co_name == "prepare_inputs_for_generation":
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor | None) -> Described | None:
