@@ -75,7 +75,8 @@ def _measured(demand: Demand) -> Decision:
             asked.append(Candidate(label, why_not(name, config, demand)))
             if asked[-1].reason is None:
                 evidence = Evidence(one.name, choice, regret)
-                return Decision(registry.get(name).configured(config), config, str(evidence), asked, evidence, tuple(missed))
+                pick = registry.get(name).configured(config)
+                return Decision(pick, config, str(evidence), asked, evidence, tuple(missed))
         missed.append(f"what {one.name} chose cannot run here")
     return _fixed(demand, asked, missed)
 
