@@ -282,6 +282,10 @@ class TestCompiled:
         assert "values only at run time" in one.note
         assert "values only at run time" in calls.workloads[0].source
 
+    def test_ours_with_its_mask(self):
+        calls = self.run(lambda q, k, v: ab.attention(q, k, v, mask=ab.masks.window(2)), *tensors(2, 6, 4, 8))
+        assert ids(calls) == {"b2-t6-h4-d8-window2:0-float32-forward": 1}
+
     def test_a_graph_from_before_is_traced_anew_and_comes_back(self):
         torch._dynamo.reset()
         compiled = torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend="eager")

@@ -36,6 +36,7 @@ from attnbench.dispatch.seen_calls import (
     of_jax_nn,
     of_sdpa,
     outline_of_array_masks,
+    outline_of_attention,
     outline_of_sdpa,
     wants_gradient,
 )
@@ -159,7 +160,7 @@ def _why_no_share(recorder: _Recorder) -> str:
 def _hooks() -> Iterator[tuple[Hook, str, Callable[..., Seen], Callable[..., None] | None]]:
     """Of the frameworks that are loaded: a model cannot run in one that is not."""
     attention, with_array = _own_hooks()
-    yield attention, "ab.attention", of_attention, None
+    yield attention, "ab.attention", of_attention, outline_of_attention
     yield with_array, "ab.attention", of_array_masks, outline_of_array_masks
     if "torch" in sys.modules:
         from attnbench.dispatch.torch_hook import sdpa_hook

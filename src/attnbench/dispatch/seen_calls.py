@@ -14,6 +14,8 @@ from attnbench.errors import InvalidWorkload
 from attnbench.spec import Array, Workload
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask
+from attnbench.workloads.masks.combine import mask_of
+from attnbench.workloads.masks.literals import literal
 
 UNKNOWN = object()
 """Stands for a mask array that a compiler has no values of."""
@@ -145,6 +147,15 @@ def outline_of_sdpa(
     note(*_outlines(query, key, value), attn_mask is not None, ("is_causal", is_causal, "scale", scale))
 
 
+def outline_of_attention(
+    note: Note, q: Array, k: Array, v: Array, *, mask: Any = None, scale: float | None = None,
+    softcap: float | None = None, layout: str = "bshd", heads: Any = None, **_: Any,
+) -> None:  # fmt: skip
+    """Likewise; the mask as plain values."""
+    words = ("mask", literal(mask), "scale", scale, "softcap", softcap, "layout", layout, "heads", heads)
+    note(*_outlines(q, k, v), False, words)
+
+
 def outline_of_array_masks(
     note: Note, q: Array, k: Array, v: Array, *, scale: float | None = None, softcap: float | None = None,
     layout: str = "bshd", **_: Any,
@@ -166,7 +177,10 @@ def from_outline(read: Callable[..., Seen], q: Any, k: Any, v: Any, has_mask: bo
     """The call that an outline tells of."""
     forms = (Form(*one) for one in (q, k, v))
     array = {"attn_mask" if read is of_sdpa else "visible": UNKNOWN} if has_mask else {}
-    return read(*forms, **array, **dict(zip(words[::2], words[1::2])))
+    told = dict(zip(words[::2], words[1::2]))
+    if "mask" in told:
+        told["mask"] = mask_of(told["mask"])
+    return read(*forms, **array, **told)
 
 
 def is_traced(array: Array) -> bool:
