@@ -119,9 +119,8 @@ def to_layout(array: Array, source: str, target: str, heads: int | None = None) 
     if target == "packed":
         array = to_layout(array, source, "bshd")
         return array.reshape(*array.shape[:2], -1)
-    return array if source == target else swap(array)
+    return array if source == target else _swap(array)
 
 
-def swap(array: Array) -> Any:
-    """Tokens and heads of a 4-axis array, exchanged: bshd to bhsd and back."""
+def _swap(array: Array) -> Any:
     return array.transpose(1, 2) if hasattr(array, "requires_grad") else array.transpose(0, 2, 1, 3)

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any, NamedTuple
 
-from attnbench.dispatch.arrays import device_of, framework_of, swap, to_layout, workload_of
+from attnbench.dispatch.arrays import device_of, framework_of, to_layout, workload_of
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.misses import report
 from attnbench.dispatch.order import Demand, Form
-from attnbench.spec import Array, Call, Implementation, Workload
+from attnbench.spec import Array, Call, Implementation
 from attnbench.workloads.masks import AnyMask
 
 MOST = 4096
@@ -116,20 +116,20 @@ def built(pick: Implementation, decision: Decision, demand: Demand, layout: str,
     prepare = getattr(call, "prepare", None)
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)
-    return arranged(call, workload, layout, pick.layout, demand.with_lse)
+    return arranged(call, demand, layout, pick.layout)
 
 
-def arranged(call: Call, workload: Workload, layout: str, native: str, with_lse: bool) -> Call:
+def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
     """A call in one layout for arrays in another."""
-    heads, kv_heads = workload.heads, workload.kv_heads
+    heads, kv_heads, with_lse = demand.workload.heads, demand.workload.kv_heads, demand.with_lse
     if layout == native:
         return call
 
-    def swapped(q: Array, k: Array, v: Array) -> Any:
-        return swap(call(swap(q), swap(k), swap(v)))
+    def transposed(q: Array, k: Array, v: Array) -> Any:
+        return call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
-    if layout != "packed" and not with_lse:
-        return swapped
+    if demand.framework == "torch" and layout != "packed" and not with_lse:
+        return transposed
 
     def run(q: Array, k: Array, v: Array) -> Any:
         q = to_layout(q, layout, native, heads)

@@ -152,7 +152,7 @@ def _build(request: Request, demand: Demand) -> Kernels:
         return _with_backward(pick, config, workload, layout)
     call = pick.build_lse(workload, config) if words.return_lse else pick.build(workload, config)
     assert call is not None
-    run = arranged(call, workload, layout, pick.layout, words.return_lse)
+    run = arranged(call, demand, layout, pick.layout)
     return Kernels(run if words.return_lse else lambda q, k, v: (run(q, k, v), None), None)
 
 
