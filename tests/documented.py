@@ -25,6 +25,7 @@ CONTINUED = re.compile(r"\\\n")
 NO_COMMAND = re.compile(r"attnbench [A-Z]|\[(?:OPTIONS|ARGS)\]| · ")
 """The form of a command in the reference, and a headline that a command prints."""
 SHELL_VALUE = re.compile(r'"\$\(.*\)"|"\$[^"]*"')
+STEPS = ("torch.multihead-dilated", "torch.gemma-stack")
 NEED_MORE = (["bisect"], ["compare"], ["export"], ["gate"])
 SUITE = "[[workload]]\nbatch = 1\nq_len = 64\nheads = 4\nhead_dim = 16\n"
 
@@ -76,7 +77,7 @@ class Lab:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         fake_lab.install(monkeypatch, folder)
-        known = [*fake_lab.NAMES, "torch.sdpa-flash", "torch.ring", "torch.chunked", "torch.pair"]
+        known = [*fake_lab.NAMES, "torch.sdpa-flash", "torch.ring", "torch.chunked", "torch.pair", *STEPS]
         monkeypatch.setattr(registry, "names", lambda: known)
         repository = Repository(folder)
         repository.commit("first")

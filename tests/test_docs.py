@@ -119,7 +119,8 @@ def test_the_script_of_the_python_page_runs(tmp_path: Path):
     lines = done.stdout.splitlines()
     assert lines[0] == "b2-t128-h8:2-d64-causal-float32-forward"
     assert lines[2].startswith("ok ")
-    assert lines[-1] == "numpy.float32"
+    assert "numpy.float32" in lines
+    assert lines[-1].startswith("attention takes about ")
 
 
 @pytest.mark.torch

@@ -14,9 +14,17 @@ from attnbench.cli.selection import loadable_names, swept_names
 @pytest.mark.torch
 @pytest.mark.jax
 def test_rings_are_measured_only_when_asked_for():
-    left_out = set(loadable_names()) - set(swept_names())
-    assert left_out == {name for name in registry.names() if "ring" in name or name == "jax.all-gather"}
+    left_out = {name for name in set(loadable_names()) - set(swept_names()) if not registry.get(name).step}
+    rings = {name for name in registry.names() if "ring" in name or name == "jax.all-gather"}
+    assert left_out == {name for name in rings if not registry.get(name).step}
     assert "torch.sdpa" in swept_names()
+
+
+def test_steps_are_measured_only_where_they_are_asked_for():
+    assert not any(registry.get(name).step for name in swept_names())
+    stacks = swept_names({"gemma-stack"})
+    assert {"torch.gemma-stack", "jax.gemma-stack-flash"} <= set(stacks)
+    assert all(registry.get(name).step == "gemma-stack" for name in stacks)
 
 
 @pytest.mark.torch

@@ -116,7 +116,7 @@ REFUSED = {
     "torch.sdpa-flash/torch.hf-sdpa": "no backward pass that can be called alone",
     "torch.hf-sdpa/torch.eager": "torch.hf-sdpa as the forward pass: returns no LSE",
     "jax.einsum/torch.eager": "is no torch implementation",
-    "torch.sdpa-flash/torch.pair": "no backward pass that can be called alone",
+    "torch.sdpa-flash/torch.pair": "is a pair itself",
     "torch.fa3/torch.eager": "torch.fa3 as the forward pass: needs cuda, this is cpu",
     "torch.eager/torch.block-sparse": "torch.block-sparse as the backward pass: takes a mask with one blocks part",
     "torch.block-sparse-dynamic/torch.eager": "is approximate",
@@ -276,22 +276,6 @@ def test_a_run_takes_every_pair_of_what_is_here():
     assert all(one.reason is None for one in train)
     refused = [one for one in planned if one.cell.workload == forward and one.cell.implementation == "torch.pair"]
     assert [(one.cell.config, one.reason.partition(":")[0]) for one in refused] == [({}, "is for training")]
-
-
-@pytest.mark.slow(reason="compiles with the C++ compiler")
-@pytest.mark.parametrize("config", ON_CPU, ids=told)
-def test_compiles_into_one_graph_after_its_first_step(config):
-    w = Workload(batch=1, q_len=16, heads=2, head_dim=8, mask=masks.causal(), pass_="train")
-    (q, k, v, dout), exact = draw(w)
-    call = PAIR.build(w, config)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    call(q, k, v).sum().backward()  # chooses the kernels and makes the mask, which cannot be traced
-    explained = torch._dynamo.explain(call)(q, k, v)
-    assert explained.graph_break_count == 0, explained.break_reasons
-    _, _, *want = attention_in_float64(w, *exact)
-    out = torch.compile(call, fullgraph=True)(q, k, v)
-    for got, expected in zip(torch.autograd.grad(out, (q, k, v), dout), want):
-        close(got, expected, "float32")
 
 
 GPU_PAIRS = [

@@ -283,6 +283,7 @@ def test_the_wrong_path_is_a_failure_with_both_names():
 
     session = Session.__new__(Session)
     session._implementation = Kernels(lambda q, k, v: q, "torch", "subject")
+    session.cell = Cell("subject", Workload(batch=1, q_len=1, heads=1, head_dim=1))
     session._prove_path(None)
     session._prove_path(["aten::mm", "flash_fwd"])
     with pytest.raises(FellBack, match="sdpa_math ran"):

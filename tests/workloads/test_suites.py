@@ -14,7 +14,7 @@ from attnbench.workloads.masks import MaskShape
 
 ALL = [
     "quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode",
-    "long", "block-sparse", "million", "models", "dilated", "edge",
+    "long", "block-sparse", "million", "models", "dilated", "multihead", "models-e2e", "edge",
 ]  # fmt: skip
 
 

@@ -57,9 +57,10 @@ def verify(
     from attnbench.run import launch as launcher
 
     settings = load_settings({"device": device, "framework": framework})
+    names = _implementations(impl, family, settings.framework)
     request = launcher.Request(
-        workloads=_workloads(suite, quick, shape, impl, family),
-        implementations=_implementations(impl, family, settings.framework),
+        workloads=_workloads(suite, quick, shape, impl, family) + _steps(suite, shape, names),
+        implementations=names,
         framework=settings.framework or "torch",
         device=settings.device,
         measure=False,
@@ -84,7 +85,6 @@ def _workloads(
     suite: str | None, quick: bool, shape: Shape, impl: tuple[str, ...], family: tuple[str, ...]
 ) -> tuple[Workload, ...]:
     from attnbench.cli.selection import OWN_SHAPE, is_reference, load_suite, select_workloads
-    from attnbench.workloads.edge import step_edges
 
     if suite is not None or shape != Shape():
         return select_workloads(suite, quick, shape, Choice())[1]
@@ -93,8 +93,19 @@ def _workloads(
     edges = load_suite("edge", quick=False)[1]
     kinds = {FAMILY_MASKS[name] for name in family if name in FAMILY_MASKS}
     spread = () if family and kinds and set(family) <= set(FAMILY_MASKS) else SPREAD
-    chosen = tuple(w for w in edges if w.id in spread or kinds & set(w.visible_mask.kinds))
-    return (*chosen, *step_edges())
+    return tuple(w for w in edges if w.id in spread or kinds & set(w.visible_mask.kinds))
+
+
+def _steps(suite: str | None, shape: Shape, names: tuple[str, ...]) -> tuple[Workload, ...]:
+    """Small steps for those that compute one, where nothing else was asked for."""
+    from attnbench import registry
+    from attnbench.cli.selection import is_reference
+    from attnbench.workloads.edge import step_edges
+
+    if suite is not None or shape != Shape():
+        return ()
+    asked = {registry.get(registry.asked(name)[0]).step for name in names if not is_reference(name)}
+    return tuple(workload for workload in step_edges() if workload.step in asked)
 
 
 def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: str | None) -> tuple[str, ...]:

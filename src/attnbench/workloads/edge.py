@@ -136,11 +136,12 @@ def _logits() -> list[Workload]:
 
 
 def step_edges() -> list[Workload]:
-    """Small steps around dilated attention: grouped heads, an odd length, 16 bits, lengths, blocks."""
+    """Small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; a stack of Gemma blocks."""
     pattern, shape = "dilated:16r1+32r2", {"head_dim": 16, "step": "multihead"}
     return [
         *grid(batch=2, q_len=61, heads="4:2", mask=f"causal&{pattern}", pass_="train", **shape),
         *grid(batch=2, q_len=64, heads=4, mask=pattern, pass_="train", dtype="bfloat16", **shape),
         *grid(batch=2, q_len=64, heads=4, mask=f"{pattern}&lengths:64,20", pass_="train", **shape),
         *grid(batch=1, q_len=256, heads=4, mask=f"causal&{pattern}&blocks:local:50", pass_="train", **shape),
+        *grid(batch=2, q_len=24, heads="4:1", head_dim=16, mask="causal", pass_="train", step="gemma-stack"),
     ]

@@ -118,6 +118,8 @@ class Pairing(Implementation):
         fit = own or (role == "forward" and kind.build_lse is not Implementation.build_lse)
         if part.framework != self.framework:
             return f"is no {self.framework} implementation"
+        if isinstance(part, Pairing):
+            return "is a pair itself: name the library whose pass is wanted"
         if part.approximate:
             return "is approximate, and another's backward pass is not the gradient of what it computes"
         asked = _of_pass(workload, role)
