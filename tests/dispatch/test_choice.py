@@ -194,12 +194,17 @@ def test_explain_gives_the_evidence(spy):
     rivals = (("torch.eager", 1.25), ("torch.sdpa-math", 2.0))
     with ab.use_policy(here(entry("torch.spy", regret=1.003, regret_high=1.01, rivals=rivals))):
         told = ab.explain(*arrays(64), mask=CAUSAL)
-    assert (told.pick, told.regret) == ("torch.spy", 1.003)
+    assert (told.pick, told.regret) == ("torch.spy", None), "nothing was held out, so nothing is known off the grid"
     assert told.evidence.runner_up.label == "torch.eager"
     assert told.evidence.measured == ab.Workload(batch=1, q_len=32, heads=4, head_dim=16, mask=CAUSAL).id
     assert told.evidence.distance == pytest.approx(1.0)
     text = str(told)
-    for words in ("regret 1.003", "next torch.eager, 1.25 times", "1.0 octaves away", "a policy made in this process"):
+    for words in (
+        "regret off the grid not known",
+        "next torch.eager, 1.25 times",
+        "1.0 octaves away",
+        "a policy made in this process",
+    ):
         assert words in text
     reasons = dict(told.candidates)
     assert reasons["torch.spy"] is None
@@ -231,3 +236,10 @@ def test_a_registration_is_noticed(spy):
     other = registry.register(Spy())
     ab.attention(*arrays(), impl="torch.spy")
     assert (len(spy.built), len(other.built)) == (1, 1)
+
+
+def test_on_the_grid_the_regret_is_known(spy):
+    with ab.use_policy(here(entry("torch.spy", regret=1.003, regret_high=1.01))):
+        told = ab.explain(*arrays(32), mask=CAUSAL)
+    assert (told.pick, told.regret) == ("torch.spy", 1.003)
+    assert "expected regret 1.003" in str(told)

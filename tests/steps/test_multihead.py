@@ -37,7 +37,7 @@ def opened(name: str, workload: Workload):
     "fields",
     [
         {"pass_": "train"},
-        {"pass_": "backward", "mask": PATTERN},
+        {"pass_": "train", "mask": PATTERN},
         {"dtype": "bfloat16", "pass_": "train"},
         {"kv_heads": 4, "mask": PATTERN},
         {"scale": 0.1},
@@ -72,6 +72,7 @@ def test_lengths_reach_the_module():
         (SPARSE, {}, "met with blocks"),
         (PLAIN[2], {"mask": PATTERN & masks.lengths([61, 20])}, "no key lengths"),
         (PLAIN[0], {"kv_len": 80, "mask": None}, "self-attention"),
+        (PLAIN[0], {"pass_": "backward"}, "its backward pass alone is not timed"),
         (PLAIN[0], {"step": ""}, "computes the step multihead, not attention alone"),
         ("torch.eager", {}, "computes attention alone, not the step multihead"),
     ],

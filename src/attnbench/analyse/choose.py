@@ -1,7 +1,7 @@
 """Records of one or several runs -> a policy: what to run where, with its regret and the evidence.
 
 Implementations are held against each other within one run only. Of several runs of a workload the newest counts that
-holds as many candidates as the one before it, or at least those that led there.
+holds those that led in the one before it.
 """
 
 from __future__ import annotations

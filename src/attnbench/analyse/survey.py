@@ -65,8 +65,8 @@ def survey(
 
 
 def supersedes(new: Field, old: Field) -> bool:
-    """Whether a newer measurement takes the place of an older: with as many candidates, or with those that led."""
-    return len(new) >= len(old) or set(contenders(old)) <= set(new)
+    """Whether a newer measurement takes the place of an older: only if it holds those that led there."""
+    return set(contenders(old)) <= set(new)
 
 
 def contenders(field: Field) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from attnbench import policy, registry
 from attnbench.dispatch import traced
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of
+from attnbench.dispatch.autocast import under_autocast
 from attnbench.dispatch.plan import PLANS, Words, planned
 from attnbench.spec import Array
 from attnbench.workloads.masks import AnyMask
@@ -33,12 +34,21 @@ def attention(
     `layout` is bshd, bhsd or packed ([b, s, heads * dim]; then `heads` is the number of heads, or (heads, kv_heads)).
     `impl` is a name (with settings in brackets where it has some), which is used or refused, or "auto": what the active
     policies measured, else the fixed order of `attnbench.dispatch.order` with a warning.
-    With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32.
+    With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32. It is for reading: a gradient flows
+    through it only where the implementation says so (torch.eager, torch.pair, jax.einsum, jax.pair), and through none
+    inside torch.compile where a kernel is one operator of the graph.
     """
     device, recording = None, False
     if hasattr(q, "requires_grad"):
         import torch
 
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = under_autocast(q, k, v)
+            with torch.autocast(q.device.type, enabled=False):
+                return attention(
+                    q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout, heads=heads,
+                    return_lse=return_lse,
+                )  # fmt: skip
         if torch.compiler.is_dynamo_compiling():
             return traced.attention(q, k, v, mask, scale, softcap, impl, layout, heads, return_lse)
         device, recording = q.device, torch.is_grad_enabled()

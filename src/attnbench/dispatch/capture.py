@@ -126,7 +126,7 @@ def capture() -> Iterator[Calls]:
 
 
 def _fill(calls: Calls, recorder: _Recorder) -> None:
-    known: dict[int, Any] = {}
+    known: dict[Any, Any] = {}
     groups: dict[tuple[str, str, bool], Captured] = {}
     for call in recorder.calls:
         try:

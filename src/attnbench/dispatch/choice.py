@@ -19,8 +19,9 @@ class Evidence(NamedTuple):
 
     policy: str
     choice: Choice
-    regret: float
-    """Expected time of the pick over that of the fastest measured; more than the choice's own for an alternative."""
+    regret: float | None
+    """Expected time of the pick over that of the fastest measured; more than the choice's own for an alternative,
+    not known off a grid of which nothing was held out."""
 
     def __str__(self) -> str:
         other = self.choice.runner_up
@@ -74,7 +75,7 @@ def _measured(demand: Demand) -> Decision:
         for name, config, label, regret in _ranked(choice):
             asked.append(Candidate(label, why_not(name, config, demand)))
             if asked[-1].reason is None:
-                evidence = Evidence(one.name, choice, regret)
+                evidence = Evidence(one.name, choice, regret if choice.regret_known else None)
                 pick = registry.get(name).configured(config)
                 return Decision(pick, config, str(evidence), asked, evidence, tuple(missed))
         missed.append(f"what {one.name} chose cannot run here")

@@ -14,7 +14,9 @@ from attnbench.spec import Array, Workload
 from attnbench.workloads.masks import AnyMask
 
 NOT_ASKED = "can run, but neither a policy nor the fixed order names it: ask for it by name"
-NOT_REACHED = "can run; what a policy measured comes before the fixed order"
+CAN = "can run; "
+"""Of those that would be taken if nobody before them could."""
+NOT_REACHED = f"{CAN}what a policy measured comes before the fixed order"
 
 
 class Explanation(Struct, frozen=True):
@@ -33,6 +35,12 @@ class Explanation(Struct, frozen=True):
     """Expected time of the pick over that of the fastest; null without evidence."""
     missed: tuple[str, ...] = ()
     """Why the policies asked before had no answer."""
+
+    @property
+    def able(self) -> list[str]:
+        """The pick, then whoever would take its place: what was measured, then the fixed order."""
+        found = [one.name for one in self.candidates if one.reason is None or one.reason.startswith(CAN)]
+        return sorted(found, key=lambda name: name != self.pick)
 
     def __str__(self) -> str:
         lines = [f"{self.workload.title} on {self.device}: {self.pick or 'nothing'} ({self.why})"]
@@ -93,7 +101,7 @@ def _slower(choice: Choice, found: Decision, demand: Demand) -> list[Candidate]:
     return [
         Candidate(
             one.label,
-            why_not(one.implementation, one.config, demand) or f"can run; measured at {one.ratio:.2f} {words}",
+            why_not(one.implementation, one.config, demand) or f"{CAN}measured at {one.ratio:.2f} {words}",
         )
         for one in choice.alternatives
         if one.label not in asked

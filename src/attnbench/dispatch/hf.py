@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnbench.dispatch import array_masks
 from attnbench.dispatch import attention as dispatch
+from attnbench.dispatch.autocast import under_autocast
 from attnbench.dispatch.hf_masks import Described, DescribedMask, describe
-from attnbench.dispatch.torch_sdpa import check_impl, under_autocast
+from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
 from attnbench.workloads import masks
 

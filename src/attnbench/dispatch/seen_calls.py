@@ -13,7 +13,7 @@ from attnbench.dispatch.recognise import recognise
 from attnbench.errors import InvalidWorkload
 from attnbench.spec import Array, Workload
 from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask
+from attnbench.workloads.masks import AnyMask, MaskShape
 from attnbench.workloads.masks.combine import mask_of
 from attnbench.workloads.masks.literals import literal
 
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
     arrays: tuple[tuple[Array, int | None], ...]
     options: dict[str, Any]
 
-    def workload(self, known: dict[int, AnyMask]) -> tuple[Workload, str]:
+    def workload(self, known: dict[tuple[int, MaskShape], AnyMask]) -> tuple[Workload, str]:
         """The workload (forward), and what is to be said about it; `known` keeps masks that were recognised."""
         options: dict[str, Any] = self.options
         if options["scale"] == _usual_scale(self.forms[0], options):
@@ -51,9 +51,10 @@ class Seen(NamedTuple):
                 note = UNKNOWN_MASK
                 continue
             note = CHANGED_MASK if version != _version(array) else note
-            if id(array) not in known:
-                known[id(array)] = recognise(array, bare.mask_shape)
-            found.append(known[id(array)])
+            key = (id(array), bare.mask_shape)
+            if key not in known:
+                known[key] = recognise(array, bare.mask_shape)
+            found.append(known[key])
         mask = reduce(and_, found) if found else None
         return workload_of(*self.forms, **options, mask=mask), note
 

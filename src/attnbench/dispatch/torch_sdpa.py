@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnbench import registry
 from attnbench.dispatch import attention as dispatch
+from attnbench.dispatch.autocast import under_autocast
 from attnbench.dispatch.torch_hook import sdpa_hook, torch_sdpa
 from attnbench.errors import Unsupported, UsageError
 from attnbench.spec import DTYPE_BYTES
@@ -116,17 +117,6 @@ def _attend(
 def _four_axes(x: torch.Tensor) -> torch.Tensor:
     """[..., heads, tokens, dim] with one batch axis."""
     return x.flatten(0, -4) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
-
-
-def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As torch's function takes them: in autocast's dtype where autocast is on, float64 excepted."""
-    import torch
-
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def _not_taken(

@@ -327,4 +327,6 @@ def refusal(implementation: Implementation, workload: Workload, environment: Env
     if workload.step != implementation.step:
         mine = f"the step {implementation.step}" if implementation.step else "attention alone"
         return f"computes {mine}, not {f'the step {workload.step}' if workload.step else 'attention alone'}"
+    if workload.step and workload.pass_ == "backward":
+        return "a step is run forward or as a whole training step: its backward pass alone is not timed"
     return implementation.available(environment) or implementation.supports(workload, environment)

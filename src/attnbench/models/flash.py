@@ -134,11 +134,13 @@ def pick(q: Array, k: Array, v: Array, form: Form, choice: str, known: AnyMask |
     reasons = []
     for name in CHOICES[choice]:
         told = explain(q, k, v, mask=mask, scale=SCALE, impl=name)
-        for candidate in sorted(told.candidates, key=lambda one: one.name != told.pick):
-            late = None if form == "none" else jax_late_masks.takes(candidate.name)
-            if candidate.reason is None and late is None:
-                return candidate.name
-            reasons.append(f"{candidate.name}: {candidate.reason or late}")
+        able = told.able
+        for name in able:
+            late = None if form == "none" else jax_late_masks.takes(name)
+            if late is None:
+                return name
+            reasons.append(f"{name}: {late}")
+        reasons += [f"{one.name}: {one.reason}" for one in told.candidates if one.name not in able]
     raise _refusal(choice, reasons)
 
 

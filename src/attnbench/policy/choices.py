@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from msgspec import Struct
 
 from attnbench.policy.shapes import Shape
@@ -62,6 +64,11 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         return label_of(self.implementation, self.config)
 
     @property
+    def regret_known(self) -> bool:
+        """Off the grid only where shapes were held out."""
+        return isfinite(self.regret_high)
+
+    @property
     def runner_up(self) -> Alternative | None:
         """The best of the others."""
         return self.alternatives[0] if self.alternatives else None
@@ -69,7 +76,8 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     def __str__(self) -> str:
         near = "" if self.distance == 0 else f", {self.distance:.1f} octaves away"
         others = f"first of {self.candidates}" if self.candidates > 1 else "alone"
-        return f"{self.label}: {others} measured at {self.measured}{near} (expected regret {self.regret:.3f})"
+        lost = f"expected regret {self.regret:.3f}" if self.regret_known else "regret off the grid not known"
+        return f"{self.label}: {others} measured at {self.measured}{near} ({lost})"
 
 
 class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

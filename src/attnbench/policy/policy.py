@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from math import exp, log
+from math import exp, inf, log
 
 import msgspec
 from msgspec import Struct, field, structs
@@ -128,15 +128,18 @@ class Policy(
     def choice(self, workload: Workload, framework: str, environment: Environment) -> Choice | None:
         """What to run: the nearest measured shape within reach, at a place that this environment is; None on a miss.
 
-        Off the grid the regret is that of the entry times what the place lost on held-out shapes.
+        Off the grid the regret is that of the entry times what the place lost on held-out shapes; where nothing was
+        held out it is not known, and `regret_high` is infinite.
         """
         found = self._nearest(workload, framework, environment)
         if found is None or found[0] > REACH:
             return None
         octaves, entry, place = found
         use, lost = entry.use, place.held_out
-        if octaves == 0 or lost is None:
-            return structs.replace(use, distance=octaves)
+        if octaves == 0:
+            return use
+        if lost is None:
+            return structs.replace(use, distance=octaves, regret_high=inf)
         regret = use.regret * lost.mean
         high = max(regret, use.regret_high, lost.worst)
         return structs.replace(use, distance=octaves, regret=regret, regret_high=high)
