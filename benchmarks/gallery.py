@@ -39,7 +39,7 @@ COLUMNS = 120
 def read(folder: Path) -> list[Source]:
     """The runs of a folder, the oldest first; a repetition would take the place of the run that it repeats."""
     paths = [path for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(AGAIN)]
-    sources = [Source(path.name, read_run(path)) for path in paths]
+    sources = [Source(path.name, read_run(path), path.relative_to(ROOT).as_posix()) for path in paths]
     return sorted(sources, key=lambda source: source.run.header.created)
 
 

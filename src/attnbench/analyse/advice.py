@@ -39,8 +39,12 @@ class Pick(Struct, frozen=True, kw_only=True):
     name: str
     equal: str = ""
     """Another that is as fast."""
+    mixed: bool = False
+    """Nobody is in front everywhere: this one most often."""
+    over_next: str = ""
+    """Against the best of the others."""
     gain: str = ""
-    """Over the framework's plain implementation, or over the next."""
+    """Over the framework's plain implementation."""
     led: int
     """Workloads on which nobody was faster for certain."""
     of: int

@@ -53,7 +53,9 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
         pick=Pick(
             name=champion,
             equal=rival if kind == "tie" else "",
-            gain=gain[0] if gain is not None else f"{_gain(verdict)} as fast as {rival}" if kind == "winner" else "",
+            mixed=kind == "mixed" and not verdict.never_behind,
+            over_next="" if kind == "tie" else f"{_gain(verdict)} as fast as {rival}",
+            gain="" if gain is None else gain[0],
             led=_led(champion, front),
             of=len(front.field),
         ),

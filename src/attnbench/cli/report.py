@@ -93,7 +93,7 @@ def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
     from attnbench.store.runfile import read_run
 
     paths = list(dict.fromkeys(find_run(name) for name in names))
-    sources = [Source(path.name, read_run(path)) for path in paths]
+    sources = [Source(path.name, read_run(path), str(path)) for path in paths]
     _warn(warning for source in sources for warning in source.run.warnings)
     return paths, sorted(sources, key=lambda source: source.run.header.created)
 

@@ -115,7 +115,7 @@ def _time_line(one: Document) -> str:
     fit, regime = one["time"], one["compute_bound"]
     bound = ""
     if regime is not None:
-        edge = f"from {regime.length:,} tokens" if regime.begins == "from" else CEILINGS[regime.begins]
+        edge = CEILINGS.get(regime.begins) or f"from somewhere between {regime.below:,} and {regime.length:,} tokens"
         bound = f"; the shapes are compute-bound {edge}"
     return f"{_who(one)}: n^{_slope(fit.overall)}, at the long end n^{_slope(fit.local)}{bound}"
 

@@ -81,7 +81,9 @@ def _lengths(fit: Fit) -> str:
 def _bound(regime: Regime | None) -> str | None:
     if regime is None:
         return None
-    return f"compute, from {regime.length:,} tokens" if regime.begins == "from" else CEILINGS[regime.begins]
+    if regime.begins != "from":
+        return CEILINGS[regime.begins]
+    return f"compute, from somewhere between {regime.below:,} and {regime.length:,} tokens"
 
 
 def _interval(slope: Slope) -> str | None:

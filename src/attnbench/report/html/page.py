@@ -29,9 +29,11 @@ from attnbench.report.html.palette import DARK, LIGHT, order_labels, ranges
 from attnbench.report.html.sections import Section, Source, gather
 from attnbench.report.html.views import View, history_view, make_views
 from attnbench.report.summary_documents import Measured
+from attnbench.spec import Record
 from attnbench.store.unreached import tell_unreached
 
 TEMPLATES = files("attnbench.report.html") / "templates"
+DEVICE_CLOCKS = ("kernel", "events", "graph")
 SCRIPTS = ("data.js", "format.js", "derive.js", "tables.js", "charts.js", "picks.js", "filters.js", "main.js")
 
 
@@ -76,7 +78,7 @@ def compose(sources: Sequence[Source], against: Sequence[str] = (), history: His
 def _left(sources: Sequence[Source]) -> list[str]:
     """What each run was asked for and none of them holds."""
     held = {record.workload.id for source in sources for record in source.run.records}
-    told = (tell_unreached(source.name, source.run, held) for source in sources)
+    told = (tell_unreached(source.path or source.name, source.run, held) for source in sources)
     return [sentence for sentence in told if sentence]
 
 
@@ -88,7 +90,7 @@ def _titles(sections: Sequence[Section], sources: Sequence[Source]) -> list[str]
 
 def _part(section: Section, title: str, cells: Cells, views: list[View], against: Sequence[str]) -> Part:
     newest = cells.newest
-    notes = [*count_notes(newest), *_mixed_clocks(section)]
+    notes = [*_whose_time(newest), *count_notes(newest), *_mixed_clocks(section)]
     if cells.repeated:
         notes.append(f"{cells.repeated} cells were measured in more than one of these runs: the newest is shown")
     if cells.pooled:
@@ -99,6 +101,17 @@ def _part(section: Section, title: str, cells: Cells, views: list[View], against
         )
     sentence = closing(newest, against, ranked=cells.deciding)
     return Part(section, title, cells, views, sentence, recommend(*cells.runs), notes)
+
+
+def _whose_time(records: Sequence[Record]) -> list[str]:
+    """What a time holds, where it is not what a caller waits."""
+    clocks = Counter(clock_of(record) for record in records if is_timed(record))
+    if not clocks or clocks.most_common(1)[0][0] not in DEVICE_CLOCKS:
+        return []
+    return [
+        "times are of the device's kernels: what the host takes to launch them and to wait for them is not in them, so "
+        "short calls of eager code take longer than this (`attnbench show RUN --detail` has the wall times taken)"
+    ]
 
 
 def _mixed_clocks(section: Section) -> list[str]:

@@ -19,6 +19,8 @@ class Source(Struct, frozen=True):
 
     name: str
     run: Run
+    path: str = ""
+    """As it was given, for commands."""
 
 
 class Section(Struct):
