@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnbench.spec import Array, Call, Workload
-from attnbench.workloads.masks import Blocks, Both, Dense, Full, Mask, MaskShape
+from attnbench.workloads.masks import Blocks, Dense, Full, Mask, MaskShape
 
 if TYPE_CHECKING:
     import jax
@@ -19,17 +19,12 @@ ROW_BLOCK = 1 << 24
 """Pairs looked at in one go on the host."""
 
 
-def parts_of(mask: Mask) -> tuple[Mask, ...]:
-    """The masks that `&` joined."""
-    return mask.parts if isinstance(mask, Both) else (mask,)
-
-
 def visible(mask: Mask, shape: MaskShape) -> jax.Array:
     """Boolean [b|1, h|1, q, kv], made of iotas and the mask's data."""
     import jax.numpy as jnp
 
     seen = None
-    for part in parts_of(mask):
+    for part in mask.split():
         one = _part_visible(part, shape)
         seen = one if seen is None else seen & one
     assert seen is not None
@@ -55,7 +50,7 @@ def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
     import jax.numpy as jnp
 
     total = None
-    for part in parts_of(mask):
+    for part in mask.split():
         if isinstance(part, Dense) and part.weighted:
             values = part.values.array
             one = jnp.asarray(_four_axes(np.where(values == -np.inf, 0, values)), dtype)

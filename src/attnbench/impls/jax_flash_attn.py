@@ -7,7 +7,6 @@ case is refused. Its binary holds code for sm_80 only: newer GPUs compile it at 
 
 from __future__ import annotations
 
-from attnbench.frameworks.jax_plain import parts_of
 from attnbench.impls.conditions import (
     first_reason,
     needs_capability,
@@ -69,7 +68,7 @@ class FlashAttn(Implementation):
 
 
 def _one_mask(workload: Workload) -> str | None:
-    parts = parts_of(workload.visible_mask)
+    parts = workload.visible_mask.split()
     if len(parts) > 1:
         return "takes one of causal or window, not both"
     if workload.q_len != workload.kv_len and any(isinstance(part, Causal | Window) for part in parts):
@@ -78,7 +77,7 @@ def _one_mask(workload: Workload) -> str | None:
 
 
 def _mask_words(workload: Workload) -> tuple[bool, tuple[int, int]]:
-    (part,) = parts_of(workload.visible_mask)
+    (part,) = workload.visible_mask.split()
     if isinstance(part, Window):
         left, right = (NO_BOUND if side is None else side for side in (part.left, part.right))
         return False, (left, right)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.frameworks.jax_plain import parts_of
 from attnbench.impls.conditions import (
     first_reason,
     needs_device,
@@ -140,7 +139,7 @@ def _rounded_gradient(array: Array) -> Array:
 
 
 def _causal_part(workload: Workload) -> str | None:
-    causal = [part for part in parts_of(workload.visible_mask) if isinstance(part, Causal)]
+    causal = [part for part in workload.visible_mask.split() if isinstance(part, Causal)]
     if not causal:
         return "is always causal"
     return "cannot compute rows that see no key" if _positions(workload)[0].min() < 0 else None
@@ -161,7 +160,7 @@ def _positions(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
     """[b, tokens] each; kvax compares positions, so any alignment is an offset of the queries."""
     offsets = [
         query_offset(part.align, workload.mask_shape)
-        for part in parts_of(workload.visible_mask)
+        for part in workload.visible_mask.split()
         if isinstance(part, Causal)
     ]
     q = np.arange(workload.q_len, dtype=np.int32) + min(offsets, default=0)

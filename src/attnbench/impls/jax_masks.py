@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.frameworks.jax_plain import log_weight, parts_of, rows_that_see, visible
+from attnbench.frameworks.jax_plain import log_weight, rows_that_see, visible
 from attnbench.spec import Workload
 from attnbench.workloads.masks import Causal, Documents, Full, Lengths, Mask, MaskShape, Window
 from attnbench.workloads.masks.combine import both
@@ -65,7 +65,7 @@ def mask_arguments(workload: Workload) -> MaskArguments:
     if workload.needs_gradients and rows_that_see(workload.visible_mask, shape) is not None:
         return MaskArguments(rest=workload.visible_mask, shows_blind_rows=True)
     causal, window, lengths, rest = False, None, None, []
-    for part in parts_of(workload.visible_mask):
+    for part in workload.visible_mask.split():
         if isinstance(part, Causal) and starts_together(part, shape):
             causal = True
         elif isinstance(part, Window) and part.right == 0 and window is None and starts_together(part, shape):
@@ -83,7 +83,7 @@ def mask_arguments(workload: Workload) -> MaskArguments:
 
 def own_documents(workload: Workload) -> np.ndarray | None:
     """[b, tokens] document ids, the same for queries and keys; None when the mask has no documents part."""
-    for part in parts_of(workload.visible_mask):
+    for part in workload.visible_mask.split():
         if isinstance(part, Documents):
             return np.broadcast_to(part.ids.array, (workload.batch, workload.kv_len))
     return None
@@ -91,7 +91,7 @@ def own_documents(workload: Workload) -> np.ndarray | None:
 
 def one_documents_part(workload: Workload) -> str | None:
     """Reason to refuse documents where a library knows one id per token."""
-    found = [part for part in parts_of(workload.visible_mask) if isinstance(part, Documents)]
+    found = [part for part in workload.visible_mask.split() if isinstance(part, Documents)]
     if len(found) > 1:
         return "takes one set of documents, not several"
     if not found:
@@ -103,7 +103,7 @@ def one_documents_part(workload: Workload) -> str | None:
 
 def causal_alignment(workload: Workload) -> str | None:
     """Reason to refuse a causal or window part that does not start at key 0."""
-    for part in parts_of(workload.visible_mask):
+    for part in workload.visible_mask.split():
         if isinstance(part, Causal | Window) and not starts_together(part, workload.mask_shape):
             return f"aligns {part.kinds[0]} top-left only, not bottom-right of {workload.q_len} x {workload.kv_len}"
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnbench.frameworks.jax_plain import parts_of, rows_that_see
+from attnbench.frameworks.jax_plain import rows_that_see
 from attnbench.impls.conditions import first_reason, needs_device, needs_dtype, needs_mask
 from attnbench.impls.jax_interpreter import interpreted, interpreter_reason
 from attnbench.impls.jax_masks import one_documents_part, own_documents
@@ -78,7 +78,7 @@ def _splash_mask(workload: Workload) -> Any:
 
     size = (workload.q_len, workload.kv_len)
     found: Any = masks.FullMask(size)
-    for part in parts_of(workload.visible_mask):
+    for part in workload.visible_mask.split():
         if isinstance(part, Full | Documents):
             continue
         assert isinstance(part, Causal | Window)

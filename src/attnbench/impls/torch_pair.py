@@ -19,7 +19,7 @@ FORWARDS = (
 )  # fmt: skip
 BACKWARDS = ("torch.fa4", "torch.sdpa-cudnn", "torch.fa3", *FORWARDS[3:])
 BACKWARDS_OF_WIDE_HEADS = ("torch.sdpa-cudnn", "torch.fa4", "torch.fa3", *FORWARDS[3:])
-"""The fastest first, as they were on an H200."""
+"""In the order that a prototype on an H200 suggests; `benchmarks/pairs.py` measures it."""
 WIDE = 128
 
 

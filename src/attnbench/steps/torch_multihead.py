@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import reduce
-from operator import and_
 from typing import Any
 
 import msgspec
@@ -13,7 +11,7 @@ from attnbench.impls.conditions import first_reason, needs_no_softcap
 from attnbench.impls.dilated.conditions import needs_dilated, problem_of
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps.base import StepImplementation
-from attnbench.workloads.masks import Blocks, Both, Mask
+from attnbench.workloads.masks.block_layout import split_blocks
 
 
 class TorchMultiheadDilated(StepImplementation):
@@ -47,7 +45,7 @@ class TorchMultiheadDilated(StepImplementation):
         from attnbench.nn.factory import create_multihead_dilated_attention
 
         problem = problem_of(_without_blocks(workload))
-        blocks = [part for part in _parts(workload) if isinstance(part, Blocks)]
+        blocks = split_blocks(workload.visible_mask)
         module = create_multihead_dilated_attention(
             self._kind,
             workload.heads * workload.head_dim,
@@ -85,14 +83,9 @@ class TorchMultiheadDilated(StepImplementation):
         return run
 
 
-def _parts(workload: Workload) -> tuple[Mask, ...]:
-    mask = workload.visible_mask
-    return tuple(mask.parts) if isinstance(mask, Both) else (mask,)
-
-
 def _without_blocks(workload: Workload) -> Workload:
-    rest = [part for part in _parts(workload) if not isinstance(part, Blocks)]
-    return msgspec.structs.replace(workload, mask=reduce(and_, rest) if rest else None)
+    found = split_blocks(workload.visible_mask)
+    return workload if found is None else msgspec.structs.replace(workload, mask=found[1])
 
 
 DILATED = TorchMultiheadDilated("torch.multihead-dilated", "standard")

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from attnbench.spec import DTYPE_BYTES, Workload
-from attnbench.workloads.masks import AnyMask, Both, MaskShape
+from attnbench.workloads.masks import AnyMask, MaskShape
 from attnbench.workloads.steps import STEPS
 
 LOGIT_BYTES = 4
@@ -110,7 +110,7 @@ def seen_keys(mask: AnyMask, shape: MaskShape) -> int:
     Exact for masks made of intervals and key filters; dilated, blocks and dense parts are not looked into.
     """
     seen = np.ones((1, shape.kv_len), bool)
-    for part in mask.parts if isinstance(mask, Both) else (mask,):
+    for part in mask.split():
         if (keys := part.key_filter(shape)) is not None:
             seen = seen & keys
         elif (interval := part.interval(shape)) is not None:

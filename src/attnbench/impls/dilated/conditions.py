@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from attnbench.impls.dilated.pieces import Problem
 from attnbench.spec import Workload
-from attnbench.workloads.masks import Both, Causal, Dilated, Lengths
+from attnbench.workloads.masks import Causal, Dilated, Lengths
 
 
 def problem_of(workload: Workload) -> Problem:
     """The mask's parts, read."""
-    mask = workload.visible_mask
-    parts = mask.parts if isinstance(mask, Both) else (mask,)
+    parts = workload.visible_mask.split()
     pattern = next(part for part in parts if isinstance(part, Dilated))
     limits = [part.kv_lengths.array for part in parts if isinstance(part, Lengths)]
     lengths = tuple(int(min(row)) for row in zip(*limits)) if limits else None

@@ -10,7 +10,7 @@ from attnbench.impls.conditions import needs_mask
 from attnbench.impls.ring.layouts import check_layout
 from attnbench.impls.ring.schedule import Problem
 from attnbench.spec import DTYPE_BYTES, Config, Workload
-from attnbench.workloads.masks import Both, Causal, Mask
+from attnbench.workloads.masks import Causal
 from attnbench.workloads.masks.base import query_offset
 
 TUNABLES: Config = {"world": 2, "layout": "zigzag", "inner": "auto", "timeout_s": 120.0}
@@ -44,15 +44,9 @@ class Settings(NamedTuple):
 
 def problem_of(workload: Workload, world: int, layout: str) -> Problem:
     """The workload as a ring sees it: where a causal mask shows query i the keys up to i + shift."""
-    causal = next((part for part in parts_of(workload) if isinstance(part, Causal)), None)
+    causal = next((part for part in workload.visible_mask.split() if isinstance(part, Causal)), None)
     shift = 0 if causal is None else query_offset(causal.align, workload.mask_shape)
     return Problem(workload.q_len, workload.kv_len, world, layout, causal is not None, shift)
-
-
-def parts_of(workload: Workload) -> tuple[Mask, ...]:
-    """The masks that `&` joined."""
-    mask = workload.visible_mask
-    return mask.parts if isinstance(mask, Both) else (mask,)
 
 
 def needs_dense_mask(workload: Workload) -> str | None:

@@ -6,7 +6,6 @@ from attnbench.impls.ring import schedule
 from attnbench.impls.ring.dilated_work import DilatedWork, Pattern, plan
 from attnbench.impls.ring.kernels import Kernels
 from attnbench.impls.ring.schedule import Problem
-from attnbench.impls.ring.settings import parts_of
 from attnbench.impls.ring.work import DenseWork, Work
 from attnbench.spec import Workload
 from attnbench.workloads.masks import Dilated
@@ -30,5 +29,5 @@ def pairs_of(workload: Workload, problem: Problem) -> tuple[int, ...]:
 
 
 def _pattern(workload: Workload) -> Pattern | None:
-    mask = next((part for part in parts_of(workload) if isinstance(part, Dilated)), None)
+    mask = next((part for part in workload.visible_mask.split() if isinstance(part, Dilated)), None)
     return None if mask is None else Pattern(mask, workload.heads, workload.kv_heads)

@@ -50,6 +50,10 @@ class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
         """Readable, stable, part of the workload's id."""
         raise NotImplementedError
 
+    def split(self) -> tuple[Mask, ...]:
+        """The masks that `&` joined; itself where none were."""
+        return (self,)
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of the parts ("causal", "lengths"): what `supports` looks at."""

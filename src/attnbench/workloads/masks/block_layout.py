@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from attnbench.workloads.masks.base import Mask, MaskShape
-from attnbench.workloads.masks.combine import Both
 from attnbench.workloads.masks.gridded import Blocks
 from attnbench.workloads.masks.positional import Full
 
@@ -42,7 +41,7 @@ class BlockLayout(NamedTuple):
 
 def split_blocks(mask: Mask) -> tuple[Blocks, Mask] | None:
     """The one `blocks` part and the rest of the mask; None when there is none, or more than one."""
-    parts = mask.parts if isinstance(mask, Both) else (mask,)
+    parts = mask.split()
     found = [part for part in parts if isinstance(part, Blocks)]
     rest: Mask = reduce(and_, [part for part in parts if not isinstance(part, Blocks)], Full())
     return (found[0], rest) if len(found) == 1 else None

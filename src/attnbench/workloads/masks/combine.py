@@ -24,6 +24,9 @@ class Both(Mask, frozen=True, tag="both"):
 
     parts: tuple[Part, ...]
 
+    def split(self) -> tuple[Mask, ...]:
+        return self.parts
+
     @property
     def id(self) -> str:
         return "&".join(part.id for part in self.parts)
@@ -112,7 +115,7 @@ def both(a: Mask, b: Mask) -> Mask:
 @constant_when_traced
 def _joined(*literals: Any) -> Mask:
     masks = [mask_of(one) for one in literals]
-    parts = [part for mask in masks for part in (mask.parts if isinstance(mask, Both) else (mask,))]
+    parts = [part for mask in masks for part in mask.split()]
     parts = [part for part in parts if not isinstance(part, Full)]
     if not parts:
         return Full()
