@@ -122,20 +122,21 @@ def measure(minutes: float, out: Path, options: argparse.Namespace) -> None:
     plan = list(itertools.product(options.condition, effects))
     random.shuffle(plan)
     arm = arm_of("torch.sdpa", "torch")
-    for condition, effect in itertools.cycle(plan):
-        if time.monotonic() > end:
-            return
-        work, more = effects[effect]
-        terms = Terms(workload=work, other=more, budget_s=options.budget)
-        with load(condition), sides([arm, arm], options.device, options.threads) as (first, second):
-            found = Duel(first, second, terms, lambda launches, decision: None).fight()
-        with out.open("a") as file:
-            file.write(json.dumps(line_of(condition, effect, found)) + "\n")
-        print(
-            f"{condition:6} {effect:7} {found.verdict or found.reason:12} {found.ratio or 0:.3f} "
-            f"{len(found.launches)} launches {found.elapsed_s:.0f} s",
-            flush=True,
-        )
+    with sides([arm, arm], options.device, options.threads) as (first, second):
+        for condition, effect in itertools.cycle(plan):
+            if time.monotonic() > end:
+                return
+            work, more = effects[effect]
+            terms = Terms(workload=work, other=more, budget_s=options.budget)
+            with load(condition):
+                found = Duel(first, second, terms, lambda launches, decision: None).fight()
+            with out.open("a") as file:
+                file.write(json.dumps(line_of(condition, effect, found)) + "\n")
+            print(
+                f"{condition:6} {effect:7} {found.verdict or found.reason:12} {found.ratio or 0:.3f} "
+                f"{len(found.launches)} launches {found.elapsed_s:.0f} s",
+                flush=True,
+            )
 
 
 def bounds(hits: int, total: int) -> str:

@@ -150,6 +150,17 @@ def line_of(one: dict[str, Any]) -> str:
     )
 
 
+def save(found: Sequence[dict[str, Any]], environment: Any, options: argparse.Namespace) -> None:
+    """After every shape, so that a run that is cut short keeps what it has."""
+    if options.out is None:
+        return
+    total = summary(found)
+    document = {"smoke": options.smoke, "summary": total, "shapes": found, "environment": environment}
+    if not options.smoke:
+        document["claims"] = claims(total)
+    options.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true")
@@ -168,13 +179,9 @@ def main() -> None:
             environment = environment or next((r.environment for r in records if isinstance(r, Ok)), None)
             found.append(judged(workload, records))
             print(line_of(found[-1]), flush=True)
+            save(found, environment, options)
     total = summary(found)
-    document = {"smoke": options.smoke, "summary": total, "shapes": found, "environment": environment}
-    if not options.smoke:
-        document["claims"] = claims(total)
-    print(json.dumps(total | ({} if options.smoke else {"claims": document["claims"]}), indent=1))
-    if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    print(json.dumps(total | ({} if options.smoke else {"claims": claims(total)}), indent=1))
 
 
 if __name__ == "__main__":
