@@ -6,6 +6,8 @@ keys, scale 1 by default), so an adapter that forgets one of them gets a wrong a
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 import types
 from contextlib import contextmanager
@@ -212,6 +214,22 @@ class TestKvax:
 
     def test_has_a_process_of_its_own(self):
         assert KVAX.process == "kvax"
+
+    @pytest.mark.parametrize("before", [None, "/some/where"])
+    def test_the_cache_of_triton_outlives_its_import(self, kvax, monkeypatch, before):
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TRITON_CACHE_DIR", before)
+        real = importlib.import_module
+
+        def import_module(name):
+            if name == "kvax.ops":  # as jax-triton does
+                os.environ["TRITON_CACHE_DIR"] = ""
+            return real(name)
+
+        monkeypatch.setattr(importlib, "import_module", import_module)
+        check(KVAX, Workload(**self.shape), 3e-3, HOPPER)
+        assert os.environ.get("TRITON_CACHE_DIR") == before
 
 
 @pytest.fixture

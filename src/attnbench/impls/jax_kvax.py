@@ -3,14 +3,16 @@
 Traps handled here: scale defaults to 1; its block sizes know "H100" by name only, so they are given; it needs a mesh
 and `attention_specs` even on one device; segment -1 means padding. kvax 0.1.0 needs two repairs: an attribute
 that newer JAX dropped, and module constants that newer Triton wants as constexpr. Importing jax-triton empties
-TRITON_CACHE_DIR for the whole process, hence a process of its own.
+TRITON_CACHE_DIR for the whole process, without which torch compiles no Triton kernel any more: it is put back.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -180,7 +182,8 @@ def _import_kvax() -> tuple[Any, Any]:
     shard_map = importlib.import_module("jax.experimental.shard_map")
     if not hasattr(shard_map, "Specs"):
         shard_map.Specs = typing.Any  # pyright: ignore[reportAttributeAccessIssue]
-    ops, utils = importlib.import_module("kvax.ops"), importlib.import_module("kvax.utils")
+    with _kept("TRITON_CACHE_DIR"):
+        ops, utils = importlib.import_module("kvax.ops"), importlib.import_module("kvax.utils")
     kernels = importlib.import_module("kvax.ops.flash_attention_triton")
     constexpr = importlib.import_module("triton.language").constexpr
     for name in ("LOG2_CONST", "NEG_INF"):
@@ -188,6 +191,19 @@ def _import_kvax() -> tuple[Any, Any]:
         if not isinstance(value, constexpr):
             setattr(kernels, name, constexpr(value))
     return ops, utils
+
+
+@contextmanager
+def _kept(variable: str) -> Iterator[None]:
+    """An environment variable that has its old value again afterwards."""
+    before = os.environ.get(variable)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
 
 
 KVAX = Kvax()
