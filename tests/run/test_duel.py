@@ -217,6 +217,19 @@ def test_workers_on_an_accelerator_live_as_long_as_the_comparison(monkeypatch):
     assert len(hatched) == 2
 
 
+@pytest.mark.parametrize("kept,last", [({"a": None}, False), ({}, True)])
+def test_opening_counts_once_where_workers_are_kept(monkeypatch, kept, last):
+    """16 of 30 seconds, 15 of them opening: another launch fits if it need not open again."""
+    asked = []
+    monkeypatch.setattr(module, "decide", lambda *_, **words: asked.append(words["last"]))
+    duel = Duel.__new__(Duel)
+    duel._terms, duel._kept = Terms(workload=SMALL, budget_s=30.0), kept
+    duel._opened_at = module.time.monotonic() - 1.0
+    duel._launches = [Launch(a=(Block({"wall": 1.0}),), b=(Block({"wall": 1.0}),))]
+    duel._decide(16.0)
+    assert asked == [last]
+
+
 def test_pairs_at_unequal_gpu_clocks_are_taken_again():
     duel = Duel.__new__(Duel)
     duel._unequal, duel._launches = 0, []

@@ -92,10 +92,14 @@ class Duel:
             fighter.end()
 
     def _decide(self, elapsed: float) -> Decision:
-        each = elapsed / len(self._launches)
+        each = self._lasting(elapsed) / len(self._launches)
         last = len(self._launches) >= self._terms.looks[-1] or elapsed + each > self._terms.budget_s
         metrics = _metrics(self._launches[0])
         return decide(self._launches, metrics, floor=self._terms.floor, looks=self._terms.looks, last=last)
+
+    def _lasting(self, elapsed: float) -> float:
+        """What the launches took; opening counts with them only where every launch opens anew."""
+        return time.monotonic() - self._opened_at if self._kept and self._opened_at is not None else elapsed
 
     def _launch(self) -> Launch:
         orders: tuple[tuple[Literal["a", "b"], ...], ...] = (("a", "b"), ("b", "a"))
