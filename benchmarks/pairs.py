@@ -1,10 +1,10 @@
 """What pairing libraries gains in training: `python benchmarks/pairs.py [--smoke] [-o FILE]`, bfloat16 on a CUDA GPU.
 
-Every shape is one run: each library alone and every pair that `torch.pair` offers, all verified and timed in turn; then
-the forward passes by themselves. The pair is chosen by what it should take, the forward time of one library and the
-backward time of the other, measured apart; its own time has no part in the choice. A library alone is chosen where that
-sum says so. Claims: >= 1.025 x the best library of each shape, >= 1.08 x any one library (both geometric means), never
-below 0.99 x. `--smoke` runs all of it on tiny shapes on a CPU, where nothing is claimed.
+For every shape first the forward and the backward pass of each library, measured apart; then in one run, verified and
+timed in turn, training steps of every library and of the two pairs of `torch.pair` with the least sum of their parts.
+What is chosen, a pair or a library alone, is the least sum: a pair's own time has no part in the choice. Claims:
+>= 1.025 x the best library of each shape, >= 1.08 x any one library (both geometric means), never below 0.99 x.
+`--smoke` runs all of it on tiny shapes on a CPU, where nothing is claimed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from attnbench import registry
 from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.spec import Ok, Record, Workload
@@ -28,6 +29,7 @@ TOKENS, WIDTH = 16384, 2048
 """Of a whole batch; heads x head_dim."""
 LENGTHS, HEAD_DIMS = (2048, 4096, 8192, 16384), (64, 128, 256)
 ALONE = ("torch.sdpa-flash", "torch.sdpa-cudnn", "torch.flash-attn", "torch.fa3", "torch.fa4")
+PAIRS = 2
 OVER_BEST, OVER_FIXED, WORST = 1.025, 1.08, 0.99
 
 
@@ -47,20 +49,62 @@ def smoke_shapes() -> list[Workload]:
     return [Workload(batch=1, q_len=96, heads=2, head_dim=16, mask=masks.causal(), pass_="train")]
 
 
-def taken(workload: Workload, alone: Sequence[str], options: argparse.Namespace, crew: Crew) -> list[Record]:
-    """The training steps and, by themselves, the forward passes of one shape."""
+def launched(
+    workloads: Sequence[Workload], implementations: Sequence[str], options: argparse.Namespace, crew: Crew
+) -> list[Record]:
     records: list[Record] = []
     request = Request(
-        workloads=(workload, msgspec.structs.replace(workload, pass_="forward")),
-        implementations=(*alone, "torch.pair"),
+        workloads=tuple(workloads),
+        implementations=tuple(implementations),
         budget_s=options.budget,
         timeout_s=options.timeout,
         seed=1,
         clock=None if options.smoke else "events",  # one for short and long calls, or sums would mix two
-        every_config=True,
     )
     launch(request, records.extend, Listener(), crew=crew)
     return [record for record in records if not record.implementation.startswith("anchor.")]
+
+
+class Parts(NamedTuple):
+    """Nanoseconds of the forward and of the backward pass of each library, measured apart."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+
+    def sum(self, name: str) -> float | None:
+        """What a library, or a pair `a + b`, should take for a training step."""
+        forward, _, backward = name.partition(" + ")
+        if forward not in self.forward or (backward or forward) not in self.backward:
+            return None
+        return self.forward[forward] + self.backward[backward or forward]
+
+
+def parts_of(workload: Workload, records: Sequence[Record]) -> Parts:
+    timed = [r for r in records if isinstance(r, Ok) and r.time is not None]
+    return Parts(
+        {r.implementation: r.time.median_ns for r in timed if r.workload != workload and r.time is not None},
+        {r.implementation: r.also["backward"].median_ns for r in timed if r.workload == workload},
+    )
+
+
+def promising(workload: Workload, parts: Parts, crew: Crew) -> list[str]:
+    """The pairs that should be fastest, among those that run here."""
+    environment = crew.environment("torch")
+    assert environment is not None
+    offered = registry.get("torch.pair").configs_here(workload, environment)
+    sums = {(c["forward"], c["backward"]): parts.sum(f"{c['forward']} + {c['backward']}") for c in offered}
+    known = sorted((took, pair) for pair, took in sums.items() if took is not None)
+    return [f"torch.pair[forward={forward},backward={backward}]" for _, (forward, backward) in known[:PAIRS]]
+
+
+def measured(workload: Workload, alone: Sequence[str], options: argparse.Namespace, crew: Crew) -> dict[str, Any]:
+    """One shape: the parts of each library, then one run of the libraries and of the pairs that the parts speak for."""
+    forward = msgspec.structs.replace(workload, pass_="forward")
+    first = launched((workload, forward), alone, options, crew)
+    parts = parts_of(workload, first)
+    steps = launched((workload,), (*parts.backward, *promising(workload, parts, crew)), options, crew)
+    refused = [r for r in first if r.workload == workload and r.time is None]
+    return judged(workload, parts, steps, refused)
 
 
 def name_of(record: Record) -> str:
@@ -68,36 +112,30 @@ def name_of(record: Record) -> str:
     return f"{pair['forward']} + {pair['backward']}" if pair else record.implementation
 
 
-def judged(workload: Workload, records: Sequence[Record]) -> dict[str, Any]:
-    """One shape: times, what the parts predict, and what was chosen by that."""
-    steps = [r for r in records if r.workload == workload]
+def judged(workload: Workload, parts: Parts, steps: Sequence[Record], refused: Sequence[Record]) -> dict[str, Any]:
+    """Times, what the parts predict, and what was chosen by that."""
     timed = [r for r in steps if isinstance(r, Ok) and r.time is not None]
     ns = {name_of(r): r.time.median_ns for r in timed if r.time is not None}
-    forwards = {r.implementation: r.time.median_ns for r in records if r.workload != workload and r.time is not None}
-    backwards = {r.implementation: r.also["backward"].median_ns for r in timed if r.implementation != "torch.pair"}
-    predicted = {}
-    for name in ns:
-        forward, _, backward = name.partition(" + ")
-        if forward in forwards and (backward or forward) in backwards:
-            predicted[name] = forwards[forward] + backwards[backward or forward]
+    predicted = {name: took for name in ns if (took := parts.sum(name)) is not None}
     alone = {name: took for name, took in ns.items() if " + " not in name}
     chosen = min(predicted, key=lambda name: predicted[name], default=None)
     best = min(alone, key=lambda name: alone[name], default=None)
-    judged = chosen is not None and best is not None
+    told = chosen is not None and best is not None
     return {
         "workload": workload.id,
         "train_ms": {name: took / 1e6 for name, took in ns.items()},
         "predicted_ms": {name: took / 1e6 for name, took in predicted.items()},
-        "forward_ms": {name: took / 1e6 for name, took in forwards.items()},
-        "backward_ms": {name: took / 1e6 for name, took in backwards.items()},
-        "not_run": {name_of(r): f"{r.status}: {r.reason}" for r in steps if r.time is None},
+        "forward_ms": {name: took / 1e6 for name, took in parts.forward.items()},
+        "backward_ms": {name: took / 1e6 for name, took in parts.backward.items()},
+        "not_run": {name_of(r): f"{r.status}: {r.reason}" for r in (*refused, *steps) if r.time is None},
         "errors": {name_of(r): msgspec.to_builtins(r.errors) for r in timed},
         "clock": sorted({r.time.clock for r in timed if r.time is not None}),
+        "environment": next((msgspec.to_builtins(r.environment) for r in timed), None),
         "chosen": chosen,
         "best_alone": best,
-        "over_best": alone[best] / ns[chosen] if judged else None,
-        "over_each": {name: took / ns[chosen] for name, took in alone.items()} if judged else {},
-        "predicted_over_best": predicted[best] / predicted[chosen] if judged and best in predicted else None,
+        "over_best": alone[best] / ns[chosen] if told else None,
+        "over_each": {name: took / ns[chosen] for name, took in alone.items()} if told else {},
+        "predicted_over_best": predicted[best] / predicted[chosen] if told and best in predicted else None,
     }
 
 
@@ -175,9 +213,9 @@ def main() -> None:
     found, environment = [], None
     with Crew((), "cpu" if options.smoke else "cuda", None) as crew:  # kernels are compiled once for all lengths
         for workload in wanted:
-            records = taken(workload, alone, options, crew)
-            environment = environment or next((r.environment for r in records if isinstance(r, Ok)), None)
-            found.append(judged(workload, records))
+            one = measured(workload, alone, options, crew)
+            environment = one.pop("environment") or environment
+            found.append(one)
             print(line_of(found[-1]), flush=True)
             save(found, environment, options)
     total = summary(found)
