@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,26 +150,50 @@ def sample(device: str, programs: Programs, part: str, inputs: Inputs, count: in
 def tune(setting: Setting, workload: Workload, inputs: Inputs) -> tuple[dict[str, Any], dict[str, Any]]:
     """Each tunable apart, the others at their default, until the time is up; what fails to compile is left out."""
     configs = registry.get(setting.names["ours"]).configs(workload)
-    best, seen, start = dict(configs[0]), {}, time.perf_counter()
-    fastest: dict[str, float] = {}
+    seen: dict[str, Any] = {}
+    taken: list[tuple[Config, dict[str, float]]] = []
+    start = time.perf_counter()
     for config in configs:
         if seen and time.perf_counter() - start > setting.tune_s:
             seen["not tried"] = len(configs) - len(seen)
             break
-        changed = {name: value for name, value in config.items() if value != configs[0].get(name)}
+        name = json.dumps(changes(config, configs[0]) or dict(config))
         try:
             programs = build(setting.names["ours"], workload, config, inputs)
-            taken = {part: float(np.median(sample(setting.device, programs, part, inputs, 5))) for part in PARTS}
+            times = {part: float(np.median(sample(setting.device, programs, part, inputs, 5))) for part in PARTS}
         except Exception as error:  # a tile that needs more registers or shared memory than there are
-            seen[json.dumps(changed or config)] = f"{type(error).__name__}: {str(error)[:200]}"
+            seen[name] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
-        seen[json.dumps(changed or config)] = taken
-        for part in PARTS:
-            own = {name: value for name, value in config.items() if (name == "forward") == (part == "forward")}
-            if taken[part] < fastest.get(part, float("inf")):
-                fastest[part] = taken[part]
-                best.update(own)
-    return best, seen
+        seen[name] = times
+        taken.append((config, times))
+    return combined(configs[0], taken), seen
+
+
+def changes(config: Config, default: Config) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value != default.get(name)}
+
+
+def combined(default: Config, taken: Sequence[tuple[Config, Mapping[str, float]]]) -> dict[str, Any]:
+    """The best tile of each kernel: the forward one and the two of the backward pass do not touch each other.
+
+    Another way to dQ is another backward pass: it is taken where it is faster than the best tiles should be.
+    """
+    best = dict(default)
+    base = next((times["backward"] for config, times in taken if not changes(config, default)), float("inf"))
+    expected = base
+    for name in default.keys() - {"dq"}:
+        part = "forward" if name == "forward" else "backward"
+        own = [(times[part], config) for config, times in taken if set(changes(config, default)) <= {name}]
+        if own:
+            fastest, config = min(own, key=lambda one: one[0])
+            best[name] = config[name]
+            expected -= base - fastest if part == "backward" else 0.0
+    others = [(times["backward"], config) for config, times in taken if "dq" in changes(config, default)]
+    if others:
+        fastest, config = min(others, key=lambda one: one[0])
+        if fastest < expected:
+            best.update(changes(config, default))
+    return best
 
 
 def agreement(ours: Programs, theirs: Programs, inputs: Inputs) -> dict[str, float]:

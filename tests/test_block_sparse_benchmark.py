@@ -41,6 +41,29 @@ def test_smoke(tmp_path):
     assert ours / dense == pytest.approx(0.25, rel=0.05), "a quarter of the products is counted"
 
 
+def test_the_best_tile_of_each_kernel_is_taken():
+    from block_sparse import combined
+
+    default = {"forward": "a", "query": "b", "key": "c", "dq": "rows"}
+
+    def timed(first: float, second: float, **changed: str):
+        return default | changed, {"forward": first, "backward": second}
+
+    taken = [
+        timed(2.0, 10.0),
+        timed(1.0, 10.1, forward="A"),
+        timed(2.1, 9.0, query="B"),
+        timed(2.0, 8.0, key="C"),
+        timed(2.0, 9.5, dq="atomic"),
+        timed(2.0, 7.5, dq="atomic", key="D"),
+    ]
+    best = {"forward": "A", "query": "B", "key": "C", "dq": "rows"}
+    assert combined(default, taken) == best, "10 - 1 - 2 = 7 is less than 7.5"
+    faster = timed(2.0, 6.0, dq="atomic", key="E")
+    assert combined(default, [*taken, faster]) == best | {"key": "E", "dq": "atomic"}
+    assert combined(default, []) == default
+
+
 QUALITY = {"pattern", "sparsity", "achieved", "recall", "output_error"}
 
 

@@ -25,7 +25,6 @@ class BlockSparseTriton(Implementation):
     name = "torch.block-sparse-triton"
     framework = "torch"
     layout = "bhsd"
-    untested = ("cuda",)
     tunables = candidates(Workload(batch=1, q_len=128, heads=1, head_dim=128, dtype="bfloat16", pass_="train"))[0]
 
     @property

@@ -32,7 +32,6 @@ class Chunked(Implementation):
     name = "torch.chunked"
     framework = "torch"
     tunables = {"chunk": 65536, "inner": "auto"}
-    untested = ("cuda",)
 
     def available(self, environment: Environment) -> str | None:
         return needs_device(environment, "cpu", "cuda")

@@ -19,7 +19,7 @@ class DilatedTorch(Implementation):
     """One of the two engines."""
 
     framework = "torch"
-    untested = ("cuda", "rocm", "xpu", "mps")
+    untested = ("rocm", "xpu", "mps")
 
     def __init__(self, name: str, engine: str) -> None:
         self.name, self.engine = name, engine

@@ -19,7 +19,6 @@ class Ring(Implementation):
     name = "torch.ring"
     framework = "torch"
     tunables = TUNABLES
-    untested = ("cuda",)
     by_name_only = BY_NAME_ONLY
 
     def available(self, environment: Environment) -> str | None:
