@@ -1,4 +1,4 @@
-"""Figures of README.md and results/README.md that come from results/cpu: `make figures`.
+"""Figures of README.md, results/README.md and the pages on kernels that come from results/: `make figures`.
 
 Every block between markers is written from a file there; a test holds the pages against them.
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from marked_blocks import marked, replaced
+from kernel_figures import PAGES as KERNELS
+from marked_blocks import marked, replaced, table
 from rich.console import Console
 
 from attnbench.analyse.advice import listed
@@ -133,11 +134,6 @@ def patterns() -> str:
     return table(heading, [[name, *values] for name, values in cells.items()])
 
 
-def table(heading: list[str], rows: list[list[Any]]) -> str:
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
 def report_size() -> str:
     found = {row["records"]: row for row in read("report_size.json")["reports"]}
     most, some = found[10_000], found[5_000]
@@ -150,23 +146,24 @@ def report_size() -> str:
 
 PAGES: dict[str, dict[str, tuple[str, Callable[[], str]]]] = {
     "README.md": {
-        "rules": ("gate_calibration.summary.json", rules),
-        "launches": ("launch_spread.json", launches),
-        "compare": ("compare.json", compared),
-        "gate": ("gate_example.txt", gated),
+        "rules": ("cpu/gate_calibration.summary.json", rules),
+        "launches": ("cpu/launch_spread.json", launches),
+        "compare": ("cpu/compare.json", compared),
+        "gate": ("cpu/gate_example.txt", gated),
     },
     "results/README.md": {
-        "report-size": ("report_size.json", report_size),
-        "patterns": ("block_sparse_quality.json", patterns),
-        "calibration": ("gate_calibration.summary.json", calibration),
+        "report-size": ("cpu/report_size.json", report_size),
+        "patterns": ("cpu/block_sparse_quality.json", patterns),
+        "calibration": ("cpu/gate_calibration.summary.json", calibration),
     },
+    **KERNELS,
 }
 
 
 def blocks(page: str) -> dict[str, str]:
     """Name -> block of a page."""
     return {
-        name: marked(name, f"made by `make figures` from results/cpu/{source}", made())
+        name: marked(name, f"made by `make figures` from results/{source}", made())
         for name, (source, made) in PAGES[page].items()
     }
 

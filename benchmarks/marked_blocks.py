@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 BLOCK = r"<!-- {name}: .*?<!-- end of {name} -->"
 
@@ -25,3 +26,9 @@ def replaced(page: Path, blocks: Mapping[str, str]) -> str:
                 f"{page} has {count} blocks `<!-- {name}: ... -->` to `<!-- end of {name} -->`: there must be one."
             )
     return text
+
+
+def table(heading: list[str], rows: list[list[Any]]) -> str:
+    """In Markdown."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
