@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 from kernel_figures import PAGES as KERNELS
+from library_figures import PAGES as LIBRARIES
 from marked_blocks import marked, replaced, table
 from rich.console import Console
 
@@ -157,6 +158,7 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[], str]]]] = {
         "calibration": ("cpu/gate_calibration.summary.json", calibration),
     },
     **KERNELS,
+    **LIBRARIES,
 }
 
 
