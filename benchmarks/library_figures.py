@@ -1,7 +1,8 @@
-"""Tables of docs/libraries.md from the run files of results/h200: a part of `make figures`."""
+"""Tables of docs/libraries.md and docs/gemma.md from results/h200: a part of `make figures`."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import exp, log
@@ -81,10 +82,23 @@ def others() -> str:
     return table(["library", "times as fast as einsum", "its memory", "why it did not run"], rows)
 
 
+def models() -> str:
+    """Flash on against off; what is compared is the whole module, projections and all."""
+    rows = []
+    for name, one in json.loads((RESULTS / "gemma_models.json").read_text())["jax"].items():
+        if "speedup" not in one:
+            continue
+        times = [f"{one[path]['ms']:.2f}" for path in ("off", "on")]
+        bytes_ = [f"{one[path]['temp_bytes'] / 1e9:.2f} GB" for path in ("off", "on")]
+        rows.append([name, *times, f"{one['speedup']:.2f} x", *bytes_])
+    return table(["what", "einsum, ms", "flash, ms", "faster", "temporaries, einsum", "flash"], rows)
+
+
 PAGES: dict[str, dict[str, tuple[str, Callable[[], str]]]] = {
     "docs/libraries.md": {
         "grid": ("h200/grid-gpu.jsonl", lambda: suite("grid-gpu.jsonl")),
         "gemma": ("h200/gemma.jsonl", lambda: suite("gemma.jsonl")),
         "others": ("h200/earlier/all-implementations.jsonl", others),
     },
+    "docs/gemma.md": {"models": ("h200/gemma_models.json", models)},
 }
