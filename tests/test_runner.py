@@ -214,7 +214,7 @@ def test_a_benchmark_without_time(bench, kind):
     results = bench.run_benchmark(name="second", benchmark_type=kind, config=CONFIG, trials=5)
     assert [record.time for record in results] == [None, None]
     assert all(record.memory.peak_bytes > 0 for record in results)
-    thorough = "permuted batch" in results["numpy.float32"].errors.properties
+    thorough = "0.1" in results["numpy.float32"].errors.stability
     assert thorough == (kind == "accuracy")
 
 

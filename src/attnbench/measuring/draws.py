@@ -27,7 +27,8 @@ BACKWARD_FLOPS = {"cpu": 3e9}
 DEVICE_FLOPS = 2e13
 HOST_HEAD_FLOPS = 2e10
 """What the reference may cost per input set: NumPy on a CPU, the float64 port on an accelerator."""
-MAX_HEADS = 4
+MAX_HEADS, MAX_ROWS = 4, 16
+"""Sampled heads; of masks that differ between batch rows, so many rows are looked into."""
 ALL_HEADS = {"cpu": 64}
 DEVICE_BLOCK_PAIRS = 1 << 27
 PROOF = 8
@@ -97,7 +98,7 @@ class Draws:
     def sample(self) -> Sample:
         """Random heads and rows within the forward budget; everything when that fits."""
         w, rng = self.workload, np.random.default_rng(self.seed)
-        heads = _choose_heads(w, rng, MAX_HEADS)
+        heads = _choose_heads(w, rng, MAX_ROWS if w.visible_mask.per_batch and w.batch > MAX_HEADS else MAX_HEADS)
         budget = FORWARD_FLOPS.get(self.device, DEVICE_FLOPS)
         per_row = 2 * (w.head_dim + w.value_dim) * w.kv_len * w.group
         if self._few_heads and per_row * w.q_len * w.batch * w.kv_heads <= budget:
@@ -194,9 +195,14 @@ class Draws:
 
 
 def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
-    total = workload.batch * workload.kv_heads
-    chosen = rng.choice(total, size=min(count, total), replace=False)
-    return [(int(n) // workload.kv_heads, int(n) % workload.kv_heads) for n in np.sort(chosen)]
+    """(batch, key/value head) pairs, no two of one batch row while there are others."""
+    w = workload
+    if count <= w.batch:
+        rows, heads = rng.permutation(w.batch)[:count], rng.integers(w.kv_heads, size=count)
+    else:
+        total = w.batch * w.kv_heads
+        rows, heads = np.divmod(rng.choice(total, size=min(count, total), replace=False), w.kv_heads)
+    return sorted((int(row), int(head)) for row, head in zip(rows, heads))
 
 
 def _head_results(workload, arrays, at, rows, gradients, namespace, wide):  # noqa: ANN001, ANN202
