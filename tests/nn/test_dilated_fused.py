@@ -35,15 +35,28 @@ from attnbench.impls.dilated import triton_kernels
 
 sizes = dict(WIDTHS={widths}, RATES={rates}, RESTS=(False, True, True, True, True), BRANCHES=5, DIM=64, BLOCK_DIM=64,
              ALIGN=8, BLOCK=64)
-pointers = dict(table="*i64", out="*bf16", lse="*fp32")
-for kernel, more in ((triton_kernels.merge_kernel, {{}}), (triton_kernels.add_kernel, {{"STRANDS": 2}})):
-    fixed, names = sizes | more, kernel.arg_names
-    signature = {{n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in names}}
+pointers = dict(table="*i64", source="*i64", out="*bf16", lse="*fp32")
+tuples = dict(parts=("*bf16",) * 12 + ("*fp32",) * 12, wholes=("*bf16", "*fp32"))
+
+
+def compiled(kernel, fixed):
+    names = kernel.arg_names
+    signature = {{n: "constexpr" if n in fixed else (pointers | tuples).get(n, "i32") for n in names}}
     constants = {{(names.index(n),): value for n, value in fixed.items()}}
     aligned = {{(names.index(n),): [["tt.divisibility", 16]] for n in names if n in pointers}}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+for kernel, more in (
+    (triton_kernels.merge_kernel, dict(KEEP=False)),
+    (triton_kernels.merge_kernel, dict(KEEP=True)),
+    (triton_kernels.add_kernel, dict(STRANDS=2)),
+):
+    ptx = compiled(kernel, sizes | more)
     print(ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32"), ptx.count("ld.global.b16"))
+    assert ("bar.sync" in ptx[ptx.rindex("ld.global.v4.b32"):]) or not more.get("KEEP")
+assert compiled(triton_kernels.place_kernel, dict(FIRST=0, PIECES=12, HAS_LSE=True, BLOCK=128))
 """
 
 
@@ -57,7 +70,7 @@ def in_a_process(*arguments, **variables):
 def test_fused_and_eager_merges_agree_in_tritons_interpreter():
     done = in_a_process(str(Path(__file__).with_name("fused_in_interpreter.py")), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "8 cases agree" in done.stdout
+    assert "9 cases agree" in done.stdout
 
 
 @needs_triton
@@ -65,7 +78,9 @@ def test_kernels_compile_for_hopper_with_wide_loads():
     """No GPU needed; a load of single 16-bit numbers would mean that alignment was lost on the way."""
     done = in_a_process("-c", COMPILE.format(widths=tuple(PAPER[0]), rates=tuple(PAPER[1])))
     assert done.returncode == 0, done.stderr[-3000:]
-    for line in done.stdout.splitlines():
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    for line in lines:
         wide_loads, wide_stores, narrow_loads = map(int, line.split())
         assert wide_loads >= 20
         assert wide_stores > 0
@@ -103,12 +118,11 @@ def test_strands_lead_to_every_row_of_every_piece_once(tokens, fold, heads, kv_h
 ])  # fmt: skip
 def test_what_cannot_be_fused_says_so_or_is_merged_eagerly(lengths, dtype, words):
     task = Task(Problem(masks.dilated([4], [1]), 2, 8, 2, 2, False, lengths), 1.0)
-    x = torch.zeros(2, 8, 2, 8, dtype=dtype)
-    assert not is_fused(task, x)
+    assert not is_fused(task, dtype, torch.device("cpu"))
     with pytest.raises(UsageError, match=words):
-        is_fused(task._replace(merge="triton"), x)
+        is_fused(task._replace(merge="triton"), dtype, torch.device("cpu"))
     with pytest.raises(UsageError, match="eager"):
-        is_fused(task._replace(merge="compiled"), x)
+        is_fused(task._replace(merge="compiled"), dtype, torch.device("cpu"))
 
 
 @pytest.mark.gpu
