@@ -1,5 +1,6 @@
 """The fused merge: in Triton's interpreter, compiled for Hopper, and on a GPU; and what it refuses."""
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -22,6 +23,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 import dilated_oracle as oracle  # noqa: E402
 
+from attnbench.impls.dilated import torch_plan  # noqa: E402
 from attnbench.impls.dilated.torch_function import dilated  # noqa: E402
 from attnbench.impls.dilated.torch_fused import is_fused  # noqa: E402
 from attnbench.nn import DilatedAttention, ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention  # noqa: E402
@@ -35,7 +37,7 @@ from attnbench.impls.dilated import triton_kernels
 
 sizes = dict(WIDTHS={widths}, RATES={rates}, RESTS=(False, True, True, True, True), BRANCHES=5, DIM=64, BLOCK_DIM=64,
              ALIGN=8, BLOCK=64)
-pointers = dict(table="*i64", source="*i64", out="*bf16", lse="*fp32")
+pointers = dict(table="*i64", source="*i64", lse="*fp32", **dict.fromkeys(["out", "first", "second", "third"], "*bf16"))
 tuples = dict(parts=("*bf16",) * 12 + ("*fp32",) * 12, wholes=("*bf16", "*fp32"))
 
 
@@ -168,14 +170,74 @@ def test_a_captured_call_replays_on_a_gpu():
     )
     x = torch.randn(1, 512, 768, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                module(x)
-        torch.cuda.synchronize()
+        warm_up(lambda: module(x))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = module(x)
         x.copy_(torch.randn_like(x))
         graph.replay()
         torch.testing.assert_close(out, module(x), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix_grad", ["full", "detached"])
+def test_a_captured_training_step_replays_with_new_inputs_after_its_plan_was_forgotten(mix_grad):
+    module = ImprovedDilatedAttention([128, 500], [1, 6], causal=True, mix_grad=mix_grad)
+    *leaves, dout = (torch.randn(2, 500, 12, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def step():
+        out = module(*leaves)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    warm_up(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    torch_plan._plan.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    with torch.no_grad():
+        for x in (*leaves, dout):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for got, want in zip(captured, step()):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_first_call_inside_a_capture_says_what_to_do():
+    module = ImprovedDilatedAttention([96, 480], [1, 6], causal=True)
+    arrays = [torch.randn(1, 480, 12, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    warm_up(lambda: ImprovedDilatedAttention([480], [1], causal=True)(*arrays))
+    with pytest.raises(UsageError, match="once before capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        module(*arrays)
+
+
+@pytest.mark.gpu
+def test_a_planned_call_neither_waits_for_the_gpu_nor_copies_to_it():
+    module = ImprovedDilatedAttention([128, 512], [1, 6], causal=True)
+    leaves = [torch.randn(2, 512, 12, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    dout = torch.randn_like(leaves[0])
+
+    def step():
+        torch.autograd.grad(module(*leaves), leaves, dout)
+
+    warm_up(step)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert not [event.key for event in profiler.key_averages() if "HtoD" in event.key]
+
+
+def warm_up(run):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()

@@ -95,15 +95,26 @@ class Fused:
         arrays = [part for three in zip(*parts) for part in three]
         with _current(dq.device):
             tables, align = self._adding.placed(arrays, wholes)
+            if dq.shape == dk.shape == dv.shape:
+                self._launch(add_kernel, 0, align, tables[0], *wholes, depth=3, STRANDS=1)
+                return dq, dk, dv
             for index, (table, whole) in enumerate(zip(tables, wholes)):
-                self._launch(add_kernel, index, align, table, whole, STRANDS=self._strands[index])
+                self._launch(add_kernel, index, align, table, whole, whole, whole, STRANDS=self._strands[index])
         return dq, dk, dv
 
     def _launch(
-        self, kernel: Any, index: int, align: int, table: torch.Tensor, out: torch.Tensor, *rest: Any, **more: Any
+        self,
+        kernel: Any,
+        index: int,
+        align: int,
+        table: torch.Tensor,
+        out: torch.Tensor,
+        *rest: torch.Tensor,
+        depth: int = 1,
+        **more: Any,
     ) -> None:
         batch, tokens, heads, dim = out.shape
-        kernel[-(-tokens // BLOCK), batch * heads](
+        kernel[-(-tokens // BLOCK), batch * heads, depth](
             table, out, *rest, tokens, heads, DIM=dim, BLOCK_DIM=max(16, 1 << (dim - 1).bit_length()), ALIGN=align,
             **self._sizes[index], **more,
         )  # fmt: skip

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PLANS = 64
 """Plans kept; each may have small tables on its device."""
+_captured: dict[int, Plan] = {}
+"""Plans of captured calls, kept for good: a CUDA graph reads their tables at every replay."""
 
 
 class Step(NamedTuple):
@@ -48,7 +50,16 @@ class Plan(NamedTuple):
 
 def plan_of(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan:
     """The plan for arrays like these."""
-    return _plan(task, q.dtype, q.device, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()))
+    plan = _plan(task, q.dtype, q.device, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()))
+    if q.is_cuda and _is_capturing():
+        _captured[id(plan)] = plan
+    return plan
+
+
+def _is_capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=PLANS)

@@ -144,7 +144,9 @@ def merge_kernel(  # noqa: ANN201
 @triton.jit
 def add_kernel(  # noqa: ANN201
     table,  # noqa: ANN001
-    out,  # noqa: ANN001
+    first,  # noqa: ANN001
+    second,  # noqa: ANN001
+    third,  # noqa: ANN001
     tokens,  # noqa: ANN001
     heads,  # noqa: ANN001
     WIDTHS: tl.constexpr,
@@ -157,8 +159,11 @@ def add_kernel(  # noqa: ANN201
     BLOCK: tl.constexpr,
     STRANDS: tl.constexpr,
 ):
-    """out [b, s, h, d]: the sum of all branches' gradients, in float32."""
+    """Arrays [b, s, h, d], as many as the grid is deep: the sums of all branches' gradients, in float32."""
+    nth_array = tl.program_id(2)
+    out = tl.where(nth_array == 0, first, tl.where(nth_array == 1, second, third))
     place = tl.program_id(1)
+    table += nth_array.to(tl.int64) * tl.num_programs(1) * BRANCHES * STRANDS * 16
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_DIM)
     total = tl.zeros((BLOCK, BLOCK_DIM), tl.float32)
