@@ -18,8 +18,6 @@ from attnbench.impls.dilated.torch_views import readable
 if TYPE_CHECKING:
     import torch
 
-SOURCES = 8
-"""Kept for one plan: kernels give their results the same strides again and again."""
 POINTERS = 64
 """Most arrays that one launch is told of."""
 BLOCK = 128
@@ -40,6 +38,7 @@ class Tables:
 
     def __init__(self, found: Sequence[Strands], pieces: int, has_lse: bool = False) -> None:
         self._found, self._pieces, self._has_lse = tuple(found), pieces, has_lse
+        # As good as always one: the kernels of one plan give their results the same strides again and again.
         self._sources: dict[tuple[Any, ...], _Source] = {}
         ends = np.cumsum([one.piece.size for one in found]).tolist()
         self._spans = tuple(zip([0, *ends[:-1]], (one.piece.size for one in found)))
@@ -74,10 +73,7 @@ class Tables:
         key = tuple([x.stride() for x in arrays])
         found = self._sources.get(key)
         if found is None:
-            found = self._made(arrays, wholes)
-            while len(self._sources) >= SOURCES:
-                self._sources.pop(next(iter(self._sources)), None)
-            self._sources[key] = found
+            found = self._sources[key] = self._made(arrays, wholes)
         return found
 
     def _made(self, arrays: list[torch.Tensor], wholes: Sequence[torch.Tensor]) -> _Source:
