@@ -21,6 +21,7 @@ CASES = {
     "group offsets, one call an offset": ((1, 20, 4, 4, 8), ([10], [4]), {"offset": "group"}, {"diagonal": False}),
     "bfloat16, a width that is no power of two": ((1, 24, 2, 2, 20), ([8, 24], [1, 2]), {"dtype": torch.bfloat16}, {}),
     "heads first in memory": ((2, 16, 2, 2, 8), ([8, 16], [1, 2]), {"heads_first": True}, {}),
+    "more pieces than one launch is told of": ((6, 11, 2, 2, 8), ([4, 8], [1, 2]), {"causal": True}, {}),
     "detached weights": ((1, 16, 2, 2, 8), ([8, 16], [1, 2]), {}, {"detached": True}),
 }
 

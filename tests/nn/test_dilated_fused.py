@@ -1,5 +1,6 @@
 """The fused merge: in Triton's interpreter, compiled for Hopper, and on a GPU; and what it refuses."""
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -22,6 +23,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 import dilated_oracle as oracle  # noqa: E402
 
+from attnbench.impls.dilated import torch_plan  # noqa: E402
 from attnbench.impls.dilated.torch_function import dilated  # noqa: E402
 from attnbench.impls.dilated.torch_fused import is_fused  # noqa: E402
 from attnbench.nn import DilatedAttention, ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention  # noqa: E402
@@ -35,15 +37,28 @@ from attnbench.impls.dilated import triton_kernels
 
 sizes = dict(WIDTHS={widths}, RATES={rates}, RESTS=(False, True, True, True, True), BRANCHES=5, DIM=64, BLOCK_DIM=64,
              ALIGN=8, BLOCK=64)
-pointers = dict(table="*i64", out="*bf16", lse="*fp32")
-for kernel, more in ((triton_kernels.merge_kernel, {{}}), (triton_kernels.add_kernel, {{"STRANDS": 2}})):
-    fixed, names = sizes | more, kernel.arg_names
-    signature = {{n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in names}}
+pointers = dict(table="*i64", source="*i64", lse="*fp32", **dict.fromkeys(["out", "first", "second", "third"], "*bf16"))
+tuples = dict(parts=("*bf16",) * 12 + ("*fp32",) * 12, wholes=("*bf16", "*fp32"))
+
+
+def compiled(kernel, fixed):
+    names = kernel.arg_names
+    signature = {{n: "constexpr" if n in fixed else (pointers | tuples).get(n, "i32") for n in names}}
     constants = {{(names.index(n),): value for n, value in fixed.items()}}
     aligned = {{(names.index(n),): [["tt.divisibility", 16]] for n in names if n in pointers}}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+for kernel, more in (
+    (triton_kernels.merge_kernel, dict(KEEP=False)),
+    (triton_kernels.merge_kernel, dict(KEEP=True)),
+    (triton_kernels.add_kernel, dict(STRANDS=2)),
+):
+    ptx = compiled(kernel, sizes | more)
     print(ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32"), ptx.count("ld.global.b16"))
+    assert ("bar.sync" in ptx[ptx.rindex("ld.global.v4.b32"):]) or not more.get("KEEP")
+assert compiled(triton_kernels.place_kernel, dict(FIRST=0, PIECES=12, HAS_LSE=True, BLOCK=128))
 """
 
 
@@ -57,7 +72,7 @@ def in_a_process(*arguments, **variables):
 def test_fused_and_eager_merges_agree_in_tritons_interpreter():
     done = in_a_process(str(Path(__file__).with_name("fused_in_interpreter.py")), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "8 cases agree" in done.stdout
+    assert "9 cases agree" in done.stdout
 
 
 @needs_triton
@@ -65,7 +80,9 @@ def test_kernels_compile_for_hopper_with_wide_loads():
     """No GPU needed; a load of single 16-bit numbers would mean that alignment was lost on the way."""
     done = in_a_process("-c", COMPILE.format(widths=tuple(PAPER[0]), rates=tuple(PAPER[1])))
     assert done.returncode == 0, done.stderr[-3000:]
-    for line in done.stdout.splitlines():
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    for line in lines:
         wide_loads, wide_stores, narrow_loads = map(int, line.split())
         assert wide_loads >= 20
         assert wide_stores > 0
@@ -103,12 +120,11 @@ def test_strands_lead_to_every_row_of_every_piece_once(tokens, fold, heads, kv_h
 ])  # fmt: skip
 def test_what_cannot_be_fused_says_so_or_is_merged_eagerly(lengths, dtype, words):
     task = Task(Problem(masks.dilated([4], [1]), 2, 8, 2, 2, False, lengths), 1.0)
-    x = torch.zeros(2, 8, 2, 8, dtype=dtype)
-    assert not is_fused(task, x)
+    assert not is_fused(task, dtype, torch.device("cpu"))
     with pytest.raises(UsageError, match=words):
-        is_fused(task._replace(merge="triton"), x)
+        is_fused(task._replace(merge="triton"), dtype, torch.device("cpu"))
     with pytest.raises(UsageError, match="eager"):
-        is_fused(task._replace(merge="compiled"), x)
+        is_fused(task._replace(merge="compiled"), dtype, torch.device("cpu"))
 
 
 @pytest.mark.gpu
@@ -154,14 +170,76 @@ def test_a_captured_call_replays_on_a_gpu():
     )
     x = torch.randn(1, 512, 768, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                module(x)
-        torch.cuda.synchronize()
+        warm_up(lambda: module(x))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = module(x)
         x.copy_(torch.randn_like(x))
         graph.replay()
         torch.testing.assert_close(out, module(x), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix_grad", ["full", "detached"])
+def test_a_captured_training_step_replays_with_new_inputs_after_its_plan_was_forgotten(mix_grad):
+    module = ImprovedDilatedAttention([128, 500], [1, 6], causal=True, mix_grad=mix_grad)
+    *leaves, dout = (torch.randn(2, 500, 12, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def step():
+        out = module(*leaves)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    warm_up(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    torch_plan._plan.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    with torch.no_grad():
+        for x in (*leaves, dout):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for got, want in zip(captured, step()):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_first_call_inside_a_capture_says_what_to_do():
+    module = ImprovedDilatedAttention([96, 480], [1, 6], causal=True)
+    arrays = [torch.randn(1, 480, 12, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    module.how = {"merge": "eager"}
+    warm_up(lambda: module(*arrays))
+    module.how = {}
+    with pytest.raises(UsageError, match="once before capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        module(*arrays)
+
+
+@pytest.mark.gpu
+def test_a_planned_call_neither_waits_for_the_gpu_nor_copies_to_it():
+    module = ImprovedDilatedAttention([128, 512], [1, 6], causal=True)
+    leaves = [torch.randn(2, 512, 12, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    dout = torch.randn_like(leaves[0])
+
+    def step():
+        torch.autograd.grad(module(*leaves), leaves, dout)
+
+    warm_up(step)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    assert not [event.key for event in profiler.key_averages() if "HtoD" in event.key]
+
+
+def warm_up(run):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()

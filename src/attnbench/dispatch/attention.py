@@ -38,28 +38,35 @@ def attention(
     through it only where the implementation says so (torch.eager, torch.pair, jax.einsum, jax.pair), and through none
     inside torch.compile where a kernel is one operator of the graph.
     """
-    device, recording = None, False
+    recording = False
     if hasattr(q, "requires_grad"):
         import torch
 
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = under_autocast(q, k, v)
-            with torch.autocast(q.device.type, enabled=False):
-                return attention(
-                    q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout, heads=heads,
-                    return_lse=return_lse,
-                )  # fmt: skip
-        if torch.compiler.is_dynamo_compiling():
-            return traced.attention(q, k, v, mask, scale, softcap, impl, layout, heads, return_lse)
-        device, recording = q.device, torch.is_grad_enabled()
+        if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled():
+            if torch.is_autocast_enabled(q.device.type):
+                q, k, v = under_autocast(q, k, v)
+                with torch.autocast(q.device.type, enabled=False):
+                    return attention(
+                        q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout, heads=heads,
+                        return_lse=return_lse,
+                    )  # fmt: skip
+            if torch.compiler.is_dynamo_compiling():
+                return traced.attention(q, k, v, mask, scale, softcap, impl, layout, heads, return_lse)
+        recording = torch.is_grad_enabled()
+        place: Any = q.device
+    else:
+        place = None
     try:
-        if device is not None:
-            place, train = device, recording and (q.requires_grad or k.requires_grad or v.requires_grad)
-        else:
+        if place is None:
             place, train = _place_and_pass(q, k, v)
+        else:
+            train = recording and (q.requires_grad or k.requires_grad or v.requires_grad)
+        dtype = q.dtype
+        if dtype is not k.dtype or dtype is not v.dtype:
+            dtype = (dtype, k.dtype, v.dtype)
         key = (
-            type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, place, train,
-            mask, scale, softcap, impl, layout, heads, return_lse, registry.generation(), policy.generation(),
+            q.shape, k.shape, v.shape, dtype, place, train, mask, scale, softcap, impl, layout, heads, return_lse,
+            type(q), registry.generation(), policy.generation(),
         )  # fmt: skip
         run = PLANS.get(key)
     except (AttributeError, TypeError):  # arrays of several frameworks, or a mask that is none: refused in words below

@@ -70,9 +70,9 @@ class BlockSparse(Implementation):
         return with_lse
 
     def partial(self, workload: Workload, config: Config) -> Partial:
-        from attnbench.impls.parts.torch_autograd import tokens_first
+        from attnbench.impls.parts.torch_autograd import turned
 
-        return tokens_first(self._pair(workload))
+        return turned(self._pair(workload))
 
     def _pair(self, workload: Workload) -> Partial:
         scale = workload.softmax_scale

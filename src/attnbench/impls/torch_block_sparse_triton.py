@@ -69,9 +69,9 @@ class BlockSparseTriton(Implementation):
         return differentiable(self._pair(workload, config), "bhsd")
 
     def partial(self, workload: Workload, config: Config) -> Partial:
-        from attnbench.impls.parts.torch_autograd import tokens_first
+        from attnbench.impls.parts.torch_autograd import turned
 
-        return tokens_first(self._pair(workload, config))
+        return turned(self._pair(workload, config))
 
     def _pair(self, workload: Workload, config: Config) -> Partial:
         from attnbench.impls.block_sparse import triton_call

@@ -24,7 +24,7 @@ from attnbench.impls.conditions import (
 )
 from attnbench.impls.torch_masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
 from attnbench.impls.torch_sdpa_turns import Pinned
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
 MATH_OPERATOR = r"_scaled_dot_product_attention_math"
@@ -109,9 +109,6 @@ class Sdpa(Implementation):
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         return torch_sdpa_aten.partial(self.backend, workload)
-
-    def passes(self, workload: Workload, config: Config) -> Passes:
-        return torch_sdpa_aten.partial(self.backend, workload, whole=True) or (None, None)
 
     def _mask(self, workload: Workload, device: Any) -> SdpaMask:
         on_cpu = device.type == "cpu"

@@ -4,7 +4,8 @@ Only here can `out` and `lse` of a larger whole be handed to a backward pass. He
 (SDPA itself pads); the CPU operator wants its mask as floats. Rows without keys: the CPU writes LSE 0, so it is set.
 Strided views: the efficient backward reads `out` as if it were dense, and cuDNN's looks its compiled graph up by the
 strides of q, k and v alone (torch 2.11), so `out` and `dout` of other strides than at first would be read wrongly.
-The pairs below are bhsd as the operators are; `partial` hands them out as bshd.
+The pairs below are bhsd as the operators are; `partial` hands them out as bshd. Forward operators are called by
+torch's own binding, which costs the host less than `torch.ops` does; backward ones have none.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ def with_lse(backend: str, workload: Workload) -> Call | None:
     return call
 
 
-def partial(backend: str, workload: Workload, whole: bool = False) -> Partial | None:
+def partial(backend: str, workload: Workload) -> Partial | None:
     """(forward, backward), bshd, or None where the operators cannot do the workload.
 
-    Of a `whole`, out and lse are the workload's own: where its mask leaves no row without keys, nothing is guarded.
+    The whole's LSE is -inf in rows without keys only: where the workload has none, nothing is guarded.
     """
     pair = _pair(backend, workload)
     if pair is None:
         return None
-    from attnbench.impls.parts.torch_autograd import tokens_first
+    from attnbench.impls.parts.torch_autograd import turned
 
     forward, backward = pair
-    if whole and not may_have_dead_rows(workload):
-        return tokens_first(pair)
+    if not may_have_dead_rows(workload):
+        return turned(pair)
 
     def guarded(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         return backward(q, k, v, out, for_backward(lse), dout)
 
-    return tokens_first((forward, guarded))
+    return turned((forward, guarded))
 
 
 def _pair(backend: str, workload: Workload) -> Partial | None:
@@ -78,7 +79,7 @@ def _by_device(cpu: Partial, gpu: Partial | None) -> Partial:
 def _cpu_flash(workload: Workload) -> Partial:
     import torch
 
-    forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    forward_op = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]
     backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     scale = workload.softmax_scale
 
@@ -111,18 +112,17 @@ def _gpu_flash(workload: Workload) -> Partial | None:
     fits = way in ("none", "lower-right") or (way == "causal" and square)
     if not fits or workload.head_dim % 8 or workload.value_dim != workload.head_dim or may_have_dead_rows(workload):
         return None
-    ops, scale, causal = torch.ops.aten, workload.softmax_scale, way != "none"
+    scale, causal = workload.softmax_scale, way != "none"
+    forward_op = torch._scaled_dot_product_flash_attention  # pyright: ignore[reportPrivateImportUsage]
+    backward_op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     random = once_per_device(lambda device: _no_dropout(device, torch.uint64, 2))
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return out, lse
+        return forward_op(q, k, v, 0.0, causal, False, scale=scale)[:2]
 
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         sizes = (None, None, q.shape[2], k.shape[2])
-        return ops._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *random(q.device), scale=scale
-        )
+        return backward_op(dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *random(q.device), scale=scale)
 
     return forward, backward
 
@@ -133,17 +133,19 @@ def _cudnn(workload: Workload) -> Partial | None:
     way = route(workload)
     if way not in ("none", "causal") or workload.head_dim % 8 or workload.value_dim % 8:
         return None
-    ops, scale, causal = torch.ops.aten, workload.softmax_scale, way == "causal"
+    scale, causal = workload.softmax_scale, way == "causal"
+    forward_op = torch._scaled_dot_product_cudnn_attention  # pyright: ignore[reportPrivateImportUsage]
+    backward_op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     random = once_per_device(lambda device: _no_dropout(device, torch.int64))
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-        return out, lse.reshape(q.shape[:3])
+        out, lse = forward_op(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
+        return out, lse.view(lse.shape[:3])
 
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         sizes = (None, None, q.shape[2], k.shape[2])
         out, dout = strided_as_at_first(q, k, v, causal, out, dout)
-        return ops._scaled_dot_product_cudnn_attention_backward(
+        return backward_op(
             dout,
             q,
             k,
@@ -178,13 +180,16 @@ def strided_as_at_first(q: Array, k: Array, v: Array, causal: bool, out: Array, 
     """
     import torch
 
-    key = (get_ident(), q.device, q.dtype, causal, *((x.shape, x.stride()) for x in (q, k, v)))
-    wanted = _first_strides.setdefault(key, (out.stride(), dout.stride()))
-    given = [
+    key = (get_ident(), q.device, q.dtype, causal, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    given = out.stride(), dout.stride()
+    wanted = _first_strides.setdefault(key, given)
+    if wanted == given:
+        return out, dout
+    out, dout = (
         x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
         for x, strides in zip((out, dout), wanted)
-    ]
-    return given[0], given[1]
+    )
+    return out, dout
 
 
 def _efficient(workload: Workload) -> Partial:

@@ -7,9 +7,9 @@ log(count), count = branches in which query and key meet. Any length; k and v ma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import and_
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,29 @@ from attnbench.impls.dilated.torch_function import dilated
 from attnbench.workloads import masks
 
 Lengths = Sequence[int] | torch.Tensor | None
+
+
+class _Form(NamedTuple):
+    """As much of an array as a task depends on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=256)
+def _task(
+    forms: tuple[_Form, _Form, _Form],
+    pattern: masks.Mask,
+    causal: bool,
+    lengths: masks.Mask | None,
+    scale: float | None,
+    detached: bool,
+    how: tuple[tuple[str, Any], ...],
+) -> Task:
+    """What is asked, read and checked once for all calls that ask the same."""
+    parts = [pattern, *([masks.causal()] if causal else []), *([] if lengths is None else [lengths])]
+    workload = workload_of(*forms, mask=reduce(and_, parts), scale=scale)
+    return Task(problem_of(workload), workload.softmax_scale, detached, **dict(how))
 
 
 class DilatedAttention(nn.Module):
@@ -61,13 +84,10 @@ class DilatedAttention(nn.Module):
 
         A row that sees no key is 0 with LSE -inf. No gradient flows through the LSE. Lengths on a GPU are waited for.
         """
-        parts: list[masks.Mask] = [self.pattern]
-        parts += [masks.causal()] if self.causal else []
-        parts += [] if kv_lengths is None else [masks.lengths(torch.as_tensor(kv_lengths).cpu().numpy())]
-        mask = reduce(and_, parts)
-        workload = workload_of(q, k, v, mask=mask, scale=self.scale)  # pyright: ignore[reportArgumentType]
-        task = Task(problem_of(workload), workload.softmax_scale, self.mix_grad == "detached", **self.how)
-        out, lse = dilated(q, k, v, self.engine, task)
+        lengths = None if kv_lengths is None else masks.lengths(torch.as_tensor(kv_lengths).cpu().numpy())
+        forms = tuple([_Form(x.shape, x.dtype) for x in (q, k, v)])
+        options = (self.causal, lengths, self.scale, self.mix_grad == "detached", tuple(self.how.items()))
+        out, lse = dilated(q, k, v, self.engine, _task(forms, self.pattern, *options))
         return (out, lse.float()) if return_lse else out
 
     def extra_repr(self) -> str:

@@ -22,18 +22,21 @@ class _Dilated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, engine: Engine, task: Task) -> Any:
-        q, k, v = (readable(x) for x in (q, k, v))
-        out, lse, kept = engine.forward(task, q, k, v)
+        out, lse, kept = engine.forward(task, q, k, v, True)
         ctx.save_for_backward(q, k, v, out, lse, *kept)
         ctx.engine, ctx.task = engine, task
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dout = grad_outputs[0]
+        if dout is None:
+            return (None,) * 5
         q, k, v, out, lse, *kept = ctx.saved_tensors
-        gradients = ctx.engine.backward(ctx.task, q, k, v, out, lse, grad_outputs[0].contiguous(), tuple(kept))
+        gradients = ctx.engine.backward(ctx.task, q, k, v, out, lse, dout.contiguous(), tuple(kept))
         return *gradients, None, None
 
 
@@ -41,5 +44,9 @@ def dilated(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, engine: str, task: Task
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [b, s, h, d], lse [b, h, s] without gradient) of arrays in layout bshd."""
-    out, lse = _Dilated.apply(q, k, v, ENGINES[engine], task)  # pyright: ignore[reportGeneralTypeIssues]
+    q, k, v = readable(q), readable(k), readable(v)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = _Dilated.apply(q, k, v, ENGINES[engine], task)  # pyright: ignore[reportGeneralTypeIssues]
+    else:
+        out, lse, _ = ENGINES[engine].forward(task, q, k, v, False)
     return out, lse.transpose(1, 2)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from attnbench.impls.dilated.pieces import Piece, pieces
 from attnbench.impls.dilated.task import Task
-from attnbench.impls.dilated.torch_kernels import partial_of
-from attnbench.impls.dilated.torch_views import folds, key_view, nothing_merged, query_view, row_view
+from attnbench.impls.dilated.torch_kernels import Sizes, partial_of
+from attnbench.impls.dilated.torch_views import folds, keys_of, nothing_merged, queries_of, rows_of
+from attnbench.spec import Partial
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from attnbench.impls.dilated.task import Forward
 
 
-def forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Forward:
+def forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
     """(out, lse [b, s, h], each branch's own output where the backward will want it)."""
     import torch
 
@@ -28,7 +29,7 @@ def forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Fo
     out = torch.zeros_like(branches[0][0])
     for branch_out, branch_lse in branches:
         out += torch.exp(branch_lse - seen).unsqueeze(-1) * branch_out
-    kept = tuple(branch_out.to(q.dtype) for branch_out, _ in branches) if task.detached else ()
+    kept = tuple(branch_out.to(q.dtype) for branch_out, _ in branches) if keep and task.detached else ()
     return out.to(q.dtype), lse, kept
 
 
@@ -39,10 +40,10 @@ def _branch(
     out, lse = nothing_merged(q, v)
     for piece in _plan(task, q, k, v):
         if piece.branch == branch:
-            a, b, c = query_view(q, piece).contiguous(), *(key_view(x, piece).contiguous() for x in (k, v))
-            part, part_lse = partial_of(task.kernel, a, b, c, piece.causal, task.scale)[0](a, b, c)
-            query_view(out, piece).copy_(part)
-            row_view(lse, piece).copy_(part_lse)
+            a, b, c = queries_of(q, piece).contiguous(), *(keys_of(x, piece).contiguous() for x in (k, v))
+            part, part_lse = _partial(task, piece, a, c)[0](a, b, c)
+            queries_of(out, piece).copy_(part)
+            rows_of(lse, piece).copy_(part_lse)
     return out, lse
 
 
@@ -63,14 +64,19 @@ def backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     for piece in _plan(task, q, k, v, out, lse, dout):
         rows = (q, kept[piece.branch] if kept else out, dout)
-        a, whole, cotangent = (query_view(x, piece).contiguous() for x in rows)
-        b, c = (key_view(x, piece).contiguous() for x in (k, v))
-        gradients = partial_of(task.kernel, a, b, c, piece.causal, task.scale)[1]
-        parts = gradients(a, b, c, whole, row_view(lse, piece).contiguous(), cotangent)
-        for total, part, view in zip((dq, dk, dv), parts, (query_view, key_view, key_view)):
+        a, whole, cotangent = (queries_of(x, piece).contiguous() for x in rows)
+        b, c = (keys_of(x, piece).contiguous() for x in (k, v))
+        parts = _partial(task, piece, a, c)[1](a, b, c, whole, rows_of(lse, piece).contiguous(), cotangent)
+        for total, part, view in zip((dq, dk, dv), parts, (queries_of, keys_of, keys_of)):
             view(total, piece).add_(part)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _plan(task: Task, *arrays: torch.Tensor) -> tuple[Piece, ...]:
     return pieces(task.problem, folds(*arrays), diagonal=False)
+
+
+def _partial(task: Task, piece: Piece, q: torch.Tensor, v: torch.Tensor) -> Partial:
+    heads = piece.heads
+    sizes = Sizes(piece.stack, piece.queries, piece.keys, heads.number, heads.kv_number, q.shape[-1], v.shape[-1])
+    return partial_of(task.kernel, q.dtype, q.device, sizes, piece.causal, task.scale)

@@ -64,7 +64,7 @@ class DilatedTorch(Implementation):
 
         @torch.no_grad()
         def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse, _ = engine.forward(task, q, k, v)
+            out, lse, _ = engine.forward(task, q, k, v, False)
             return out, lse.transpose(1, 2)
 
         @torch.no_grad()

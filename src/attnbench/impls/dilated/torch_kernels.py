@@ -1,9 +1,9 @@
-"""The partial form of a dense kernel for pieces shaped like given arrays, made once for each shape."""
+"""The partial form of a dense kernel for pieces of given sizes, made once for each."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnbench.impls.parts.torch_choice import choose
 from attnbench.spec import Partial, Workload
@@ -13,23 +13,33 @@ if TYPE_CHECKING:
     import torch
 
 
-def partial_of(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Partial:
-    """(forward, backward) for pieces shaped like these; `kernel` is an implementation's name or "auto"."""
-    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    return _partial(kernel, _device(q), str(q.dtype).removeprefix("torch."), sizes, causal, scale)
+class Sizes(NamedTuple):
+    """Of one dense call."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
 
 
-def _device(x: torch.Tensor) -> str:
+def partial_of(
+    kernel: str, dtype: torch.dtype, device: torch.device, sizes: Sizes, causal: bool, scale: float
+) -> Partial:
+    """(forward, backward), bshd, for pieces of these sizes; `kernel` is an implementation's name or "auto"."""
+    return _partial(kernel, _device(device), str(dtype).removeprefix("torch."), sizes, causal, scale)
+
+
+def _device(device: torch.device) -> str:
     import torch
 
-    return "rocm" if x.device.type == "cuda" and torch.version.hip else x.device.type
+    return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 @lru_cache(maxsize=4096)
-def _partial(kernel: str, device: str, dtype: str, sizes: tuple[int, ...], causal: bool, scale: float) -> Partial:
-    batch, q_len, kv_len, heads, kv_heads, head_dim, v_head_dim = sizes
-    workload = Workload(
-        batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        v_head_dim=v_head_dim, dtype=dtype, mask=masks.causal() if causal else masks.full(), scale=scale, pass_="train",
-    )  # fmt: skip
+def _partial(kernel: str, device: str, dtype: str, sizes: Sizes, causal: bool, scale: float) -> Partial:
+    mask = masks.causal() if causal else masks.full()
+    workload = Workload(**sizes._asdict(), dtype=dtype, mask=mask, scale=scale, pass_="train")
     return choose(kernel, workload, device)[1]

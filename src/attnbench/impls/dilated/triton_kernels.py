@@ -5,7 +5,10 @@ One program has a block of tokens of one head of one batch row. Imported on firs
 A partial result is a dense array of its own; the table says where its rows lie, int64 [batch * heads, branches,
 strands, 2, 8]: a strand is one offset of a branch; its two entries are whole segments and the shorter one at the end.
 Fields: its first row, counted in numbers from `out`; numbers between stacked segments and between rows; the same three
-of its LSE, from `lse`; the offset; whether there is anything.
+of its LSE, from `lse`; the offset; the partial result's number from 1 on, or 0 where there is nothing.
+
+What shapes alone decide is made once, with first rows counted from the partial result's own beginning; `place_kernel`
+adds where the results of this call lie, so nothing is copied from the host.
 """
 
 from __future__ import annotations
@@ -15,12 +18,73 @@ import triton.language as tl
 
 
 @triton.jit
+def _apart(part, whole):  # noqa: ANN001, ANN202
+    """Numbers between the beginnings of two arrays of one type."""
+    size: tl.constexpr = part.dtype.element_ty.primitive_bitwidth // 8
+    return (part.to(tl.int64) - whole.to(tl.int64)) // size
+
+
+@triton.jit
+def place_kernel(  # noqa: ANN201
+    source,  # noqa: ANN001
+    table,  # noqa: ANN001
+    entries,  # noqa: ANN001
+    parts,  # noqa: ANN001
+    wholes,  # noqa: ANN001
+    FIRST: tl.constexpr,
+    PIECES: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The table of this call. `parts` are numbered from FIRST on; each of `wholes` has PIECES of all that there are.
+
+    With HAS_LSE every piece has a second array, numbered PIECES later, that fields 3 to 5 are about.
+    """
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = entry < entries
+    number = tl.load(source + entry * 8 + 7, mask=real, other=0)
+    row = tl.load(source + entry * 8, mask=real, other=0)
+    lse = tl.load(source + entry * 8 + 3, mask=real, other=0)
+    for nth in tl.static_range(len(parts)):  # pyright: ignore[reportGeneralTypeIssues]
+        distance = _apart(parts[nth], wholes[(FIRST + nth) // PIECES])
+        row += tl.where(number == FIRST + nth + 1, distance, 0)
+        if HAS_LSE:
+            lse += tl.where((number > 0) & (number + PIECES == FIRST + nth + 1), distance, 0)
+    for field in tl.static_range(1, 8):  # pyright: ignore[reportGeneralTypeIssues]
+        if field != 3:
+            value = tl.load(source + entry * 8 + field, mask=real, other=0)
+            tl.store(table + entry * 8 + field, value, mask=real)
+    tl.store(table + entry * 8, row, mask=real)
+    tl.store(table + entry * 8 + 3, lse, mask=real)
+
+
+@triton.jit
 def _field(entry, rest, has_rest: tl.constexpr, index: tl.constexpr):  # noqa: ANN001, ANN202
     """A field of the whole segments' entry, or of the rest's where `rest`."""
     value = tl.load(entry + index)
     if has_rest:
         value = tl.where(rest, tl.load(entry + 8 + index), value)
     return value
+
+
+@triton.jit
+def _held(entry, token, tokens, width: tl.constexpr, rate: tl.constexpr, has_rest: tl.constexpr):  # noqa: ANN001, ANN202
+    """(whether the entry has a token, whether its segment is the rest, its place there, the segment's in the stack)."""
+    segment, inside = token // width, token % width
+    rest = segment >= tokens // width
+    nth, stacked = (inside // rate).to(tl.int64), tl.where(rest, 0, segment).to(tl.int64)
+    held = (inside % rate).to(tl.int64) == _field(entry, rest, has_rest, 6)
+    return held & (token < tokens) & (_field(entry, rest, has_rest, 7) != 0), rest, nth, stacked
+
+
+@triton.jit
+def _row(entry, rest, nth, stacked, has_rest: tl.constexpr, first: tl.constexpr, align: tl.constexpr):  # noqa: ANN001, ANN202
+    """Where the rows of `_held` lie, by the three fields from `first` on: at multiples of `align`.
+
+    The compiler is told here, since it forgets what is said of a call's result.
+    """
+    row = _field(entry, rest, has_rest, first) + nth * _field(entry, rest, has_rest, first + 2)
+    return tl.multiple_of(row + stacked * _field(entry, rest, has_rest, first + 1), [align])
 
 
 @triton.jit
@@ -38,8 +102,12 @@ def merge_kernel(  # noqa: ANN201
     BLOCK_DIM: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
-    """out [b, s, h, d] and lse [b, s, h] of all branches, by a running softmax over their LSEs in float32."""
+    """out [b, s, h, d] and lse [b, s, h] of all branches, by a running softmax over their LSEs in float32.
+
+    With KEEP the whole's LSE also takes the place of every partial result's: its backward wants it there.
+    """
     place = tl.program_id(1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_DIM)
@@ -47,17 +115,11 @@ def merge_kernel(  # noqa: ANN201
     total = tl.zeros((BLOCK,), tl.float32)
     merged = tl.zeros((BLOCK, BLOCK_DIM), tl.float32)
     for branch in tl.static_range(BRANCHES):
-        segment, inside = token // WIDTHS[branch], token % WIDTHS[branch]
-        rest = segment >= tokens // WIDTHS[branch]
-        nth, stacked = (inside // RATES[branch]).to(tl.int64), tl.where(rest, 0, segment).to(tl.int64)
         entry = table + (place * BRANCHES + branch).to(tl.int64) * 16
-        held = (inside % RATES[branch]).to(tl.int64) == _field(entry, rest, RESTS[branch], 6)
-        held = held & (token < tokens) & (_field(entry, rest, RESTS[branch], 7) != 0)
-        number = _field(entry, rest, RESTS[branch], 3) + nth * _field(entry, rest, RESTS[branch], 5)
-        number += stacked * _field(entry, rest, RESTS[branch], 4)
+        held, rest, nth, stacked = _held(entry, token, tokens, WIDTHS[branch], RATES[branch], RESTS[branch])
+        number = _row(entry, rest, nth, stacked, RESTS[branch], 3, 1)
         weight = tl.load(lse + number, mask=held, other=float("-inf"))
-        row = _field(entry, rest, RESTS[branch], 0) + nth * _field(entry, rest, RESTS[branch], 2)
-        row = tl.multiple_of(row + stacked * _field(entry, rest, RESTS[branch], 1), [ALIGN])
+        row = _row(entry, rest, nth, stacked, RESTS[branch], 0, ALIGN)
         part = tl.load(out + row[:, None] + column[None, :], mask=held[:, None] & (column < DIM)[None, :], other=0.0)
         higher = tl.maximum(top, weight)
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -67,43 +129,49 @@ def merge_kernel(  # noqa: ANN201
     seen = total > 0
     merged = merged * (1.0 / tl.where(seen, total, 1.0))[:, None]
     cell = ((place // heads).to(tl.int64) * tokens + token) * heads + place % heads
-    tl.store(lse + cell, tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), float("-inf")), mask=token < tokens)
+    whole = tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
+    tl.store(lse + cell, whole, mask=token < tokens)
     target = out + tl.multiple_of(cell * DIM, [ALIGN])[:, None] + column[None, :]
     tl.store(target, merged.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & (column < DIM)[None, :])
+    if KEEP:
+        tl.debug_barrier()  # warps may hold the same rows: all have read before one writes
+        for branch in tl.static_range(BRANCHES):
+            entry = table + (place * BRANCHES + branch).to(tl.int64) * 16
+            held, rest, nth, stacked = _held(entry, token, tokens, WIDTHS[branch], RATES[branch], RESTS[branch])
+            tl.store(lse + _row(entry, rest, nth, stacked, RESTS[branch], 3, 1), whole, mask=held)
 
 
 @triton.jit
 def add_kernel(  # noqa: ANN201
     table,  # noqa: ANN001
-    out,  # noqa: ANN001
+    first,  # noqa: ANN001
+    second,  # noqa: ANN001
+    third,  # noqa: ANN001
     tokens,  # noqa: ANN001
     heads,  # noqa: ANN001
     WIDTHS: tl.constexpr,
     RATES: tl.constexpr,
     RESTS: tl.constexpr,
     BRANCHES: tl.constexpr,
-    STRANDS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
+    STRANDS: tl.constexpr,
 ):
-    """out [b, s, h, d]: the sum of all branches' gradients, in float32."""
+    """Arrays [b, s, h, d], as many as the grid is deep: the sums of all branches' gradients, in float32."""
+    nth_array = tl.program_id(2)
+    out = tl.where(nth_array == 0, first, tl.where(nth_array == 1, second, third))
     place = tl.program_id(1)
+    table += nth_array.to(tl.int64) * tl.num_programs(1) * BRANCHES * STRANDS * 16
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_DIM)
     total = tl.zeros((BLOCK, BLOCK_DIM), tl.float32)
     for branch in tl.static_range(BRANCHES):
-        segment, inside = token // WIDTHS[branch], token % WIDTHS[branch]
-        rest = segment >= tokens // WIDTHS[branch]
-        nth, stacked = (inside // RATES[branch]).to(tl.int64), tl.where(rest, 0, segment).to(tl.int64)
-        residue = (inside % RATES[branch]).to(tl.int64)
-        for strand in tl.static_range(STRANDS):
+        for strand in tl.static_range(STRANDS):  # pyright: ignore[reportGeneralTypeIssues]
             entry = table + ((place * BRANCHES + branch) * STRANDS + strand).to(tl.int64) * 16
-            held = (residue == _field(entry, rest, RESTS[branch], 6)) & (token < tokens)
-            held = held & (_field(entry, rest, RESTS[branch], 7) != 0)
-            row = _field(entry, rest, RESTS[branch], 0) + nth * _field(entry, rest, RESTS[branch], 2)
-            row = tl.multiple_of(row + stacked * _field(entry, rest, RESTS[branch], 1), [ALIGN])
+            held, rest, nth, stacked = _held(entry, token, tokens, WIDTHS[branch], RATES[branch], RESTS[branch])
+            row = _row(entry, rest, nth, stacked, RESTS[branch], 0, ALIGN)
             mask = held[:, None] & (column < DIM)[None, :]
             total += tl.load(out + row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     cell = ((place // heads).to(tl.int64) * tokens + token) * heads + place % heads

@@ -76,25 +76,30 @@ def differentiable(pair: Partial, layout: Layout = "bshd") -> Attention:
     return lambda q, k, v: _Attention.apply(pair, layout, q, k, v)  # pyright: ignore[reportReturnType]
 
 
-def tokens_first(pair: Partial) -> Partial:
-    """Functions on bhsd as functions on bshd, without autograd."""
+class _Turned:
+    """A function of a pair whose arrays have their tokens and heads swapped, without autograd."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
 
     @torch.no_grad()
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = pair[0](*(x.transpose(1, 2) for x in (q, k, v)))
-        return out.transpose(1, 2), lse
+    def __call__(self, *arrays: torch.Tensor) -> Any:
+        return tuple([_swapped(x) for x in self.function(*[_swapped(x) for x in arrays])])
 
-    @torch.no_grad()
-    def backward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
-        dq, dk, dv = pair[1](q, k, v, out, lse, dout)
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    return forward, backward
+def _swapped(x: torch.Tensor) -> torch.Tensor:
+    """[b, s, h, d] as [b, h, s, d] and back; an LSE is [b, h, s] in either layout."""
+    return x.transpose(1, 2) if x.dim() == 4 else x
+
+
+def turned(pair: Partial) -> Partial:
+    """Functions on bhsd as functions on bshd, or the other way round; turned twice they are the same again.
+
+    Only those that are turned are without autograd by themselves.
+    """
+    forward, backward = pair
+    return _other_layout(forward), _other_layout(backward)
+
+
+def _other_layout(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.function if isinstance(function, _Turned) else _Turned(function)
