@@ -94,6 +94,10 @@ def demand_of(
 
 def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
     """Choose, warn where nothing was measured, and build."""
+    if train and framework_of(q, k, v) == "jax":
+        from attnbench.dispatch import jax_traced
+
+        return jax_traced.planned(q, k, v, words)
     demand = demand_of(q, k, v, words, train)
     pick, decision = chosen(words.impl, demand)
     return Plan(built(pick, decision, demand, words.layout), pairs_kept(demand))
