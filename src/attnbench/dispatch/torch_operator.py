@@ -17,6 +17,7 @@ from attnbench.dispatch.arrays import LAYOUTS, to_layout
 from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Plan, Plans, Words, arranged, chosen, demand_of, pairs_kept
 from attnbench.errors import InvalidWorkload, UsageError
+from attnbench.impls.parts.torch_autograd import through_lse
 from attnbench.spec import Call, Config, Implementation, Workload
 from attnbench.workloads.masks.literals import literal
 
@@ -56,7 +57,7 @@ def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = Non
         k, v = to_layout(k, layout, inner, kv_heads), to_layout(v, layout, inner, kv_heads)
         out, lse = torch.ops.attnbench.forward(q, k, v, key)
         out = to_layout(out, inner, layout)
-        return (out, lse.detach().float()) if return_lse else out
+        return (out, lse.float()) if return_lse else out
 
     return run
 
@@ -122,11 +123,22 @@ def _empty_gradients(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *arrays, ctx.key = inputs
     ctx.save_for_backward(*arrays, *output)
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dout: torch.Tensor, dlse: Any) -> tuple[Any, ...]:
-    del dlse  # no gradient flows through the LSE
-    return *torch.ops.attnbench.backward(*ctx.saved_tensors, dout, ctx.key), None
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    request = _asked(ctx.key)
+
+    def backward(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ops.attnbench.backward(*arrays, ctx.key)
+
+    grads: Any = (None, None, None) if dout is None else backward(q, k, v, out, lse, dout)
+    if dlse is not None and request.words.return_lse:
+        layout = "bhsd" if request.words.layout == "bhsd" else "bshd"
+        dq, dk, dv = through_lse(backward, layout, q, k, v, out, lse, dlse)
+        grads = (dq, dk, dv) if dout is None else (grads[0] + dq, grads[1] + dk, grads[2])
+    return *grads, None
 
 
 forward.register_autograd(_gradients, setup_context=_save)

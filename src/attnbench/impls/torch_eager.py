@@ -18,6 +18,7 @@ class Eager(Implementation):
 
     name = "torch.eager"
     framework = "torch"
+    lse_gradient = True
     traceable = True
     materialises_scores = True
     untested = ("rocm", "xpu", "mps")

@@ -24,6 +24,7 @@ class Split(Implementation):
         self.name = f"{inner.name}-split"
         self.framework, self.layout = inner.framework, inner.layout
         self.materialises_scores, self.traceable = inner.materialises_scores, inner.traceable
+        self.lse_gradient = inner.lse_gradient
         self.expects, self.forbids = inner.expects, inner.forbids
 
     @abstractmethod
