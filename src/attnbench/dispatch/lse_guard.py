@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from attnbench.errors import Unsupported
 from attnbench.spec import Array, Call
@@ -20,10 +20,10 @@ def guarded(call: Call, name: str, framework: str) -> Call:
     return run
 
 
-def _refuse(name: str) -> None:
+def _refuse(name: str) -> NoReturn:
     raise Unsupported(
-        f"no gradient flows through the LSE of {name}: cut it off (detach, stop_gradient) where it is only read, or ask "
-        "for torch.eager or torch.pair, jax.einsum or jax.pair, whose LSE has one."
+        f"no gradient flows through the LSE of {name}: cut it off (detach, stop_gradient) where it is only read, or "
+        "ask for torch.eager or torch.pair, jax.einsum or jax.pair, whose LSE has one."
     )
 
 

@@ -2,7 +2,8 @@
 
 Traps handled here: its causal mask is top-left (bottom-right goes in as an array); a row without visible keys gives the
 mean of V (zeroed outside); softmax is float32 even for float64 (refused); the LSE is rounded to the input dtype, so it
-is offered for float32 only, and no gradient flows through it, so in training it is computed apart. cuDNN's left window without `is_causal` sees the whole future: the two always go together.
+is offered for float32 only, and no gradient flows through it, so in training it is computed apart. cuDNN's left window
+without `is_causal` sees the whole future: the two always go together.
 """
 
 from __future__ import annotations
