@@ -10,28 +10,40 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from attnbench.dispatch.choice import decide
+from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.misses import report
+from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Plan, Words, built, demand_of
 from attnbench.spec import Array
 
 
 def planned(q: Array, k: Array, v: Array, words: Words) -> Plan:
-    """Both choices are made now, by the policies in force; each is built, and a miss told, when JAX comes to it.
+    """What a traced call runs; each of the two is built when JAX comes to it."""
+    settle = choices(words.impl, *(demand_of(q, k, v, words, train) for train in (False, True)))
+
+    def call(train: bool) -> Callable[..., Any]:
+        decision, demand = settle(train)
+        return built(decision.taken(words.impl, demand), decision, demand, words.layout)
+
+    return Plan(by_pass(call))
+
+
+def choices(impl: str, forward: Demand, training: Demand) -> Callable[[bool], tuple[Decision, Demand]]:
+    """Both choices, made now, by the policies in force; a miss is told when one is used.
 
     Where a policy speaks for training alone, the forward pass takes that choice too: `grad(jit(f))` traces it first.
     """
-    demands = [demand_of(q, k, v, words, train) for train in (False, True)]
-    found = [decide(words.impl, demand) for demand in demands]
+    demands = (forward, training)
+    found = [decide(impl, demand) for demand in demands]
     first = found[0].evidence is None and found[1].evidence is not None
 
-    def call(train: bool) -> Callable[..., Any]:
-        decision, demand = found[train], demands[train]
-        if words.impl == "auto":
-            report(decision, demand)
-        return built(decision.taken(words.impl, demand), decision, demand, words.layout)
+    def settle(train: bool) -> tuple[Decision, Demand]:
+        at = train or first
+        if impl == "auto":
+            report(found[at], demands[at])
+        return found[at], demands[at]
 
-    return Plan(by_pass(lambda train: call(train or first)))
+    return settle
 
 
 def by_pass(make: Callable[[bool], Callable[..., Any]]) -> Callable[..., Any]:

@@ -89,7 +89,7 @@ def _asked(key: str) -> Request:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, ran); the LSE means nothing where nobody asked for it, `ran` is empty where the choice was made before."""
+    """(out, lse, ran); the LSE means nothing where nobody asked for it, `ran` is empty where the choice came before."""
     at = _choice(q, k, v, key)
     out, lse = _kernels_for(q, k, v, key, at).forward(q, k, v)
     blank, ran = _empty_lse(q, key), _empty_ran(q, key)
