@@ -90,9 +90,28 @@ class TestChoice:
         assert why is not None
         assert "pass forward, dtype bfloat16, mask causal, head_dim 32 together" in why
 
-    def test_sizes_of_a_mask_are_left_open(self):
+    def test_another_size_of_a_mask_is_some_way_off(self):
         found = policy(entry("torch.flex", 256, mask=ab.masks.window(64)))
-        assert pick(found, 256, mask=ab.masks.window(32)) == "torch.flex"
+        near = found.choice(workload(256, mask=ab.masks.window(32)), "torch", CPU)
+        assert near is not None
+        assert near.implementation == "torch.flex"
+        assert near.distance == pytest.approx(0.5 * np.log2(0.22 / 0.12), abs=0.05)
+        assert "octaves away" in str(near)
+
+    def test_a_narrow_window_is_not_answered_by_a_wide_one(self):
+        found = policy(entry("torch.flex", 8192, mask=ab.masks.window(4096)))
+        narrow = workload(8192, mask=ab.masks.window(128))
+        assert found.choice(narrow, "torch", CPU) is None
+        assert "window (0.38 visible) · float32 · forward) is 2.3 octaves away" in str(found.miss(narrow, "torch", CPU))
+        assert pick(found, 8192, mask=ab.masks.window(2048)) == "torch.flex"
+
+    def test_a_file_that_does_not_say_how_much_is_visible_speaks_as_it_did(self):
+        told = entry("torch.flex", 8192, mask=ab.masks.window(4096))
+        old = policy(structs.replace(told, at=structs.replace(told.at, visible=None)))
+        assert pick(old, 8192, mask=ab.masks.window(128)) == "torch.flex"
+
+    def test_causal_and_full_masks_are_told_by_their_lengths(self):
+        assert shape_of(workload(1024)).visible is shape_of(workload(64, mask=ab.masks.full())).visible is None
 
     def test_the_order_of_a_masks_parts_does_not_matter(self):
         one = ab.masks.causal() & ab.masks.lengths([100])

@@ -111,14 +111,23 @@ class TestBest:
         assert one.why == "torch.fa3: unsupported: needs cuda"
 
     def test_workloads_that_one_entry_stands_for_are_settled_together(self):
+        first, last = ({"mask": masks.valid([early] * 64 + [not early] * 64)} for early in (True, False))
+        found = chosen(
+            timed("torch.flex", 1e6, shape=first), timed("torch.flex", 4e6, shape=last),
+            timed("torch.sdpa", 3e6, shape=first), timed("torch.sdpa", 3e6, shape=last),
+        )  # fmt: skip
+        (entry,) = found.policy.entries
+        assert entry.use.implementation == "torch.flex"
+        assert entry.use.alternatives[0].ratio == pytest.approx((3 * 3 / 4) ** 0.5, rel=0.02)
+
+    def test_a_narrow_and_a_wide_window_have_entries_of_their_own(self):
         narrow, wide = ({"mask": masks.window(size)} for size in (16, 64))
         found = chosen(
             timed("torch.flex", 1e6, shape=narrow), timed("torch.flex", 4e6, shape=wide),
             timed("torch.sdpa", 3e6, shape=narrow), timed("torch.sdpa", 3e6, shape=wide),
         )  # fmt: skip
-        (entry,) = found.policy.entries
-        assert entry.use.implementation == "torch.flex"
-        assert entry.use.alternatives[0].ratio == pytest.approx((3 * 3 / 4) ** 0.5, rel=0.02)
+        told = {entry.at.visible: entry.use.implementation for entry in found.policy.entries}
+        assert told == {0.125: "torch.flex", 0.381: "torch.sdpa"}
 
     def test_other_clocks_are_not_compared(self):
         wall = [timed("torch.eager", 4e6), timed("torch.sdpa", 3e6)]
