@@ -18,6 +18,7 @@ class Eager(Implementation):
 
     name = "torch.eager"
     framework = "torch"
+    any_kv_len = True
     lse_gradient = True
     traceable = True
     materialises_scores = True

@@ -53,6 +53,7 @@ class Sdpa(Implementation):
     layout = "bhsd"
     traceable = True
     lse_gradient = True
+    any_kv_len = True
     untested = ("rocm", "xpu", "mps")
 
     def __init__(self, backend: Backend) -> None:
