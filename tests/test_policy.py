@@ -16,10 +16,20 @@ from record_factory import CPU, workload
 
 import attnbench as ab
 from attnbench import policy as policies
-from attnbench.analyse.candidates import Constraints
 from attnbench.cli.choose import choose_from, read_sources
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.policy import REACH, Choice, Policy, distance, load_policy, place_of, save_policy, shape_of, use_policy
+from attnbench.policy import (
+    REACH,
+    Choice,
+    Constraints,
+    Policy,
+    distance,
+    load_policy,
+    place_of,
+    save_policy,
+    shape_of,
+    use_policy,
+)
 
 GPU = structs.replace(CPU, device="cuda", device_name="Test GPU", threads=8, packages={"torch": "2.13.0", "fa3": "1"})
 
@@ -80,9 +90,28 @@ class TestChoice:
         assert why is not None
         assert "pass forward, dtype bfloat16, mask causal, head_dim 32 together" in why
 
-    def test_sizes_of_a_mask_are_left_open(self):
+    def test_another_size_of_a_mask_is_some_way_off(self):
         found = policy(entry("torch.flex", 256, mask=ab.masks.window(64)))
-        assert pick(found, 256, mask=ab.masks.window(32)) == "torch.flex"
+        near = found.choice(workload(256, mask=ab.masks.window(32)), "torch", CPU)
+        assert near is not None
+        assert near.implementation == "torch.flex"
+        assert near.distance == pytest.approx(0.5 * np.log2(0.22 / 0.12), abs=0.05)
+        assert "octaves away" in str(near)
+
+    def test_a_narrow_window_is_not_answered_by_a_wide_one(self):
+        found = policy(entry("torch.flex", 8192, mask=ab.masks.window(4096)))
+        narrow = workload(8192, mask=ab.masks.window(128))
+        assert found.choice(narrow, "torch", CPU) is None
+        assert "window (0.38 visible) · float32 · forward) is 2.3 octaves away" in str(found.miss(narrow, "torch", CPU))
+        assert pick(found, 8192, mask=ab.masks.window(2048)) == "torch.flex"
+
+    def test_a_file_that_does_not_say_how_much_is_visible_speaks_as_it_did(self):
+        told = entry("torch.flex", 8192, mask=ab.masks.window(4096))
+        old = policy(structs.replace(told, at=structs.replace(told.at, visible=None)))
+        assert pick(old, 8192, mask=ab.masks.window(128)) == "torch.flex"
+
+    def test_causal_and_full_masks_are_told_by_their_lengths(self):
+        assert shape_of(workload(1024)).visible is shape_of(workload(64, mask=ab.masks.full())).visible is None
 
     def test_the_order_of_a_masks_parts_does_not_matter(self):
         one = ab.masks.causal() & ab.masks.lengths([100])
@@ -160,6 +189,30 @@ class TestMerge:
         assert found is not None
         assert found.mean == pytest.approx(1.1**0.25)
         assert (found.worst, found.worst_at, found.shapes, found.missed) == (1.1, "1.1", 4, 2)
+
+    def test_what_is_already_part_of_it_is_not_counted_again(self):
+        lost = policies.Regret(mean=1.1, worst=1.2, worst_at="there", shapes=2, missed=1)
+        one = policy(entry("torch.eager", 256), entry("torch.eager", 512), held_out=lost, runs=("a",))
+        two = policy(entry("torch.sdpa", 1024), held_out=structs.replace(lost, mean=1.0, shapes=4), runs=("b",))
+        assert one | one == one
+        both = one | two
+        assert both.places[0].held_out.shapes == 6  # pyright: ignore[reportOptionalMemberAccess]
+        assert both | two == both | both == both
+        assert (two | both).places[0].held_out == (both | one).places[0].held_out == both.places[0].held_out
+
+    def test_the_same_shapes_of_other_runs_count(self):
+        lost = policies.Regret(mean=1.1, worst=1.2, worst_at="there", shapes=2)
+        one, two = (policy(entry("torch.eager", 256), held_out=lost, runs=(run,)) for run in "ab")
+        assert (one | two).places[0].held_out.shapes == 4  # pyright: ignore[reportOptionalMemberAccess]
+
+    def test_choices_under_other_constraints_stay_apart(self):
+        free = policy(entry("torch.eager", 256), made="2026-01")
+        bound = policy(entry("torch.sdpa", 256), made="2026-02", within=Constraints(deterministic=True))
+        both = free | bound
+        assert [one.within for one in both.places] == [None, Constraints(deterministic=True)]
+        choice = both.choice(workload(256), "torch", CPU)
+        assert choice is not None
+        assert (choice.implementation, choice.within) == ("torch.sdpa", "deterministic"), "the younger stands"
 
 
 class TestFiles:

@@ -269,6 +269,10 @@ class Implementation(ABC):
     """Device kinds this adapter ought to run on but never has."""
     traceable: bool = False
     """Whether torch.compile may look into the calls that it builds; else each is one opaque operator to it."""
+    any_kv_len: bool = False
+    """Whether a call that was built for a full mask computes any number of keys."""
+    lse_gradient: bool = False
+    """Whether the LSE of `build_lse` is differentiable as the output is; else asking its gradient is an error."""
     tunables: Config = {}
     """What may be asked for in brackets, `torch.ring[world=4]`, with the defaults."""
     every_config: bool = False

@@ -11,12 +11,11 @@ from length_factory import GPU, along
 from msgspec import structs
 from record_factory import CPU, ok, timing, unsupported, workload
 
-from attnbench.analyse.candidates import Constraints
 from attnbench.analyse.choose import Chosen, choose
 from attnbench.analyse.ranking import ANCHOR, is_timed
 from attnbench.analyse.survey import Source
 from attnbench.errors import UnknownName
-from attnbench.policy import Policy, load_policy, policy_text
+from attnbench.policy import Constraints, Policy, load_policy, policy_text
 from attnbench.spec import Errors, Memory, Ok, Record
 from attnbench.store.runfile import read_run
 from attnbench.workloads import masks
@@ -112,14 +111,23 @@ class TestBest:
         assert one.why == "torch.fa3: unsupported: needs cuda"
 
     def test_workloads_that_one_entry_stands_for_are_settled_together(self):
+        first, last = ({"mask": masks.valid([early] * 64 + [not early] * 64)} for early in (True, False))
+        found = chosen(
+            timed("torch.flex", 1e6, shape=first), timed("torch.flex", 4e6, shape=last),
+            timed("torch.sdpa", 3e6, shape=first), timed("torch.sdpa", 3e6, shape=last),
+        )  # fmt: skip
+        (entry,) = found.policy.entries
+        assert entry.use.implementation == "torch.flex"
+        assert entry.use.alternatives[0].ratio == pytest.approx((3 * 3 / 4) ** 0.5, rel=0.02)
+
+    def test_a_narrow_and_a_wide_window_have_entries_of_their_own(self):
         narrow, wide = ({"mask": masks.window(size)} for size in (16, 64))
         found = chosen(
             timed("torch.flex", 1e6, shape=narrow), timed("torch.flex", 4e6, shape=wide),
             timed("torch.sdpa", 3e6, shape=narrow), timed("torch.sdpa", 3e6, shape=wide),
         )  # fmt: skip
-        (entry,) = found.policy.entries
-        assert entry.use.implementation == "torch.flex"
-        assert entry.use.alternatives[0].ratio == pytest.approx((3 * 3 / 4) ** 0.5, rel=0.02)
+        told = {entry.at.visible: entry.use.implementation for entry in found.policy.entries}
+        assert told == {0.125: "torch.flex", 0.381: "torch.sdpa"}
 
     def test_other_clocks_are_not_compared(self):
         wall = [timed("torch.eager", 4e6), timed("torch.sdpa", 3e6)]

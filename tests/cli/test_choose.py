@@ -11,8 +11,8 @@ from record_factory import CPU, ok, unsupported, workload
 
 from attnbench.cli import execute
 from attnbench.cli.choose import read_size
-from attnbench.errors import UsageError
-from attnbench.policy import load_policy
+from attnbench.errors import PolicyWarning, UsageError
+from attnbench.policy import Constraints, load_policy
 from attnbench.spec import Memory
 from attnbench.store.runfile import RunWriter, new_header
 
@@ -48,6 +48,40 @@ def test_a_table_the_crossing_and_one_closing_sentence(capsys: pytest.CaptureFix
     found = load_policy("policy.json")
     assert [entry.use.label for entry in found.entries] == ["torch.eager"] * 2 + ["torch.sdpa"] * 2
     assert found.places[0].runs == ("one.jsonl",)
+
+
+def test_constraints_are_written_and_told_by_whoever_reads_them(capsys: pytest.CaptureFixture[str]):
+    words = [
+        "--max-memory",
+        "2GB",
+        "--deterministic",
+        "--max-error",
+        "0.01",
+        "--only",
+        "torch",
+        "--forbid",
+        "torch.sdpa",
+    ]
+    assert execute(["choose", "one", "-o", "policy.json", *words]) == 0
+    told = "at most 2,000,000,000 extra bytes; deterministic; error up to 0.01; only torch; without torch.sdpa"
+    assert capsys.readouterr().out.strip().endswith(f"Chosen within: {told}.")
+    with pytest.warns(PolicyWarning, match="made under constraints") as warned:
+        found = load_policy("policy.json")
+    assert told in str(warned[0].message)
+    assert found.within == told
+    assert found.places[0].within == Constraints(
+        max_memory=2 * 10**9, deterministic=True, max_error=0.01, only=("torch",), forbid=("torch.sdpa",)
+    )
+    choice = found.choice(workload(128), "torch", CPU)
+    assert choice is not None
+    assert str(choice).endswith(f"chosen within: {told}")
+
+
+def test_without_constraints_nothing_is_told(recwarn: pytest.WarningsRecorder):
+    assert execute(["choose", "one", "-o", "policy.json"]) == 0
+    assert load_policy("policy.json").within == ""
+    assert "within" not in Path("policy.json").read_text()
+    assert [one for one in recwarn if issubclass(one.category, PolicyWarning)] == []
 
 
 def test_latest_is_the_default_and_nothing_is_written_unasked(capsys: pytest.CaptureFixture[str], tmp_path: Path):

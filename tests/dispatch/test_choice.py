@@ -13,7 +13,7 @@ import attnbench as ab
 from attnbench import policy, registry
 from attnbench.config import load_settings
 from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported, UsageError
-from attnbench.policy import save_policy
+from attnbench.policy import Constraints, save_policy
 from attnbench.spec import Implementation
 
 pytestmark = pytest.mark.torch
@@ -72,6 +72,14 @@ def test_a_policy_of_this_machine_is_used_with_its_config_and_nobody_is_warned(s
         assert len(spy.built) == 1, "it is built once"
     ab.attention(*arrays(), mask=CAUSAL)
     assert len(spy.built) == 1, "outside the block nobody asks the policy"
+
+
+def test_explain_tells_what_a_choice_had_to_keep_to(spy):
+    bound = here(entry("torch.spy"), within=Constraints(max_memory=10**9, forbid=("torch.flex",)))
+    with ab.use_policy(bound):
+        told = ab.explain(*arrays(), mask=CAUSAL)
+    assert told.evidence.within == "at most 1,000,000,000 extra bytes; without torch.flex"
+    assert "chosen within: at most 1,000,000,000 extra bytes; without torch.flex" in str(told)
 
 
 def test_the_innermost_policy_is_asked_first_and_the_outer_where_it_is_silent(spy):

@@ -9,6 +9,8 @@ from dispatch_problem import entry, here
 
 import attnbench as ab
 from attnbench import registry
+from attnbench.policy import Choice, Entry, shape_of
+from attnbench.spec import Implementation
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")]
@@ -265,3 +267,55 @@ def test_a_policy_is_asked(dynamic):
             torch._dynamo.reset()
             with pytest.raises(Exception, match="no measured policy speaks"):
                 torch.compile(lambda q, k, v: ab.attention(q, k, v), backend="eager", fullgraph=True)(q, k, v)
+
+
+class Twin(Implementation):
+    """torch.eager's two passes, each noted."""
+
+    framework = "torch"
+
+    def __init__(self, name):
+        self.name, self.passes_run = name, []
+
+    def supports(self, workload, environment):
+        return None
+
+    def build(self, workload, config):
+        return registry.get("torch.eager").build(workload, {})
+
+    def partial(self, workload, config):
+        forward, backward = registry.get("torch.eager").partial(workload, {})
+
+        def noted(name, function):
+            return lambda *arrays: self.passes_run.append(name) or function(*arrays)
+
+        return noted("forward", forward), noted("backward", backward)
+
+
+def test_with_dynamic_sizes_the_backward_is_that_of_the_kernel_that_ran():
+    """Policies may be others by then: backward passes come after a `with` block, or on autograd's own threads."""
+    with registry.restored():
+        first, second = (registry.register(Twin(f"torch.{name}")) for name in ("first", "second"))
+        mine, other = (
+            here(entry(one.name), train_entry(one.name), entry("torch.nobody", mask=ab.masks.full()))
+            for one in (first, second)
+        )
+        compiled = torch.compile(
+            lambda q, k, v: ab.attention(q, k, v, mask=OUTER), backend="aot_eager", fullgraph=True, dynamic=True
+        )
+        leaves = [torch.randn(1, 32, 4, 16, requires_grad=True) for _ in range(3)]
+        with ab.use_policy(mine):
+            out = compiled(*leaves)
+        with ab.use_policy(other):
+            later = compiled(*leaves)
+            got = torch.autograd.grad(out.sum(), leaves)
+        torch.autograd.grad(later.sum(), leaves)
+        assert (first.passes_run, second.passes_run) == (["forward", "backward"], ["forward", "backward"])
+        want = torch.autograd.grad(ab.attention(*leaves, mask=OUTER, impl="torch.eager").sum(), leaves)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, atol=5e-5, rtol=0)
+
+
+def train_entry(name):
+    work = ab.Workload(batch=1, q_len=32, heads=4, head_dim=16, mask=OUTER, pass_="train")
+    return Entry(at=shape_of(work), use=Choice(implementation=name, candidates=1, measured=work.id))

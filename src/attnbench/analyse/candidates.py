@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from attnbench.analyse.ranking import ANCHOR, is_timed, label, matches
 from attnbench.errors import UnknownName
+from attnbench.policy import Constraints
 from attnbench.spec import Ok, Record
 
 WRAPPERS: dict[str, str] = dict.fromkeys(
@@ -15,20 +16,6 @@ WRAPPERS: dict[str, str] = dict.fromkeys(
 )
 """Never faster than what they call, and they import far more."""
 NOT_ASKED_FOR = "is not among --only"
-
-
-class Constraints(Struct, frozen=True, kw_only=True):
-    """What a choice must keep to."""
-
-    max_memory: int | None = None
-    """Peak extra bytes of a call."""
-    deterministic: bool = False
-    """The same bits every time."""
-    max_error: float | None = None
-    """Relative error against float64, of the output and of the gradients."""
-    only: tuple[str, ...] = ()
-    """Names, families or frameworks; none: all."""
-    forbid: tuple[str, ...] = ()
 
 
 class Refusal(Struct, frozen=True):

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from attnbench.analyse.candidates import NOT_ASKED_FOR, Constraints, Refusal, check_names
+from attnbench.analyse.candidates import NOT_ASKED_FOR, Refusal, check_names
 from attnbench.analyse.crossings import crossings_of
 from attnbench.analyse.held_out import held_out_of
 from attnbench.analyse.ranking import label
 from attnbench.analyse.settle import settle
 from attnbench.analyse.survey import Ground, Source, survey
-from attnbench.policy import Entry, Place, Policy
+from attnbench.policy import Constraints, Entry, Place, Policy
 
 SHOWN_REASONS = 3
 
@@ -51,7 +51,8 @@ def choose(
     check_names(constraints, (record for source in ordered for record in source.records), known)
     grounds, refused = survey(ordered, constraints, left_out or {})
     grounds.sort(key=lambda ground: repr(ground.place.key))
-    places = [place for place in map(_filled, grounds) if place.entries]
+    within = constraints or None
+    places = [structs.replace(place, within=within) for place in map(_filled, grounds) if place.entries]
     return Chosen(Policy() | Policy(places=tuple(places)), _unchosen(refused, grounds), tuple(grounds))
 
 

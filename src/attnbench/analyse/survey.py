@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from attnbench.analyse.candidates import Constraints, Refusal, eligible
+from attnbench.analyse.candidates import Refusal, eligible
 from attnbench.analyse.clocks import without_other_clocks
 from attnbench.analyse.ranking import is_timed, label
 from attnbench.analyse.ratios import condensed
 from attnbench.analyse.settle import Field
-from attnbench.policy import Place, Shape, place_of, shape_of
+from attnbench.policy import Constraints, Place, Shape, place_of, shape_of
 from attnbench.spec import Environment, Ok, Record
 
 CONTENDER = 1.5

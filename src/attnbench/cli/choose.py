@@ -14,9 +14,9 @@ from attnbench.cli.options import Json, Many
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnbench.analyse.candidates import Constraints
     from attnbench.analyse.choose import Chosen
     from attnbench.analyse.survey import Source
+    from attnbench.policy import Constraints
 
 NOTHING = 3
 SIZE = re.compile(r"([\d.]+)\s*([kMGT]?i?B?)", re.IGNORECASE)
@@ -133,7 +133,7 @@ def tell(chosen: Chosen) -> None:
 
 def read_constraints(within: Within) -> Constraints:
     """The options, checked."""
-    from attnbench.analyse.candidates import Constraints
+    from attnbench.policy import Constraints
 
     if within.max_error is not None and not within.max_error > 0:
         raise UsageError(f"--max-error must be more than 0, not {within.max_error:g}.")

@@ -16,10 +16,10 @@ from attnbench.cli.options import Choice, Json, Quiet, Sampling, Shape
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnbench.analyse.candidates import Constraints
     from attnbench.analyse.choose import Chosen
     from attnbench.analyse.survey import Source
     from attnbench.cli.order import Prepared
+    from attnbench.policy import Constraints
     from attnbench.spec import Record, Workload
 
 NOTHING, INTERRUPTED = 3, 130

@@ -2,12 +2,8 @@
 
 `ab.attention` takes masks as data, so that the choice may look at them; copying a T x S array to the host at every
 step only to hash it would cost more than the attention. Here arrays stay where they are, and only implementations that
-take them as arguments are asked:
-
-| framework | order |
-| --- | --- |
-| torch | sdpa (torch's own pick), eager |
-| jax | cudnn, xla, einsum |
+take them as arguments are asked (`order.TAKE_ARRAYS`), the policies' entries for `dense` masks first: torch.sdpa
+(torch's own pick) and torch.eager, jax.cudnn, jax.xla and jax.einsum.
 
 Any other implementation, asked for by name, gets the array as `masks.dense` and takes it or refuses; that needs its
 values, so it cannot be done while something is traced. A row that sees no key gives 0.
@@ -15,21 +11,27 @@ values, so it cannot be done while something is traced. A row that sees no key g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from operator import and_
 from typing import Any
 
 import numpy as np
 
-from attnbench import registry
+from attnbench import policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of, to_layout, workload_of
-from attnbench.dispatch.order import refusal
+from attnbench.dispatch.order import TAKE_ARRAYS, Demand
+from attnbench.dispatch.plan import Plan, Plans, chosen
+from attnbench.dispatch.traced import Outline, specialised
 from attnbench.errors import InvalidWorkload, Unsupported
-from attnbench.spec import Array, Workload
+from attnbench.spec import Array, Pass, Workload
+from attnbench.tracing import constant_when_traced
 from attnbench.workloads import masks
+from attnbench.workloads.masks import AnyMask
 
-AT_RUN_TIME = {"torch": ("torch.sdpa", "torch.eager"), "jax": ("jax.cudnn", "jax.xla", "jax.einsum")}
+_NAMES = Plans()
+"""Names of what torch calls run, by everything that the choice depends on."""
 
 
 def attention_with_array(
@@ -47,34 +49,25 @@ def attention_with_array(
     """Attention where `visible` (booleans) holds, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
     given = [array for array in (visible, bias) if array is not None]
     framework = "torch" if hasattr(q, "requires_grad") else framework_of(q, k, v)
-    takers = AT_RUN_TIME.get(framework, ())
+    takers = TAKE_ARRAYS.get(framework, ())
     if not given or not takers or impl not in ("auto", *takers):
         mask: Any = reduce(and_, [masks.dense(array) for array in given]) if given else None
         return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout)
     if framework == "torch":
         return _torch(q, k, v, visible, bias, scale, softcap, impl, layout)
-    workload = workload_of(
-        q, k, v, mask=_UNKNOWN[bias is not None], scale=scale, softcap=softcap, layout=layout,
-        pass_=pass_of(framework, q, k, v),
-    )  # fmt: skip
-    name = _pick(workload, framework, device_of(q, framework), impl)
-    visible, bias = (None if array is None else _four_axes(array, workload) for array in (visible, bias))
-    q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
-    return to_layout(_jax(name.removeprefix("jax."), workload, q, k, v, visible, bias), "bshd", layout)
+    return _jax(q, k, v, visible, bias, scale, softcap, impl, layout)
 
 
-_UNKNOWN = {False: masks.dense(np.ones((1, 1, 1, 1), bool)), True: masks.dense(np.zeros((1, 1, 1, 1), np.float32))}
-"""What `supports` is shown for an array that it may not read: booleans, or a bias."""
-
-
-def _pick(workload: Workload, framework: str, device: str, impl: str) -> str:
-    reasons: dict[str, str | None] = {}
-    for name in AT_RUN_TIME[framework] if impl == "auto" else (impl,):
-        reasons[name] = refusal(registry.get(name), workload, framework, device)
-        if reasons[name] is None:
-            return name
-    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise Unsupported(f"no implementation takes {workload.title} with its mask as an array on {device}: {told}.")
+def _demand(
+    q: Any, k: Any, v: Any, weighted: bool, pass_: Pass, softcap: float | None, layout: str, framework: str,
+    scale: float | None = None,
+) -> Demand:  # fmt: skip
+    """What is asked, with a mask of the kind `dense` in place of one that may not be read."""
+    kv_len = k.shape[2 if layout == "bhsd" else 1]
+    hidden = np.arange(kv_len) < max(kv_len - 1, 1)
+    stand_in: AnyMask = masks.dense(np.where(hidden, 0, -np.inf).astype(np.float32) if weighted else hidden)
+    workload = workload_of(q, k, v, mask=stand_in, scale=scale, softcap=softcap, layout=layout, pass_=pass_)
+    return Demand(workload, framework, device_of(q, framework), False, "array")
 
 
 def _four_axes(array: Array, workload: Workload) -> Array:
@@ -89,13 +82,15 @@ def _torch(
     q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, scale: float | None,
     softcap: float | None, impl: str, layout: str,
 ) -> Array:  # fmt: skip
-    """Looks at no values and makes no workload, so that torch.compile can follow it.
+    """Looks at no values, so that torch.compile can follow it.
 
     Rows that see no key are shown all of them and cleared: a fused kernel may give NaN there.
     """
     if impl == "torch.sdpa" and softcap is not None:
         raise Unsupported("torch.sdpa has no soft cap.")
     exact = bias is None or bias.dtype == q.dtype or q.device.type == "cpu"  # fused kernels of a GPU round a bias
+    if impl == "auto":
+        impl = _torch_choice(q, k, v, not exact, softcap, layout)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     seen, bias = _torch_seen(visible, bias)
     dead = ~seen.any(-1, keepdim=True)
@@ -117,6 +112,39 @@ def _torch(
     return to_layout(out.masked_fill(dead, 0.0), "bhsd", layout)
 
 
+def _torch_choice(q: Array, k: Array, v: Array, weighted: bool, softcap: float | None, layout: str) -> str:
+    """The policies' choice, or the fixed order's with a word about the miss; sizes that are dynamic leave no choice."""
+    import torch
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if torch.compiler.is_dynamo_compiling():
+        if not all(has_static_value(size) for x in (q, k, v) for size in x.shape):
+            return "auto"
+        outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
+        return _chosen_now(outlines, weighted, train, softcap is not None, layout)
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, q.device, weighted, train, softcap is None, layout,
+        registry.generation(), policy.generation(),
+    )  # fmt: skip
+    found = _NAMES.get(key)
+    if found is None:
+        found = _chosen(q, k, v, weighted, train, softcap is not None, layout)
+        _NAMES.put(key, Plan(found))
+    return found
+
+
+@constant_when_traced
+def _chosen_now(outlines: tuple[Any, ...], *rest: Any) -> str:
+    q, k, v = (Outline(*one) for one in outlines)
+    return _chosen(q, k, v, *rest)
+
+
+def _chosen(q: Any, k: Any, v: Any, weighted: bool, train: bool, capped: bool, layout: str) -> str:
+    demand = _demand(q, k, v, weighted, "train" if train else "forward", 1.0 if capped else None, layout, "torch")
+    return chosen("auto", demand)[0].name
+
+
 def _torch_seen(visible: Array | None, bias: Array | None) -> tuple[Array, Array | None]:
     """-inf in a bias hides the pair; what is left of the bias is finite."""
     if bias is None:
@@ -127,6 +155,30 @@ def _torch_seen(visible: Array | None, bias: Array | None) -> tuple[Array, Array
 
 
 def _jax(
+    q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, scale: float | None,
+    softcap: float | None, impl: str, layout: str,
+) -> Array:  # fmt: skip
+    from attnbench.dispatch.jax_traced import by_pass, choices
+
+    demands = [
+        _demand(q, k, v, bias is not None, pass_, softcap, layout, "jax", scale) for pass_ in ("forward", "train")
+    ]
+    workload = demands[0].workload
+    visible, bias = (None if array is None else _four_axes(array, workload) for array in (visible, bias))
+    q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
+    settle = choices(impl, *demands)
+
+    def call(train: bool) -> Callable[..., Array]:
+        decision, demand = settle(train)
+        backend = decision.taken(impl, demand).name.removeprefix("jax.")
+        return lambda *arrays: _with_backend(backend, demand.workload, *arrays)
+
+    given = [array for array in (q, k, v, visible, bias) if array is not None]
+    run = call(False) if pass_of("jax", *given) == "forward" else by_pass(call)
+    return to_layout(run(q, k, v, visible, bias), "bshd", layout)
+
+
+def _with_backend(
     backend: str, workload: Workload, q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None
 ) -> Array:
     import jax

@@ -99,7 +99,7 @@ def device_of(array: Array, framework: str) -> str:
 
 
 def pass_of(framework: str, *arrays: Array) -> Pass:
-    """Whether gradients may be asked of a call: torch says so itself, JAX may ask them of any traced call."""
+    """Whether gradients may be asked of a call: torch says so itself, JAX may ask them of any that is traced."""
     if framework == "torch":
         import torch
 

@@ -34,9 +34,8 @@ def attention(
     `layout` is bshd, bhsd or packed ([b, s, heads * dim]; then `heads` is the number of heads, or (heads, kv_heads)).
     `impl` is a name (with settings in brackets where it has some), which is used or refused, or "auto": what the active
     policies measured, else the fixed order of `attnbench.dispatch.order` with a warning.
-    With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32. It is for reading: a gradient flows
-    through it only where the implementation says so (torch.eager, torch.pair, jax.einsum, jax.pair), and through none
-    inside torch.compile where a kernel is one operator of the graph.
+    With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32. A gradient flows through it where
+    the implementation has one (`lse_gradient`); with any other, asking for that gradient is an error.
     """
     recording = False
     if hasattr(q, "requires_grad"):

@@ -90,7 +90,7 @@ def _ranked(choice: Choice) -> Iterator[tuple[str, Config, str, float]]:
 
 def _fixed(demand: Demand, asked: list[Candidate], missed: list[str]) -> Decision:
     known = {one.name for one in asked}
-    names = [name for name in order_on(demand.framework, demand.device) if name not in known]
+    names = [name for name in order_on(demand.framework, demand.device, demand.form) if name not in known]
     found = [*asked, *(Candidate(name, why_not(name, {}, demand)) for name in names)]
     name = next((one.name for one in found[len(asked) :] if one.reason is None), None)
     pick = None if name is None else registry.get(name)

@@ -13,13 +13,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attnbench.dispatch import array_masks
+from attnbench.dispatch import array_masks, decode
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.autocast import under_autocast
 from attnbench.dispatch.hf_masks import Described, DescribedMask, describe
 from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
 from attnbench.workloads import masks
+from attnbench.workloads.masks import Full
 
 if TYPE_CHECKING:
     import torch
@@ -79,13 +80,26 @@ def attention_forward(
             seen = _without_mask(query.shape[2], key.shape[2], causal, sliding_window)
         else:
             seen = attention_mask.described
-        key, value = (x[:, :, seen.first : seen.last] for x in (key, value))
-        out = dispatch.attention(query, key, value, mask=seen.mask, **how)
+        if seen.first or seen.last != key.shape[2]:
+            key, value = (x[:, :, seen.first : seen.last] for x in (key, value))
+        if query.shape[2] == 1 and type(seen.mask) is Full and not _recorded(query, key, value):
+            out = decode.attend(query, key, value, scale=how["scale"], softcap=softcap, impl=impl)
+        else:
+            out = dispatch.attention(query, key, value, mask=seen.mask, **how)
     else:
         array = attention_mask[..., : key.shape[2]]
         kind = "visible" if str(array.dtype) == "torch.bool" else "bias"
         out = array_masks.attention_with_array(query, key, value, **{kind: array}, **how)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _recorded(*arrays: torch.Tensor) -> bool:
+    """Whether the call is traced, or its gradients may be asked."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(array.requires_grad for array in arrays)
 
 
 def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) -> None:

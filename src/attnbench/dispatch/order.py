@@ -31,8 +31,14 @@ CPU_ORDER: dict[str, tuple[str, ...]] = {
     "torch": ("torch.dilated-improved", "torch.sdpa-flash", "torch.eager"),
     "jax": ("jax.dilated", "jax.xla", "jax.einsum"),
 }
-Form = Literal["call", "traced", "operator"]
-"""How it will be run: called, looked into by torch.compile where it may be, or as one operator of a compiled graph."""
+TAKE_ARRAYS: dict[str, tuple[str, ...]] = {
+    "torch": ("torch.sdpa", "torch.eager"),
+    "jax": ("jax.cudnn", "jax.xla", "jax.einsum"),
+}
+"""Those that take a mask as an array of each call, and their order (attnbench.dispatch.array_masks)."""
+Form = Literal["call", "traced", "operator", "array"]
+"""How it will be run: called, looked into by torch.compile where it may be, as one operator of a compiled graph, or
+with its mask an array that is an argument of the call."""
 
 
 class Candidate(NamedTuple):
@@ -63,8 +69,10 @@ def environment_of(framework: str, device: str) -> Environment:
     return frameworks.get(framework).environment(device)
 
 
-def order_on(framework: str, device: str) -> tuple[str, ...]:
+def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...]:
     """The fixed order on a device."""
+    if form == "array":
+        return TAKE_ARRAYS[framework]
     return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
 
 
@@ -85,6 +93,8 @@ def why_not(name: str, config: Config, demand: Demand) -> str | None:
     except UsageError as error:
         return f"cannot be had here: {error}"
     workload = demand.workload
+    if demand.form == "array" and name not in TAKE_ARRAYS[demand.framework]:
+        return "takes no mask that is an argument of the call"
     reason = refusal(implementation, workload, demand.framework, demand.device)
     if reason is None and demand.with_lse and implementation.build_lse(workload, config) is None:
         return "gives no LSE"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from attnbench.dispatch.arrays import device_of, framework_of, to_layout, workload_of
 from attnbench.dispatch.choice import Decision, decide
+from attnbench.dispatch.lse_guard import guarded
 from attnbench.dispatch.misses import report
 from attnbench.dispatch.order import Demand, Form
 from attnbench.spec import Array, Call, Implementation
@@ -94,6 +95,10 @@ def demand_of(
 
 def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
     """Choose, warn where nothing was measured, and build."""
+    if train and framework_of(q, k, v) == "jax":
+        from attnbench.dispatch import jax_traced
+
+        return jax_traced.planned(q, k, v, words)
     demand = demand_of(q, k, v, words, train)
     pick, decision = chosen(words.impl, demand)
     return Plan(built(pick, decision, demand, words.layout), pairs_kept(demand))
@@ -113,6 +118,8 @@ def built(pick: Implementation, decision: Decision, demand: Demand, layout: str,
     with _outside_traces(demand.framework):
         call = pick.build_lse(workload, config) if demand.with_lse else pick.build(workload, config)
     assert call is not None
+    if demand.with_lse and workload.needs_gradients and not pick.lse_gradient:
+        call = guarded(call, pick.name, demand.framework)
     prepare = getattr(call, "prepare", None)
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)

@@ -1,13 +1,16 @@
 """An implementation as one operator of torch.compile's graphs: `attnbench::forward`, and `attnbench::backward` of it.
 
 The operator is handed a key to what was asked; what it runs is looked up by the sizes it meets. The backward is the
-partial form's, so nothing is computed twice. Arrays are bshd or bhsd, results are contiguous. Needs torch.
+partial form's, so nothing is computed twice. Where the choice is made when it runs, the forward tells the backward
+which one it was: policies may be others by then, and of another thread. Arrays are bshd or bhsd, results contiguous.
+Needs torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from attnbench.dispatch.arrays import LAYOUTS, to_layout
 from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Plan, Plans, Words, arranged, chosen, demand_of, pairs_kept
 from attnbench.errors import InvalidWorkload, UsageError
+from attnbench.impls.parts.torch_autograd import through_lse
 from attnbench.spec import Call, Config, Implementation, Workload
 from attnbench.workloads.masks.literals import literal
 
@@ -36,8 +40,13 @@ class Kernels(NamedTuple):
     backward: Callable[..., tuple[torch.Tensor, ...]] | None
 
 
+CHOSEN_BEFORE = -1
 _requests: dict[str, Request] = {}
+_picks: list[tuple[str, Config]] = []
+"""What was chosen while a graph ran; its place here is what the forward tells the backward."""
+_picked = Plans()
 _kernels = Plans()
+_choosing = Lock()
 
 
 def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = None) -> Call:
@@ -54,9 +63,9 @@ def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = Non
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         q = to_layout(q, layout, inner, q_heads)
         k, v = to_layout(k, layout, inner, kv_heads), to_layout(v, layout, inner, kv_heads)
-        out, lse = torch.ops.attnbench.forward(q, k, v, key)
+        out, lse, _ = torch.ops.attnbench.forward(q, k, v, key)
         out = to_layout(out, inner, layout)
-        return (out, lse.detach().float()) if return_lse else out
+        return (out, lse.float()) if return_lse else out
 
     return run
 
@@ -77,16 +86,27 @@ def _asked(key: str) -> Request:
 
 
 @torch.library.custom_op("attnbench::forward", mutates_args=())
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse); the LSE is empty of meaning where nobody asked for it."""
-    out, lse = _kernels_for(q, k, v, key).forward(q, k, v)
-    blank = _empty_lse(q, key)
-    return out.contiguous(), blank if lse is None else lse.to(blank.dtype).contiguous()
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, ran); the LSE means nothing where nobody asked for it, `ran` is empty where the choice came before."""
+    at = _choice(q, k, v, key)
+    out, lse = _kernels_for(q, k, v, key, at).forward(q, k, v)
+    blank, ran = _empty_lse(q, key), _empty_ran(q, key)
+    return out.contiguous(), blank if lse is None else lse.to(blank.dtype).contiguous(), ran.fill_(at)
 
 
 @forward.register_fake
-def _empty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty((*q.shape[:3], v.shape[3])), _empty_lse(q, key)
+def _empty(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), _empty_lse(q, key), _empty_ran(q, key)
+
+
+def _empty_ran(q: torch.Tensor, key: str) -> torch.Tensor:
+    """One number on the host, or nothing at all: a graph of one device stays one."""
+    chooses = _asked(key).pick is None
+    return torch.empty((1,) if chooses else (0,), dtype=torch.int64, device="cpu" if chooses else q.device)
 
 
 def _empty_lse(q: torch.Tensor, key: str) -> torch.Tensor:
@@ -103,10 +123,11 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
+    ran: torch.Tensor,
     key: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv)."""
-    kernel = _kernels_for(q, k, v, key).backward
+    kernel = _kernels_for(q, k, v, key, int(ran) if ran.numel() else CHOSEN_BEFORE).backward
     assert kernel is not None
     dq, dk, dv = kernel(q, k, v, out, lse, dout.contiguous())
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -114,39 +135,71 @@ def backward(
 
 @backward.register_fake
 def _empty_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, dout: Any, key: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, dout: Any, ran: Any, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *arrays, ctx.key = inputs
     ctx.save_for_backward(*arrays, *output)
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dout: torch.Tensor, dlse: Any) -> tuple[Any, ...]:
-    del dlse  # no gradient flows through the LSE
-    return *torch.ops.attnbench.backward(*ctx.saved_tensors, dout, ctx.key), None
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None) -> tuple[Any, ...]:
+    q, k, v, out, lse, ran = ctx.saved_tensors
+    request = _asked(ctx.key)
+
+    def backward(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ops.attnbench.backward(*arrays, ran, ctx.key)
+
+    grads: Any = (None, None, None) if dout is None else backward(q, k, v, out, lse, dout)
+    if dlse is not None and request.words.return_lse:
+        layout = "bhsd" if request.words.layout == "bhsd" else "bshd"
+        dq, dk, dv = through_lse(backward, layout, q, k, v, out, lse, dlse)
+        grads = (dq, dk, dv) if dout is None else (grads[0] + dq, grads[1] + dk, grads[2])
+    return *grads, None
 
 
 forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> Kernels:
-    place = (key, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
-    place = (*place, registry.generation(), policy.generation())
+def _choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> int:
+    """What a forward pass runs, as a place in `_picks`: the policies in force are asked once for each problem."""
+    request = _asked(key)
+    if request.pick is not None:
+        return CHOSEN_BEFORE
+    place = (*_place(q, k, v, key), policy.generation())
+    found: Any = _picked.get(place)
+    if found is None:
+        pick, decision = chosen(request.words.impl, demand_of(q, k, v, request.words, request.train, "operator"))
+        one = (pick.name, decision.config)
+        with _choosing:
+            if one not in _picks:
+                _picks.append(one)
+            found = _picks.index(one)
+        _picked.put(place, Plan(found))
+    return found
+
+
+def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at: int) -> Kernels:
+    place = (*_place(q, k, v, key), at)
     found: Any = _kernels.get(place)
     if found is None:
         request = _asked(key)
+        name, config = _picks[at] if request.pick is None else request.pick
         demand = demand_of(q, k, v, request.words, request.train, "operator")
-        found = _build(request, demand)
+        found = _build(request, demand, registry.get(name).configured(config), config)
         _kernels.put(place, Plan(found, pairs_kept(demand)))
     return found
 
 
-def _build(request: Request, demand: Demand) -> Kernels:
+def _place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple[Any, ...]:
+    return (key, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, registry.generation())
+
+
+def _build(request: Request, demand: Demand, pick: Implementation, config: Config) -> Kernels:
     words = request.words
-    pick, config = _picked(request, demand)
     workload, layout = demand.workload, words.layout
     if request.train:
         return _with_backward(pick, config, workload, layout)
@@ -154,13 +207,6 @@ def _build(request: Request, demand: Demand) -> Kernels:
     assert call is not None
     run = arranged(call, demand, layout, pick.layout)
     return Kernels(run if words.return_lse else lambda q, k, v: (run(q, k, v), None), None)
-
-
-def _picked(request: Request, demand: Demand) -> tuple[Implementation, Config]:
-    if request.pick is not None:
-        return registry.get(request.pick[0]).configured(request.pick[1]), request.pick[1]
-    pick, decision = chosen(request.words.impl, demand)
-    return pick, decision.config
 
 
 def _with_backward(pick: Implementation, config: Config, workload: Workload, layout: str) -> Kernels:

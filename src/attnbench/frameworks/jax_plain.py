@@ -117,10 +117,26 @@ def plain_call(workload: Workload, with_lse: bool = False) -> Call:
         out = zero_blind_rows(out.reshape(*q.shape[:3], v.shape[-1]), rows)
         if not with_lse:
             return out
-        lse = jax.nn.logsumexp(logits, axis=-1).reshape(q.shape[0], q.shape[2], q.shape[1])
-        return out, lse_of_blind_rows(lse.astype(jnp.float32), rows)
+        return out, _lse(logits, rows)
 
     return call
+
+
+def plain_lse(workload: Workload, q: Array, k: Array, rows: np.ndarray | None) -> Array:
+    """The LSE alone, differentiable; `rows` are those that see a key."""
+    import jax
+
+    return _lse(_masked_logits(workload, q, k, jax.lax.Precision.HIGHEST), rows)
+
+
+def _lse(logits: Array, rows: np.ndarray | None) -> Array:
+    """[b, h, q] of [b, kv_heads, group, q, kv]"""
+    import jax
+    import jax.numpy as jnp
+
+    b, kv_heads, group, q_len, _ = logits.shape
+    lse = jax.nn.logsumexp(logits, axis=-1).reshape(b, kv_heads * group, q_len)
+    return lse_of_blind_rows(lse.astype(jnp.float32), rows)
 
 
 def _masked_logits(workload: Workload, q: Array, k: Array, precision: Any) -> Array:

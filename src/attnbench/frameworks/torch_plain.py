@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
+from attnbench.frameworks.torch_streams import Shared, share
 from attnbench.spec import Call, Workload
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks import Full
@@ -85,14 +86,21 @@ def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
 def once_per_device(make: Callable[[torch.device], Made], constant: bool = True) -> Callable[[torch.device], Made]:
     """Build may not know the device: what depends on it is made at the first call there and kept.
 
-    To torch.compile it is a constant, unless it is a function, which must be looked into and be made before.
+    To torch.compile it is a constant, unless it is a function, which must be looked into and be made before. Calls on
+    other CUDA streams may read what one of them made.
     """
     made: dict[torch.device, Made] = {}
+    shared: dict[torch.device, Shared] = {}
 
     def get(device: torch.device) -> Made:
         found = made.get(device)
         if found is None:
-            found = made[device] = make(device)
+            found = make(device)
+            if (tensors := share(found, device)) is not None:
+                shared[device] = tensors
+            made[device] = found
+        elif device in shared:
+            shared[device].read_here()
         return found
 
     return constant_when_traced(get) if constant else get

@@ -14,6 +14,7 @@ class Einsum(Implementation):
 
     name = "jax.einsum"
     framework = "jax"
+    lse_gradient = True
     materialises_scores = True
     untested = ("rocm", "tpu")
 

@@ -2,14 +2,15 @@
 
 Traps handled here: its causal mask is top-left (bottom-right goes in as an array); a row without visible keys gives the
 mean of V (zeroed outside); softmax is float32 even for float64 (refused); the LSE is rounded to the input dtype, so it
-is offered for float32 only. cuDNN's left window without `is_causal` sees the whole future: the two always go together.
+is offered for float32 only, and no gradient flows through it, so in training it is computed apart. cuDNN's left window
+without `is_causal` sees the whole future: the two always go together.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from attnbench.frameworks.jax_plain import lse_of_blind_rows, rows_that_see, zero_blind_rows
+from attnbench.frameworks.jax_plain import lse_of_blind_rows, plain_lse, rows_that_see, zero_blind_rows
 from attnbench.impls.conditions import (
     first_reason,
     needs_device,
@@ -38,10 +39,13 @@ class JaxNn(Implementation):
             import jax
 
             words = arguments.keywords(workload, self.full_pairs)
-            words |= {"implementation": self.backend, "return_residual": with_lse}
+            apart = with_lse and workload.needs_gradients
+            words |= {"implementation": self.backend, "return_residual": with_lse and not apart}
             found: Any = jax.nn.dot_product_attention(q, k, v, scale=workload.softmax_scale, **words)
             if not with_lse:
                 return zero_blind_rows(found, rows)
+            if apart:
+                return zero_blind_rows(found, rows), plain_lse(workload, q, k, rows)
             out, lse = found
             return zero_blind_rows(out, rows), lse_of_blind_rows(lse.transpose(0, 2, 1), rows)
 
@@ -58,6 +62,7 @@ class Xla(JaxNn):
     name = "jax.xla"
     backend = "xla"
     materialises_scores = True
+    lse_gradient = True
     untested = ("rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -70,7 +75,7 @@ class Xla(JaxNn):
         )
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """Float32 only: elsewhere the library rounds the LSE to 16 bits. No gradient flows through it."""
+        """Float32 only: elsewhere the library rounds the LSE to 16 bits. In training it is computed apart."""
         return self._call(workload, with_lse=True) if workload.dtype == "float32" else None
 
 

@@ -40,6 +40,7 @@ class BlockSparse(Implementation):
 
     name = "torch.block-sparse"
     framework = "torch"
+    lse_gradient = True
     layout = "bhsd"
     expects = (r"_scaled_dot_product_flash_attention_for_cpu",)
 

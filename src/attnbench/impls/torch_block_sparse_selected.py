@@ -33,6 +33,7 @@ class Selected(Implementation):
     """Choose, then attend."""
 
     framework = "torch"
+    lse_gradient = True
     layout = "bhsd"
     approximate = True
     untested = ("cuda",)

@@ -24,6 +24,7 @@ class BlockSparseTriton(Implementation):
 
     name = "torch.block-sparse-triton"
     framework = "torch"
+    lse_gradient = True
     layout = "bhsd"
     tunables = candidates(Workload(batch=1, q_len=128, heads=1, head_dim=128, dtype="bfloat16", pass_="train"))[0]
 

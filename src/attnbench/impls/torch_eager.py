@@ -18,6 +18,8 @@ class Eager(Implementation):
 
     name = "torch.eager"
     framework = "torch"
+    any_kv_len = True
+    lse_gradient = True
     traceable = True
     materialises_scores = True
     untested = ("rocm", "xpu", "mps")

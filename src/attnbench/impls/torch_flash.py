@@ -40,6 +40,7 @@ class Flash(Implementation):
     """What the three generations share: the mask as two bounds, the call, and the LSE beside it."""
 
     framework = "torch"
+    any_kv_len = True
     layout = "bshd"
     unbounded: int | None = -1
     """How the library spells a window side without bound."""

@@ -25,6 +25,7 @@ class Flex(Implementation):
 
     name = "torch.flex"
     framework = "torch"
+    lse_gradient = True
     layout = "bhsd"
     traceable = True
     untested = ("rocm", "xpu", "mps")

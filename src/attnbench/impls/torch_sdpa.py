@@ -52,6 +52,8 @@ class Sdpa(Implementation):
     framework = "torch"
     layout = "bhsd"
     traceable = True
+    lse_gradient = True
+    any_kv_len = True
     untested = ("rocm", "xpu", "mps")
 
     def __init__(self, backend: Backend) -> None:
@@ -83,7 +85,7 @@ class Sdpa(Implementation):
         pinned, scale, grouped = self._pinned(), workload.softmax_scale, workload.group > 1
         # Dynamo does not follow torch's lower-right bias; the operator under it aligns so by itself.
         biased = self.backend == "flash" and route(workload) == "lower-right"
-        operator = torch_sdpa_aten.with_lse("flash", workload) if biased else None
+        operator = torch_sdpa_aten.operator("flash", workload) if biased else None
 
         def call(q: Array, k: Array, v: Array) -> Array:
             if operator is not None and q.device.type != "cpu" and is_dynamo_compiling():

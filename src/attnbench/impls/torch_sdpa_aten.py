@@ -21,16 +21,27 @@ from attnbench.spec import Array, Call, Partial, Workload
 
 
 def with_lse(backend: str, workload: Workload) -> Call | None:
-    """A differentiable call, bhsd, that returns (out, lse), or None."""
+    """A call, bhsd, that returns (out, lse), or None; in training a gradient flows through both."""
     pair = _pair(backend, workload)
     if pair is None:
         return None
 
+    from attnbench.impls.parts.torch_autograd import differentiable
+
+    safe = _guarded(pair) if may_have_dead_rows(workload) else pair
+    forward = differentiable(safe, "bhsd") if workload.needs_gradients else pair[0]
+
     def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse = pair[0](q, k, v)
+        out, lse = forward(q, k, v)
         return out, lse.float()
 
     return call
+
+
+def operator(backend: str, workload: Workload) -> Call | None:
+    """The same as torch differentiates it itself: through the output alone."""
+    pair = _pair(backend, workload)
+    return None if pair is None else pair[0]
 
 
 def partial(backend: str, workload: Workload) -> Partial | None:
@@ -43,14 +54,17 @@ def partial(backend: str, workload: Workload) -> Partial | None:
         return None
     from attnbench.impls.parts.torch_autograd import turned
 
+    return turned(_guarded(pair) if may_have_dead_rows(workload) else pair)
+
+
+def _guarded(pair: Partial) -> Partial:
+    """With rows that see no key, whose LSE of -inf the operators do not take back."""
     forward, backward = pair
-    if not may_have_dead_rows(workload):
-        return turned(pair)
 
     def guarded(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         return backward(q, k, v, out, for_backward(lse), dout)
 
-    return turned((forward, guarded))
+    return forward, guarded
 
 
 def _pair(backend: str, workload: Workload) -> Partial | None:

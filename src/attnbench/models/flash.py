@@ -118,7 +118,7 @@ def _call(
     name = pick(q, k, v, form, choice, known)
     try:
         if form == "none":
-            return attention(q, k, v, mask=known, scale=SCALE, impl=name)
+            return attention(q, k, v, mask=known, scale=SCALE, impl="auto" if choice == "auto" else name)
         if mask is not None:
             mask = mask | ~mask.any(-1, keepdims=True)  # fused kernels give NaN gradients to rows without keys
         return jax_late_masks.attend(name, q, k, v, scale=SCALE, kv_lengths=kv_lengths, mask=mask)

@@ -49,6 +49,8 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     """Id of the workload that was measured."""
     distance: float = 0.0
     """Octaves from the shape asked for to the measured one; 0 in a file."""
+    within: str = ""
+    """What it had to keep to when it was chosen; in a file the place says so."""
 
     def __post_init__(self) -> None:
         if not self.implementation:
@@ -77,7 +79,8 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         near = "" if self.distance == 0 else f", {self.distance:.1f} octaves away"
         others = f"first of {self.candidates}" if self.candidates > 1 else "alone"
         lost = f"expected regret {self.regret:.3f}" if self.regret_known else "regret off the grid not known"
-        return f"{self.label}: {others} measured at {self.measured}{near} ({lost})"
+        kept = f", chosen within: {self.within}" if self.within else ""
+        return f"{self.label}: {others} measured at {self.measured}{near} ({lost}){kept}"
 
 
 class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from attnbench.errors import BrokenFile, UsageError
+from attnbench.config import load_settings
+from attnbench.errors import BrokenFile, PolicyWarning, UsageError
 from attnbench.policy.policy import SCHEMA, Policy
 
 PACKAGED = "policies"
@@ -19,7 +21,10 @@ WIDTH = 120
 
 
 def load_policy(path: str | Path) -> Policy:
-    """Read a policy file; what is missing, broken or of a newer attnbench is said in one sentence."""
+    """Read a policy file; what is missing, broken or of a newer attnbench is said in one sentence.
+
+    Of one that was made under constraints a PolicyWarning tells them, unless the setting `on_miss` is quiet.
+    """
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -27,7 +32,10 @@ def load_policy(path: str | Path) -> Policy:
         raise UsageError(
             f"no policy can be read from {path}: {error.strerror or error}. `attnbench choose RUN -o {path}` makes one."
         ) from error
-    return read_policy(content, str(path))
+    found = read_policy(content, str(path))
+    if found.within and load_settings().on_miss != "quiet":
+        warnings.warn(f"{path} was made under constraints ({found.within}).", PolicyWarning, stacklevel=2)
+    return found
 
 
 def read_policy(content: bytes, origin: str) -> Policy:

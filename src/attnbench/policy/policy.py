@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct, field, structs
 
 from attnbench.policy.choices import Choice, Entry
+from attnbench.policy.constraints import Constraints
 from attnbench.policy.shapes import REACH, Shape, distance, shape_of
 from attnbench.spec import Environment, Pass, Workload
 
@@ -59,6 +60,8 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     """For the reader; not compared."""
     made: str = ""
     runs: tuple[str, ...] = ()
+    within: Constraints | None = None
+    """What the choices had to keep to; null where they were free."""
     held_out: Regret | None = None
     """Off the grid: each shape in turn chosen for by the others."""
     crossings: tuple[Crossing, ...] = ()
@@ -68,7 +71,8 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     def key(self) -> tuple[object, ...]:
         """Two places of one key may share their entries."""
         software = tuple(sorted(self.software.items()))
-        return (self.device, self.device_name, self.framework, self.capability or (), self.threads, software)
+        within = (self.within,) if self.within else ()
+        return (self.device, self.device_name, self.framework, self.capability or (), self.threads, software, *within)
 
     @property
     def on_grid(self) -> Regret | None:
@@ -116,6 +120,11 @@ class Policy(
         return tuple(entry for place in self.places for entry in place.entries)
 
     @property
+    def within(self) -> str:
+        """What its choices had to keep to, place by place; empty where they were free."""
+        return "; or ".join(dict.fromkeys(str(place.within) for place in self.places if place.within))
+
+    @property
     def name(self) -> str:
         """For messages."""
         return self.origin or "a policy made in this process"
@@ -136,6 +145,8 @@ class Policy(
             return None
         octaves, entry, place = found
         use, lost = entry.use, place.held_out
+        if place.within:
+            use = structs.replace(use, within=str(place.within))
         if octaves == 0:
             return use
         if lost is None:
@@ -222,10 +233,19 @@ def _merged(old: Place, new: Place) -> Place:
         new,
         made=max(old.made, new.made),
         runs=tuple(dict.fromkeys((*old.runs, *new.runs))),
-        held_out=pooled(one for one in (old.held_out, new.held_out) if one is not None),
+        held_out=_held_out(old, new),
         crossings=tuple(crossings.values()),
         entries=tuple(sorted(entries.values(), key=lambda entry: entry.at.order)),
     )
+
+
+def _held_out(old: Place, new: Place) -> Regret | None:
+    """Of both, unless one is made of the other's runs and shapes: these are not counted again."""
+    for whole, part in ((old, new), (new, old)):
+        shapes = {entry.at for entry in whole.entries}
+        if whole.held_out and set(part.runs) <= set(whole.runs) and shapes.issuperset(e.at for e in part.entries):
+            return whole.held_out
+    return pooled(one for one in (old.held_out, new.held_out) if one is not None)
 
 
 def _lacking(shape: Shape, entries: Iterable[Entry]) -> str:

@@ -14,6 +14,10 @@ PARALLEL_WEIGHT = 0.5
 """Of an octave of batch x heads: twice the rows change the choice less than twice the tokens."""
 GROUP_WEIGHT = 1.0
 """Of an octave of query heads per key/value head: grouped heads are other kernels."""
+VISIBLE_WEIGHT = 0.5
+"""Of an octave of the visible share: twice the pairs are twice the work, twice the tokens four times."""
+TOLD_BY_LENGTHS = ("full", "causal")
+"""Kinds of mask whose visible share follows from the lengths."""
 
 
 class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -22,7 +26,7 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     pass_: Pass = field(name="pass")
     dtype: str
     mask: str
-    """Kinds of its parts, such as causal or causal&lengths; sizes are left open."""
+    """Kinds of its parts, such as causal or causal&lengths; sizes count by `visible` alone."""
     head_dim: int
     v_head_dim: int = 0
     """0 where it is head_dim."""
@@ -32,12 +36,17 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     batch: int
     q_len: int
     kv_len: int
+    visible: float | None = None
+    """Share of the query-key pairs that the mask shows, to three digits; null where the lengths say it, or it is not
+    known (files of an attnbench that did not write it)."""
 
     def __post_init__(self) -> None:
         sizes = ("head_dim", "heads", "kv_heads", "batch", "q_len", "kv_len")
         wrong = [name for name in sizes if getattr(self, name) < 1] + ["v_head_dim"] * (self.v_head_dim < 0)
         if wrong:
             raise ValueError(f"{wrong[0]} must be at least 1, not {getattr(self, wrong[0])}")
+        if self.visible is not None and not 0 <= self.visible <= 1:
+            raise ValueError(f"visible is a share from 0 to 1, not {self.visible}")
 
     @property
     def hard(self) -> dict[str, str | int | bool]:
@@ -64,23 +73,28 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
         dims = f"{self.head_dim}/{self.v_head_dim}" if self.v_head_dim else f"{self.head_dim}"
-        facts = [f"{self.batch} x {tokens} tokens", f"{heads} heads of {dims}", self.mask, self.dtype, self.pass_]
+        mask = f"{self.mask} ({self.visible:.2g} visible)" if self.visible else self.mask
+        facts = [f"{self.batch} x {tokens} tokens", f"{heads} heads of {dims}", mask, self.dtype, self.pass_]
         return " · ".join(facts + ["softcap"] * self.softcap)
 
     @property
-    def order(self) -> tuple[str | int | bool, ...]:
+    def order(self) -> tuple[str | int | float | bool, ...]:
         """By class, then by size: the order of a file."""
-        sizes = (self.heads, self.kv_heads, self.batch, self.kv_len, self.q_len)
+        sizes = (self.heads, self.kv_heads, self.batch, self.kv_len, self.q_len, self.visible or 0.0)
         return (self.pass_, self.dtype, self.mask, self.head_dim, self.v_head_dim, self.softcap, *sizes)
 
 
 def shape_of(workload: Workload) -> Shape:
     """The shape of a workload; scale and inputs do not bear on the choice."""
     w = workload
+    kind, visible = mask_kind(w), None
+    if kind not in TOLD_BY_LENGTHS:
+        share = w.visible_mask.pairs(w.mask_shape) / (w.batch * w.heads * w.q_len * w.kv_len)
+        visible = float(f"{share:.3g}")
     return Shape(
         pass_=w.pass_,
         dtype=w.dtype,
-        mask=mask_kind(w),
+        mask=kind,
         head_dim=w.head_dim,
         v_head_dim=0 if w.value_dim == w.head_dim else w.value_dim,
         softcap=w.softcap is not None,
@@ -89,6 +103,7 @@ def shape_of(workload: Workload) -> Shape:
         batch=w.batch,
         q_len=w.q_len,
         kv_len=w.kv_len,
+        visible=visible,
     )
 
 
@@ -107,4 +122,5 @@ def distance(a: Shape, b: Shape) -> float:
     queries, keys = log2(a.q_len / b.q_len), log2(a.kv_len / b.kv_len)
     parallel = PARALLEL_WEIGHT * log2(a.batch * a.heads / (b.batch * b.heads))
     group = GROUP_WEIGHT * log2(a.heads * b.kv_heads / (a.kv_heads * b.heads))
-    return hypot(queries / 2**0.5, keys / 2**0.5, parallel, group)
+    seen = VISIBLE_WEIGHT * log2(a.visible / b.visible) if a.visible and b.visible else 0.0
+    return hypot(queries / 2**0.5, keys / 2**0.5, parallel, group, seen)

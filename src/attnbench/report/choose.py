@@ -112,7 +112,8 @@ def closing(policy: Policy) -> str:
     on_grid = pooled(one for place in policy.places if (one := place.on_grid) is not None)
     off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
     picks = "; ".join(_picks(place) for place in policy.places)
-    return f"{picks}; {_told_regret(on_grid, off_grid)}."
+    kept = f" Chosen within: {policy.within}." if policy.within else ""
+    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}"
 
 
 def _picks(place: Place) -> str:

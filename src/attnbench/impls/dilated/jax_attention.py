@@ -157,6 +157,7 @@ class DilatedJax(Implementation):
 
     name = "jax.dilated"
     framework = "jax"
+    lse_gradient = True
     untested = ("cuda", "rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:

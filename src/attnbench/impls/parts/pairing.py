@@ -26,6 +26,7 @@ class Pairing(Implementation):
     process = "pair"
     tunables = {"forward": AUTO, "backward": AUTO}
     every_config = True
+    lse_gradient = True
 
     def __init__(self, forward: str = AUTO, backward: str = AUTO) -> None:
         self.names: dict[Role, str] = {"forward": forward, "backward": backward}

@@ -36,7 +36,7 @@ class _Attention(torch.autograd.Function):
         if dout is not None:
             grads = backward(q, k, v, out, lse, _strided_as(out, dout))
         if dlse is not None:
-            dq, dk, dv = _through_lse(backward, ctx.layout, q, k, v, out, lse, dlse)
+            dq, dk, dv = through_lse(backward, ctx.layout, q, k, v, out, lse, dlse)
             grads = (dq, dk, dv) if dout is None else (grads[0] + dq, grads[1] + dk, grads[2])
         return None, None, *grads
 
@@ -46,7 +46,7 @@ def _strided_as(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     return dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout)
 
 
-def _through_lse(
+def through_lse(
     backward: Callable[..., Any],
     layout: Layout,
     q: torch.Tensor,

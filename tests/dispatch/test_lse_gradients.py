@@ -1,0 +1,131 @@
+"""The gradient of the LSE: right, or an error that says so; never silently zero."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dispatch_problem import assert_close, problem, to_framework
+
+import attnbench as ab
+from attnbench.errors import Unsupported
+
+pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")
+MASKS = {"causal": ab.masks.causal(), "a row without keys": ab.masks.lengths([0, 17]), "window": ab.masks.window(5)}
+PAIR = "torch.pair[forward=torch.sdpa-flash,backward=torch.eager]"
+
+
+def arrays(framework):
+    return to_framework(framework, *problem(kv_heads=2)[1][:3])
+
+
+def loss(found):
+    """Of both, so that a gradient that is missing from one shows."""
+    out, lse = found
+    finite = lse > -1e30
+    return (out * out).sum() + (lse * finite.astype(lse.dtype) if hasattr(lse, "astype") else lse[finite]).sum()
+
+
+def torch_gradients(mask, impl, compiled=False, leaves=None, layout="bshd"):
+    import torch
+
+    q, k, v = (x.detach().requires_grad_() for x in leaves or arrays("torch"))
+
+    def call(q, k, v):
+        return ab.attention(q, k, v, mask=mask, impl=impl, return_lse=True, layout=layout)
+
+    torch.compiler.reset()
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    return torch.autograd.grad(loss(run(q, k, v)), (q, k, v))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("impl", ["auto", "torch.sdpa-flash", PAIR])
+def test_torch(impl, compiled, mask):
+    for got, want in zip(
+        torch_gradients(MASKS[mask], impl, compiled), torch_gradients(MASKS[mask], "torch.eager"), strict=True
+    ):
+        assert float(abs(want).max()) > 1e-3
+        assert_close(got, want, 5e-5)
+
+
+@pytest.mark.torch
+def test_the_lse_alone_and_another_layout_in_a_compiled_operator():
+    import torch
+
+    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in arrays("torch")]
+
+    def lse(q, k, v, impl):
+        return ab.attention(q, k, v, mask=MASKS["causal"], impl=impl, return_lse=True, layout="bhsd")[1].sum()
+
+    compiled = torch.compile(lse, backend="aot_eager", fullgraph=True)
+    wanted = torch.autograd.grad(lse(*leaves, "torch.eager"), leaves[:2])
+    for got, want in zip(torch.autograd.grad(compiled(*leaves, PAIR), leaves[:2]), wanted):
+        assert_close(got, want, 5e-5)
+
+
+@pytest.mark.torch
+def test_a_split_has_its_kernels_gradient():
+    mask = ab.masks.block_causal(np.repeat([0, 1], [16, 8]))
+    for got, want in zip(torch_gradients(mask, "torch.sdpa-flash-split"), torch_gradients(mask, "torch.eager")):
+        assert_close(got, want, 5e-5)
+
+
+@pytest.mark.torch
+def test_torch_without_one_may_be_read_but_not_learned_from():
+    q, k, v = (x.requires_grad_() for x in arrays("torch"))
+    out, lse = ab.attention(q, k, v, mask=MASKS["causal"], impl="torch.chunked[chunk=8]", return_lse=True)
+    (out.sum() + lse.detach().sum()).backward(retain_graph=True)
+    assert q.grad is not None
+    with pytest.raises(Unsupported, match=r"LSE of torch\.chunked"):
+        loss((out, lse)).backward()
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("impl", ["auto", "jax.xla", "jax.pair"])
+def test_jax(impl, mask):
+    import jax
+
+    def gradients(impl):
+        def total(q, k, v):
+            return loss(ab.attention(q, k, v, mask=MASKS[mask], impl=impl, return_lse=True))
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays("jax"))
+
+    for got, want in zip(gradients(impl), gradients("jax.einsum"), strict=True):
+        assert_close(got, want, 5e-5)
+
+
+@pytest.mark.jax
+def test_jax_without_one_may_be_read_but_not_learned_from(monkeypatch):
+    import jax
+
+    from attnbench.impls.jax_einsum import Einsum
+
+    monkeypatch.setattr(Einsum, "lse_gradient", False)
+    q, k, v = arrays("jax")
+
+    def both(q):
+        return ab.attention(q, k, v, mask=MASKS["causal"], impl="jax.einsum", return_lse=True)
+
+    value, gradient = jax.jit(jax.value_and_grad(lambda q: both(q)[0].sum(), has_aux=False))(q)
+    assert np.isfinite(value)
+    assert float(abs(gradient).max()) > 0
+    with pytest.raises(Unsupported, match=r"LSE of jax\.einsum"):
+        jax.jit(jax.grad(lambda q: loss(both(q))))(q)
+
+
+@pytest.mark.torch
+@pytest.mark.gpu
+def test_flex_and_the_fused_kernels_of_a_gpu():
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    leaves = [torch.randn(2, 128, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    wanted = torch_gradients(MASKS["causal"], "torch.eager", leaves=leaves)
+    for impl in ("torch.sdpa-flash", "torch.sdpa-cudnn", "torch.flex"):
+        for got, want in zip(torch_gradients(MASKS["causal"], impl, leaves=leaves), wanted):
+            assert float((got - want).norm() / want.norm()) < 3e-2, impl
