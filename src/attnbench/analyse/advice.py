@@ -37,6 +37,8 @@ class Pick(Struct, frozen=True, kw_only=True):
     """The answer in a few words, for a table."""
 
     name: str
+    same: tuple[str, ...] = ()
+    """Other names of the same kernel."""
     equal: str = ""
     """Another that is as fast."""
     mixed: bool = False

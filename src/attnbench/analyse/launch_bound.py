@@ -13,9 +13,9 @@ from attnbench.analyse.ranking import label
 from attnbench.spec import Ok, Record
 
 BOUND = {"wall": 2.0, "events": 1.5}
-"""Clock of the whole call -> its time over that of the kernels from which on the host is what is waited for, whatever the
-length. A wall time holds the kernels and then the host: twice means that the host takes longer. Events begin when the
-host is ahead, so that whatever they hold beyond kernels and the gaps between them is a device that ran dry."""
+"""Clock of the whole call -> its time over that of the kernels from which on the host is what is waited for, however
+long the call. A wall time holds the kernels and then the host: twice means that the host takes longer. Events begin
+when the host is ahead: what they hold beyond the kernels and the gaps between them is a device that ran dry."""
 ADVICE = {"jax": "put the whole step under one jax.jit, so that XLA can launch it as a CUDA graph"}
 """By framework; any other captures a graph itself."""
 CAPTURE = "capture a CUDA graph"
