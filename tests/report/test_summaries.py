@@ -28,7 +28,7 @@ RECORDS = [
 
 
 def measured(*runs: Sequence[Record], title: str = "here") -> Measured:
-    return Measured(title, runs, closing(runs[-1]), recommend(*runs))
+    return Measured(title, runs, [closing(runs[-1])], recommend(*runs))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from msgspec import Struct
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.summary import format_ratio
 
-Kind = Literal["winner", "tie", "mixed", "flash", "threshold", "launch-bound", "memory"]
+Kind = Literal["overall", "winner", "tie", "mixed", "flash", "threshold", "launch-bound", "memory"]
 SIGNIFICANT = 2
 
 

@@ -31,8 +31,8 @@ class Family(Struct, frozen=True, kw_only=True):
     """32:8, query heads to key/value heads."""
     head_dim: str
     mask: str
-    """Kinds of its parts, such as causal or causal&lengths, and whether it hides nothing: what hides nothing is taken as
-    no mask by fast kernels that refuse such a mask where it hides something."""
+    """Kinds of its parts, such as causal or causal&lengths, and whether it hides nothing: then fast kernels take it
+    as no mask, which refuse it where it hides something."""
     pass_: str
     shape: str = ""
     """Empty where queries and keys are as many; else decode (one query) or rectangular."""

@@ -8,7 +8,7 @@ from math import exp, log
 from attnbench.analyse.advice import Figure, Pick, Recommendation, listed, ratio_figure, workloads
 from attnbench.analyse.families import Family
 from attnbench.analyse.fronts import Front
-from attnbench.analyse.ranking import BASELINES, RANK_LEVEL, sign
+from attnbench.analyse.ranking import BASELINES, RANK_LEVEL, matches, sign
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.summary import format_ratio
 from attnbench.analyse.twins import named, plainest, twins_of
@@ -86,17 +86,32 @@ def rests_on(a: str, b: str, pairs: Sequence[tuple[Ok, Ok]], verdict: Verdict) -
     return mean + [ratio_figure(f"{name} at {_place(one)}, {percent}", r) for (one, _), r in zip(pairs, verdict.each)]
 
 
-def over_plain(front: Front, champion: str, but: Sequence[str] = ()) -> tuple[str, list[Figure]] | None:
-    """Against the framework's plain implementation, where that is none of those named already."""
-    base = next((name for name in BASELINES if name in front.names - {champion, *but}), None)
-    pairs = [] if base is None else front.pairs(champion, base)
-    if base is None or not pairs:
+def over_plain(
+    front: Front, champion: str, but: Sequence[str] = (), against: Sequence[str] = ()
+) -> tuple[str, list[Figure]] | None:
+    """Against what was asked for or the framework's plain implementation, where that is none of those named already."""
+    known = front.names - {champion, *but}
+    asked = sorted(name for name in known if any(matches(name, one) for one in against))
+    base = next((name for name in (*asked, *BASELINES) if name in known), None)
+    return None if base is None else _against(front, champion, base)
+
+
+def against_rival(front: Front, champion: str, twins: Sequence[str] = ()) -> tuple[str, list[Figure]] | None:
+    """Against the best of the others."""
+    rival = front.rival(champion, twins)
+    return None if rival is None else _against(front, champion, rival)
+
+
+def _against(front: Front, champion: str, other: str) -> tuple[str, list[Figure]] | None:
+    pairs = front.pairs(champion, other)
+    if not pairs:
         return None
     verdict = judge(pairs)
-    figures = rests_on(champion, base, pairs, verdict)
-    if verdict.sign > 0:
-        return f"{_gain(verdict)} as fast as {base}", figures
-    return f"{format_ratio(verdict.ratio)} as fast as {base}, which is not certain", figures
+    figures = rests_on(champion, other, pairs, verdict)
+    told = f"{_gain(verdict)} as fast as {other}"
+    if verdict.sign <= 0:
+        told = f"not certainly faster than {other}, {format_ratio(verdict.ratio)}"
+    return told if len(pairs) == len(front.field) else f"{told} (both ran on {len(pairs)})", figures
 
 
 def _one_kernel(family: Family, front: Front, champion: str, twins: Sequence[str]) -> Recommendation:

@@ -56,7 +56,7 @@ def _text(part: Measured, speed: Document, space: Document, titled: bool) -> str
         for rows in (speed["speedups"], speed["scaling"], space["growth"])
     )
     sections = {
-        "": [*heading, *_machines(shown), _counts(shown), "", part.answer],
+        "": [*heading, *_machines(shown), _counts(shown), "", *part.answer],
         "Recommendations": [f"{one.text}\n    rests on: {one.basis}" for one in part.advice],
         f"Speed-up against {part.baseline}": _categories(speedups),
         "Growth of time with length": [_time_line(one) for one in scaling],

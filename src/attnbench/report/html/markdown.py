@@ -28,10 +28,11 @@ def summarise(page: Page) -> str:
 
 
 def _blocks(part: Part) -> list[str]:
-    blocks = [f"### {clean(part.title)}", clean_sentence(part.sentence)]
-    if part.advice:
-        lines = [f"- {clean_sentence(one.text)}" for one in part.advice[:MOST_ADVICE]]
-        left = len(part.advice) - MOST_ADVICE
+    blocks = [f"### {clean(part.title)}", "\n".join(map(clean_sentence, part.answer))]
+    advice = [one for one in part.advice if one.kind != "overall"]
+    if advice:
+        lines = [f"- {clean_sentence(one.text)}" for one in advice[:MOST_ADVICE]]
+        left = len(advice) - MOST_ADVICE
         blocks.append("\n".join([*lines, *([f"- {left} more are in the report."] if left > 0 else [])]))
     blocks += [f"Note: {clean_sentence(note)}." for note in part.notes]
     return [*blocks, *_winners(part), *_left_out(part)]
