@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from attnbench.report.html.history import find_history
 from attnbench.report.html.page import compose, render
+from attnbench.report.html.palette import DARK, LIGHT
 from attnbench.report.html.sections import Source
 
 BROWSER = os.environ.get("ATTNBENCH_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -402,6 +406,27 @@ def test_paper_shows_tables_whole_and_no_filters(browser: Any, report: Path):
     assert opened.page.pdf().startswith(b"%PDF")
     opened.page.emulate_media(media="screen")
     expect(opened.page.locator("[data-view=speedups] tbody tr")).to_have_count(48)
+    opened.context.close()
+
+
+def colours_of(pdf: bytes) -> set[str]:
+    """Every colour that a PDF draws with."""
+    found: set[str] = set()
+    for stream in re.findall(rb"stream\r?\n(.*?)endstream", pdf, re.DOTALL):
+        with suppress(zlib.error):
+            for colour in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) (?:rg|RG)\b", zlib.decompress(stream)):
+                found.add("#" + "".join(f"{round(255 * float(part)):02x}" for part in colour))
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_paper_is_light_whatever_the_screen_is(browser: Any, report: Path, scheme: str):
+    opened = Opened(browser, report, color_scheme=scheme)
+    drawn = colours_of(opened.page.pdf())
+    assert {LIGHT[place] for place in range(len(SPEEDS))} <= drawn
+    assert drawn.isdisjoint(DARK)
+    opened.page.wait_for_selector(f"[data-chart=time][data-theme={scheme}]")
+    assert opened.complaints == []
     opened.context.close()
 
 

@@ -1,5 +1,6 @@
 // Charts are drawn when they come near the screen, the rest when the browser has nothing else to do.
 const DARK = matchMedia("(prefers-color-scheme: dark)");
+const PAPER = matchMedia("print");
 const MANY = 1500;
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 const near = new IntersectionObserver(
@@ -7,8 +8,9 @@ const near = new IntersectionObserver(
   { rootMargin: "300px" },
 );
 
+// Paper is white, whatever the screen is.
 function theme() {
-  return DARK.matches ? "dark" : "light";
+  return DARK.matches && !PAPER.matches ? "dark" : "light";
 }
 
 function chartConfig() {
@@ -73,7 +75,7 @@ class LazyChart {
     spec.height = this.height();
     const renderer = this.section.rows.length > MANY ? "canvas" : "svg";
     const options = { actions: false, ast: true, logLevel: 1, renderer, config: chartConfig(), tooltip: { theme: theme() } };
-    this.box.dataset.theme = theme();
+    this.theme = this.box.dataset.theme = theme();
     const { axes } = this.chart;
     spec.params = spec.params.map((one) => (axes[one.name] ? { ...one, value: this.listed(axes[one.name]) } : one));
     this.view = (await window.vegaEmbed(this.box, spec, options)).view;
