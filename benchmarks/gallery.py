@@ -1,8 +1,8 @@
 """The gallery of the README: `make gallery`, or `python benchmarks/gallery.py`.
 
-Reads results/h200/*.jsonl (but repetitions, `*-again.jsonl`), writes the report of all of them and its summaries beside
-them, four charts to docs/gallery, and the README's two blocks between markers: the table of one workload, and the
-charts with captions. Nothing there is written by hand; a test holds the blocks against the run files.
+Reads results/h200/*.jsonl (repetitions, `*-again.jsonl`, for the history alone), writes the report of all of them and
+its summaries beside them, four charts to docs/gallery, and the README's two blocks between markers: the table of one
+workload, and the charts with captions. Nothing there is written by hand; a test holds the blocks against the run files.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ SCALE = 1.5
 COLUMNS = 120
 
 
-def read(folder: Path) -> list[Source]:
-    """The runs of a folder, the oldest first; a repetition would take the place of the run that it repeats."""
-    paths = [path for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(AGAIN)]
+def read(folder: Path, again: bool = False) -> list[Source]:
+    """The runs of a folder, the oldest first, or their repetitions, each of which would take the place of a run."""
+    paths = [path for path in sorted(folder.glob("*.jsonl")) if path.stem.endswith(AGAIN) == again]
     sources = [Source(path.name, read_run(path), path.relative_to(ROOT).as_posix()) for path in paths]
     return sorted(sources, key=lambda source: source.run.header.created)
 
 
-def page_of(sources: Sequence[Source]) -> Page:
-    return compose(sources, history=find_history(sources, {}))
+def page_of(sources: Sequence[Source], again: Sequence[Source] = ()) -> Page:
+    """Of the runs; a repetition is a point of the history and nothing else."""
+    ordered = sorted([*sources, *again], key=lambda source: source.run.header.created)
+    return compose(sources, history=find_history(ordered, {}))
 
 
 def blocks(page: Page, folder: Path, images: Path, root: Path = ROOT) -> dict[str, str]:
@@ -97,7 +99,7 @@ def draw(page: Page, images: Path) -> None:
     part = page.parts[0]
     images.mkdir(parents=True, exist_ok=True)
     for name in CAPTIONS:
-        spec = drawable(charts_of(part)[name], part.cells.rows, len(page.labels))
+        spec = drawable(charts_of(part)[name], part.cells.rows, page.labels)
         (images / f"{name}.png").write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=SCALE))
 
 
@@ -107,7 +109,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, default=ROOT / "docs/gallery")
     given = parser.parse_args()
     readme = ROOT / "README.md"
-    page = page_of(read(given.runs))
+    page = page_of(read(given.runs), read(given.runs, again=True))
     text = replaced(readme, blocks(page, given.runs, given.images))
     draw(page, given.images)
     report = given.runs / "report.html"

@@ -33,6 +33,10 @@ NEAR_ROOFS = 1.15
 CELL: dict[str, Any] = {"fillOpacity": 0.3, "strokeWidth": 1.5, "cornerRadius": 2}
 FRAMES = {"datum.rank != datum.next_rank": [1, 0], "datum.rank == datum.next_rank": [4, 3]}
 """A dashed frame where the winner is too close to call."""
+ONE_NAME = "!isValid(datum.kernel) || datum.plain == datum.plainest"
+"""Of names of one kernel that are as fast, the plainest."""
+LENGTHS = "lengths"
+"""Parameter of the charts over length."""
 TIMED = "isValid(datum.ns) && datum.exact"
 
 
@@ -67,6 +71,8 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
     base = (
         alt.Chart(ROWS)
         .transform_filter(TIMED)
+        .transform_joinaggregate(plainest="min(plain)", groupby=["workload", "kernel", "rank"])
+        .transform_filter(ONE_NAME)
         .transform_window(
             place="row_number()",
             next_label="lead(label)",
@@ -145,7 +151,7 @@ def against_length(
 ) -> Chart:
     """A figure over length on logarithmic axes, a line per implementation and batch."""
     spec = _length_spec(tuple(labels), field, title, low, high, theory)
-    return Chart(name, spec, list(choices), needs=field, axes={"lengths": "len"})
+    return Chart(name, spec, list(choices), needs=field, axes={LENGTHS: "len"})
 
 
 @drawn_once
@@ -163,7 +169,7 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
             "along:Q",
             title="Length (tokens)",
             scale=alt.Scale(type="log", base=2, nice=False, padding=16),
-            axis=alt.Axis(format="d", grid=False, labelOverlap="greedy", values=alt.ExprRef("lengths")),
+            axis=alt.Axis(format="d", grid=False, labelOverlap="greedy", values=alt.ExprRef(LENGTHS)),
         ),
         color=colour(labels, alt.Color),
         detail="batch:N",
@@ -180,7 +186,7 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
     if theory:
         drawn = base.transform_filter("datum.theory > 0").mark_tick(orient="horizontal", thickness=2, size=18)
         layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FAINT))
-    return finish(alt.layer(*layers), "lengths")
+    return finish(alt.layer(*layers), LENGTHS)
 
 
 def _scaled(field: str) -> str:

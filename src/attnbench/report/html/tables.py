@@ -50,6 +50,7 @@ WINNERS = Table(
     [
         SHAPE,
         Column("label", "fastest", "label"),
+        Column("same", "same kernel", "label"),
         Column("ns", "time", "ns"),
         Column("next_label", "next best", "label"),
         Column("regret", "regret of the next best", "percent"),

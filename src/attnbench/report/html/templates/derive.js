@@ -31,12 +31,16 @@ const DERIVED = {
       .map((one) => ({ ...one, of: best.size, mean_regret: Math.expm1(one.logs / one.shapes) }))
       .sort((a, b) => a.mean_regret - b.mean_regret);
   },
+  // Names of one kernel that are as fast are one, by the plainest of them.
   winners(rows) {
     return [...grouped(rows.filter((row) => row.exact), (row) => row.workload).values()].map((field) => {
-      const [first, next] = field.sort((a, b) => a.ns - b.ns);
+      const kernelOf = (row) => (row.kernel === undefined ? row.label : `${row.kernel} ${row.rank}`);
+      const names = [...grouped(field.sort((a, b) => a.plain - b.plain), kernelOf).values()].sort(([a], [b]) => a.ns - b.ns);
+      const [[first, ...same], [next] = []] = names;
       const certain = !next ? "only one measured" : first.rank === next.rank ? "no, too close to call" : "yes";
       const regret = next ? next.ns / first.ns - 1 : undefined;
-      return { ...first, next_label: next?.label, regret, certain, field: field.length };
+      const others = same.length ? same.map((row) => row.label).join(", ") : undefined;
+      return { ...first, same: others, next_label: next?.label, regret, certain, field: field.length };
     });
   },
   kernels: (rows) => [...grouped(rows, (row) => `${row.label}\n${row.pass}\n${row.kernels}`).values()]
