@@ -14,12 +14,16 @@ from typing import Any
 
 import msgspec
 from marked_blocks import marked, replaced
+from printed_ranking import fullest, printed
 from rich.console import Console
 
 from attnbench.analyse.advice import listed
+from attnbench.analyse.ranking import by_workload
+from attnbench.analyse.summary import closing
 from attnbench.comparison import Comparison
 from attnbench.report.comparison import print_comparison
 from attnbench.store.drafts import write_texts
+from attnbench.store.runfile import read_run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results/cpu"
@@ -83,6 +87,15 @@ def launches() -> str:
         f"{len(plain['ns'])} launches of torch.sdpa each, by turns, the medians differed by up to {told[0]} with these "
         f"settings and by up to {told[1]} without (`results/cpu/launch_spread.json`)."
     )
+
+
+def benched() -> str:
+    """What `make bench` prints last: a table, that there are more, and the answer."""
+    records = read_run(RESULTS / "quick.jsonl").records
+    chosen = fullest(records)
+    left = len(by_workload(records)) - 1
+    more = f"[{left} more table{'' if left == 1 else 's'}; what was not run, and why]"
+    return fenced("\n\n".join([printed(chosen), more, textwrap.fill(closing(records), 128)]))
 
 
 def compared() -> str:
@@ -150,6 +163,7 @@ def report_size() -> str:
 
 PAGES: dict[str, dict[str, tuple[str, Callable[[], str]]]] = {
     "README.md": {
+        "bench": ("quick.jsonl", benched),
         "rules": ("gate_calibration.summary.json", rules),
         "launches": ("launch_spread.json", launches),
         "compare": ("compare.json", compared),

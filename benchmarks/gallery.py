@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import vl_convert
 from gallery_captions import CAPTIONS
 from marked_blocks import marked, replaced
-from rich.console import Console
+from printed_ranking import fullest, printed
 
-from attnbench.analyse.ranking import by_workload, is_timed
+from attnbench.analyse.ranking import is_timed
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.history import find_history
@@ -26,14 +25,12 @@ from attnbench.report.html.images import drawable
 from attnbench.report.html.page import Page, Part, compose, measured, render
 from attnbench.report.html.sections import Source
 from attnbench.report.summaries import folder_of, write_summaries
-from attnbench.report.tables import print_rankings
 from attnbench.store.drafts import write_texts
 from attnbench.store.runfile import read_run
 
 ROOT = Path(__file__).parents[1]
 AGAIN = "-again"
 SCALE = 1.5
-COLUMNS = 120
 
 
 def read(folder: Path, again: bool = False) -> list[Source]:
@@ -64,16 +61,11 @@ def read_bytes(folder: Path) -> list[bytes]:
 
 
 def ranking(part: Part) -> str:
-    """The forward workload with most timed implementations, of those the largest, as the terminal prints it."""
-    timed = by_workload(record for record in part.cells.records if is_timed(record))
-    groups = [records for records in timed.values() if records[0].workload.pass_ == "forward"]
-    chosen = max(groups, key=lambda records: (len(records), records[0].workload.batch * records[0].workload.q_len))
-    text = io.StringIO()
-    print_rankings(Console(file=text, width=COLUMNS), chosen)
+    """The fullest workload as the terminal prints it."""
+    chosen = fullest(part.cells.records)
     device = next(iter(part.section.environments.values())).device_name
     clocks = sorted({record.time.clock for record in chosen if record.time is not None})
-    lines = "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
-    return f"{device}, {' and '.join(clocks)} times:\n\n```\n{lines}\n```"
+    return f"{device}, {' and '.join(clocks)} times:\n\n```\n{printed(chosen)}\n```"
 
 
 def gallery(page: Page, place: str, images: str) -> str:
