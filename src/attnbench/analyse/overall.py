@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from attnbench.analyse.advice import Figure, Recommendation
+from attnbench.analyse.advice import Figure, Pick, Recommendation
 from attnbench.analyse.families import FRAMEWORKS, Family
 from attnbench.analyse.fronts import Front
 from attnbench.analyse.twins import named, plainest, twins_of
@@ -58,6 +58,7 @@ def _sentence(key: Key, front: Front, against: Sequence[str]) -> Recommendation:
         text=f"{title}: {told}{_others(front, (champion, *twins))}.",
         workloads=tuple(front.field),
         figures=tuple(figures),
+        pick=Pick(name=champion, same=tuple(twins), gain="" if gain is None else gain[0], led=led, of=every),
     )
 
 

@@ -66,7 +66,7 @@ def pick_table(advice: Iterable[Recommendation]) -> PickTable:
     """Which one, for every kind of shapes."""
     rows: dict[str, dict[str, Pick]] = {}
     for one in advice:
-        if one.pick is not None:
+        if one.pick is not None and one.kind in GROUPS[WHICH][1]:
             framework, _, shapes = one.family.partition(" · ")
             rows.setdefault(shapes, {})[framework] = one.pick
     names = sorted({name for row in rows.values() for name in row}, key=_place)

@@ -12,6 +12,8 @@ from attnbench.report.html.encodings import (
     FADED,
     FAINT,
     FAINTER,
+    FEW_FADED,
+    FEW_FAINT,
     KEYED,
     ROWS,
     SHORT_NAME,
@@ -78,7 +80,7 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
             next_label="lead(label)",
             next_ns="lead(ns)",
             next_rank="lead(rank)",
-            sort=[alt.SortField("ns")],
+            sort=[alt.SortField("ns"), alt.SortField("plain")],
             groupby=["workload"],
             frame=[None, None],
         )
@@ -175,17 +177,17 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
         detail="batch:N",
     )
     y = alt.Y("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12), axis=log_axis())
-    lines = base.mark_line(strokeWidth=1.5).encode(y=y, opacity=FAINT, strokeDash=dash(labels))
+    lines = base.mark_line(strokeWidth=1.5).encode(y=y, opacity=FEW_FAINT, strokeDash=dash(labels))
     points = base.mark_point(filled=True, size=55).encode(
-        y=y, opacity=FADED, shape=symbol(labels), tooltip=_length_tooltip(title)
+        y=y, opacity=FEW_FADED, shape=symbol(labels), tooltip=_length_tooltip(title)
     )
     layers = [lines, points]
     if low:
         spread = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
-        layers.insert(0, spread.encode(y=alt.Y("low_value:Q", title=title), y2="high_value:Q", opacity=FADED))
+        layers.insert(0, spread.encode(y=alt.Y("low_value:Q", title=title), y2="high_value:Q", opacity=FEW_FADED))
     if theory:
         drawn = base.transform_filter("datum.theory > 0").mark_tick(orient="horizontal", thickness=2, size=18)
-        layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FAINT))
+        layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FEW_FAINT))
     return finish(alt.layer(*layers), LENGTHS)
 
 

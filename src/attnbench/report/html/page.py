@@ -45,10 +45,17 @@ class Part(Struct, frozen=True):
     """Where it was measured, and by which runs where another section has the same words."""
     cells: Cells
     views: list[View]
-    answer: list[str]
-    """A sentence per framework and pass, and of what is not ranked."""
+    headline: list[Recommendation]
+    """One per framework and pass; none where there was no choice."""
+    remarks: list[str]
+    """Of what is not ranked; without a headline, what else can be said."""
     advice: list[Recommendation]
     notes: list[str]
+
+    @property
+    def answer(self) -> list[str]:
+        """Headline and remarks, sentence by sentence."""
+        return [*(one.text for one in self.headline), *self.remarks]
 
 
 class Page(Struct, frozen=True):
@@ -101,15 +108,10 @@ def _part(section: Section, title: str, cells: Cells, views: list[View], against
             "is said of them rests on the run that timed most there"
         )
     advice = recommend(*cells.runs, against=against)
-    return Part(section, title, cells, views, _answer(cells, advice, against), advice, notes)
-
-
-def _answer(cells: Cells, advice: Sequence[Recommendation], against: Sequence[str]) -> list[str]:
-    told = [one.text for one in advice if one.kind == "overall"]
-    if not told:
-        return [closing(cells.newest, against, ranked=cells.deciding)]
-    before, after = wrong_sentences(cells.newest)
-    return [*told, *before, *after]
+    headline = [one for one in advice if one.kind == "overall"]
+    before, after = wrong_sentences(newest)
+    remarks = [*before, *after] if headline else [closing(newest, against, ranked=cells.deciding)]
+    return Part(section, title, cells, views, headline, remarks, advice, notes)
 
 
 def _whose_time(records: Sequence[Record]) -> list[str]:

@@ -100,9 +100,10 @@ MEMORY = Table(
         Column("over", "peak / theory", "ratio"),
         Column("method", "measured by"),
     ],
-    sort="peak",
+    sort="over",
     needs="peak",
     made_by="memory",
+    descending=True,
 )
 FRAGMENTATION = Table(
     [

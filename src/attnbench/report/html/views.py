@@ -18,6 +18,7 @@ from attnbench.report.html.sections import Section
 from attnbench.report.html.tables import Table, own
 from attnbench.report.html.verdicts import FARTHEST, add_verdicts
 
+FEW = "The best and the plain ones are firm, the others faint until you point at their names."
 MOST_LINES = 80
 """A chart with a line per shape and more shapes than this is no help."""
 
@@ -106,7 +107,7 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
     length = View(
         "length",
         "Time and rate against length",
-        f"Medians with 95 % intervals; a line joins one implementation at one batch size.{_beside(cells)}",
+        f"Medians with 95 % intervals; a line joins one implementation at one batch size. {FEW}{_beside(cells)}",
         [time, rate],
     )
     speedups = View(
@@ -140,7 +141,7 @@ def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
     chart = charts.against_length("memory", labels, "peak", title, theory="datum.theory / 1e6", choices=choices)
     note = (
         "Points are measured; a tick is what theory asks for (output, gradients, scores where they are stored)."
-        f"{_beside(cells)}"
+        f" {FEW}{_beside(cells)}"
     )
     view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
     return _if_any(cells, "peak", view, f"No peak was measured{_why_no_peak(cells)}.")

@@ -38,11 +38,20 @@ class LazyChart {
 
   // Vega writes on what it is given: each chart gets its own objects, which read through to the shared rows.
   values() {
-    return this.rows().map((row) => Object.create(row));
+    const minor = this.minor();
+    return this.rows().map((row) => Object.assign(Object.create(row), { minor: minor.has(row.label) }));
+  }
+
+  // A chart of lines shows few of them firmly.
+  minor() {
+    if (!this.chart.axes.lengths) return new Set();
+    const rows = this.rows();
+    const named = featured(rows);
+    return new Set(rows.map((row) => row.label).filter((label) => !named.has(label)));
   }
 
   labels() {
-    const rows = this.chart.name === "winners" ? DERIVED.regret(this.rows()).filter((one) => one.wins) : this.rows();
+    const rows = this.chart.name === "winners" ? DERIVED.winners(this.rows()) : this.rows();
     return rows.map((row) => row.label);
   }
 
@@ -137,12 +146,14 @@ function symbol(label) {
 
 function drawLegend(list, charts) {
   const shown = new Set(charts.flatMap((chart) => chart.labels()));
+  const minor = new Set(charts.flatMap((chart) => [...chart.minor()]));
   const pick = (label) => charts.forEach((chart) => chart.pick(label));
   list.replaceChildren(...DATA.labels.filter((label) => shown.has(label)).map((label) => {
     const button = make("button");
     button.type = "button";
     button.append(symbol(label), short(label));
     button.title = label;
+    if (minor.has(label)) button.className = "minor";
     for (const event of ["mouseenter", "focus"]) button.addEventListener(event, () => pick(label));
     for (const event of ["mouseleave", "blur"]) button.addEventListener(event, () => pick(""));
     const item = make("li");
