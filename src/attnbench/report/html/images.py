@@ -14,7 +14,7 @@ from attnbench.report.html.cells import Cell
 from attnbench.report.html.charts import LENGTHS, Chart
 from attnbench.report.html.encodings import keys
 from attnbench.report.html.featured import GREY, featured
-from attnbench.report.html.packing import unpack
+from attnbench.report.html.packing import pack, unpack
 from attnbench.report.html.page import Page, Part
 from attnbench.report.html.palette import LIGHT, ranges
 from attnbench.report.html.picks import Choice
@@ -86,7 +86,7 @@ def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choi
 
     A chart of lines names few of them; the others are grey, under them, and counted.
     """
-    mine = [row for row in (unpack(chart.rows) if chart.rows else rows) if row.get(chart.needs) is not None]
+    mine = [row for row in unpack(chart.rows or pack(rows)) if row.get(chart.needs) is not None]
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}
     if chart.choices:
         shown = choice or chart.choices[0]

@@ -7,6 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from attnbench.report.html.packing import rounded
+
 Cell = Mapping[str, Any]
 
 
@@ -31,7 +33,7 @@ def podium(cells: Iterable[Cell]) -> Podium:
         number = cell.get("kernel")
         key = cell["label"] if number is None else (number, cell["rank"])
         kept.setdefault(key, []).append(cell)
-    first, *others = sorted(kept.values(), key=lambda names: names[0]["ns"])
+    first, *others = sorted(kept.values(), key=lambda names: rounded(names[0]["ns"]))
     return Podium(first[0], [cell["label"] for cell in first[1:]], others[0][0] if others else None)
 
 
