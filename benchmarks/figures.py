@@ -16,12 +16,16 @@ import msgspec
 from kernel_figures import PAGES as KERNELS
 from library_figures import PAGES as LIBRARIES
 from marked_blocks import marked, replaced, table
+from printed_ranking import fullest, printed
 from rich.console import Console
 
 from attnbench.analyse.advice import listed
+from attnbench.analyse.ranking import by_workload
+from attnbench.analyse.summary import closing
 from attnbench.comparison import Comparison
 from attnbench.report.comparison import print_comparison
 from attnbench.store.drafts import write_texts
+from attnbench.store.runfile import read_run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results/cpu"
@@ -87,6 +91,15 @@ def launches() -> str:
     )
 
 
+def benched() -> str:
+    """What `make bench` prints last: a table, that there are more, and the answer."""
+    records = read_run(RESULTS / "quick.jsonl").records
+    chosen = fullest(records)
+    left = len(by_workload(records)) - 1
+    more = f"[{left} more table{'' if left == 1 else 's'}; what was not run, and why]"
+    return fenced("\n\n".join([printed(chosen), more, textwrap.fill(closing(records), 128)]))
+
+
 def compared() -> str:
     comparison = msgspec.json.decode((RESULTS / "compare.json").read_bytes(), type=Comparison)
     text = io.StringIO()
@@ -147,6 +160,7 @@ def report_size() -> str:
 
 PAGES: dict[str, dict[str, tuple[str, Callable[[], str]]]] = {
     "README.md": {
+        "bench": ("cpu/quick.jsonl", benched),
         "rules": ("cpu/gate_calibration.summary.json", rules),
         "launches": ("cpu/launch_spread.json", launches),
         "compare": ("cpu/compare.json", compared),

@@ -1,24 +1,23 @@
 """The gallery of the README: `make gallery`, or `python benchmarks/gallery.py`.
 
-Reads results/h200/*.jsonl (but repetitions, `*-again.jsonl`), writes the report of all of them and its summaries beside
-them, four charts to docs/gallery, and the README's two blocks between markers: the table of one workload, and the
-charts with captions. Nothing there is written by hand; a test holds the blocks against the run files.
+Reads results/h200/*.jsonl (repetitions, `*-again.jsonl`, for the history alone), writes the report of all of them and
+its summaries beside them, four charts to docs/gallery, and the README's two blocks between markers: the table of one
+workload, and the charts with captions. Nothing there is written by hand; a test holds the blocks against the run files.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import vl_convert
 from gallery_captions import CAPTIONS
 from marked_blocks import marked, replaced
-from rich.console import Console
+from printed_ranking import fullest, printed
 
-from attnbench.analyse.ranking import by_workload, is_timed
+from attnbench.analyse.ranking import is_timed
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.history import find_history
@@ -26,25 +25,25 @@ from attnbench.report.html.images import drawable
 from attnbench.report.html.page import Page, Part, compose, measured, render
 from attnbench.report.html.sections import Source
 from attnbench.report.summaries import folder_of, write_summaries
-from attnbench.report.tables import print_rankings
 from attnbench.store.drafts import write_texts
 from attnbench.store.runfile import read_run
 
 ROOT = Path(__file__).parents[1]
 AGAIN = "-again"
 SCALE = 1.5
-COLUMNS = 120
 
 
-def read(folder: Path) -> list[Source]:
-    """The runs of a folder, the oldest first; a repetition would take the place of the run that it repeats."""
-    paths = [path for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(AGAIN)]
+def read(folder: Path, again: bool = False) -> list[Source]:
+    """The runs of a folder, the oldest first, or their repetitions, each of which would take the place of a run."""
+    paths = [path for path in sorted(folder.glob("*.jsonl")) if path.stem.endswith(AGAIN) == again]
     sources = [Source(path.name, read_run(path), path.relative_to(ROOT).as_posix()) for path in paths]
     return sorted(sources, key=lambda source: source.run.header.created)
 
 
-def page_of(sources: Sequence[Source]) -> Page:
-    return compose(sources, history=find_history(sources, {}))
+def page_of(sources: Sequence[Source], again: Sequence[Source] = ()) -> Page:
+    """Of the runs; a repetition is a point of the history and nothing else."""
+    ordered = sorted([*sources, *again], key=lambda source: source.run.header.created)
+    return compose(sources, history=find_history(ordered, {}))
 
 
 def blocks(page: Page, folder: Path, images: Path, root: Path = ROOT) -> dict[str, str]:
@@ -62,16 +61,11 @@ def read_bytes(folder: Path) -> list[bytes]:
 
 
 def ranking(part: Part) -> str:
-    """The forward workload with most timed implementations, of those the largest, as the terminal prints it."""
-    timed = by_workload(record for record in part.cells.records if is_timed(record))
-    groups = [records for records in timed.values() if records[0].workload.pass_ == "forward"]
-    chosen = max(groups, key=lambda records: (len(records), records[0].workload.batch * records[0].workload.q_len))
-    text = io.StringIO()
-    print_rankings(Console(file=text, width=COLUMNS), chosen)
+    """The fullest workload as the terminal prints it."""
+    chosen = fullest(part.cells.records)
     device = next(iter(part.section.environments.values())).device_name
     clocks = sorted({record.time.clock for record in chosen if record.time is not None})
-    lines = "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
-    return f"{device}, {' and '.join(clocks)} times:\n\n```\n{lines}\n```"
+    return f"{device}, {' and '.join(clocks)} times:\n\n```\n{printed(chosen)}\n```"
 
 
 def gallery(page: Page, place: str, images: str) -> str:
@@ -97,7 +91,7 @@ def draw(page: Page, images: Path) -> None:
     part = page.parts[0]
     images.mkdir(parents=True, exist_ok=True)
     for name in CAPTIONS:
-        spec = drawable(charts_of(part)[name], part.cells.rows, len(page.labels))
+        spec = drawable(charts_of(part)[name], part.cells.rows, page.labels)
         (images / f"{name}.png").write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=SCALE))
 
 
@@ -107,7 +101,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, default=ROOT / "docs/gallery")
     given = parser.parse_args()
     readme = ROOT / "README.md"
-    page = page_of(read(given.runs))
+    page = page_of(read(given.runs), read(given.runs, again=True))
     text = replaced(readme, blocks(page, given.runs, given.images))
     draw(page, given.images)
     report = given.runs / "report.html"

@@ -11,7 +11,9 @@ from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.summary import format_ratio
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.derived import side_by_side
+from attnbench.report.html.featured import featured
 from attnbench.report.html.page import Part
+from attnbench.report.html.podium import shapes_of
 from attnbench.report.units import percent, significant, size
 
 Rows = list[dict[str, Any]]
@@ -19,18 +21,14 @@ Rows = list[dict[str, Any]]
 
 def winners(part: Part, chart: Chart) -> str:
     del chart
-    places: dict[str, Rows] = {}
-    for row in part.cells.rows:
-        if row.get("ns") is not None and row["exact"]:
-            places.setdefault(row["workload"], []).append(row)
-    ordered = [sorted(rows, key=lambda row: row["ns"]) for rows in places.values()]
-    counts = Counter(rows[0]["label"] for rows in ordered)
-    close = sum(len(rows) > 1 and rows[0]["rank"] == rows[1]["rank"] for rows in ordered)
-    field = len({row["label"] for rows in ordered for row in rows})
+    shapes = shapes_of(part.cells.rows)
+    counts = Counter(one.first["label"] for one in shapes)
+    close = sum(one.close for one in shapes)
+    field = len({row["label"] for row in part.cells.rows if row.get("ns") is not None and row["exact"]})
     first, *others = [f"{name} {count}" for name, count in counts.most_common()]
     return (
-        f"The fastest of {field} implementations on {len(ordered)} shapes: {', '.join([f'{first} times', *others])}; "
-        f"≈ where the next one is too close to call ({close} shapes)."
+        f"The fastest of {field} implementations on {len(shapes)} shapes: {', '.join([f'{first} times', *others])}; "
+        f"≈ where the next kernel is too close to call ({close} shapes)."
     )
 
 
@@ -81,8 +79,11 @@ CAPTIONS: Mapping[str, tuple[str, Callable[[Part, Chart], str]]] = {
 
 
 def _drawn(part: Part, chart: Chart) -> Rows:
+    """Of those that the chart names."""
     first = chart.choices[0]
-    return [row for row in part.cells.rows if row.get(chart.needs) is not None and first.accepts(row)]
+    rows = [row for row in part.cells.rows if row.get(chart.needs) is not None and first.accepts(row)]
+    names = featured(rows)
+    return [row for row in rows if row["label"] in names]
 
 
 def _place(row: Mapping[str, Any]) -> str:

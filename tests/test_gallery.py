@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_factory import JAX, page_of, timed
@@ -18,6 +19,9 @@ pytest.importorskip("vl_convert")
 import gallery
 from gallery_captions import CAPTIONS
 from marked_blocks import replaced
+
+from attnbench.report.html.featured import GREY, MOST_FEATURED
+from attnbench.report.html.images import drawable
 
 ROOT = Path(__file__).parents[1]
 RUNS, IMAGES = ROOT / "results/h200", ROOT / "docs/gallery"
@@ -53,6 +57,44 @@ def test_repetitions_do_not_take_the_place_of_what_they_repeat():
     names = [source.name for source in gallery.read(RUNS)]
     assert "grid-gpu.jsonl" in names
     assert not any("again" in name for name in names)
+
+
+def test_a_repetition_is_the_history_of_what_it_repeats():
+    runs, again = gallery.read(RUNS), gallery.read(RUNS, again=True)
+    assert "grid-gpu-again.jsonl" in [source.name for source in again]
+    alone, both = (gallery.page_of(runs, more).parts[0] for more in ([], again))
+    (history,) = [view for view in both.views if view.name == "history"]
+    assert history.table is not None
+    assert history.table.rows is not None
+    assert history.table.rows["count"] > 0
+    assert [cell["ns"] for cell in both.cells.rows if "ns" in cell] == [
+        cell["ns"] for cell in alone.cells.rows if "ns" in cell
+    ]
+
+
+def test_line_charts_name_few_and_count_the_rest():
+    page = gallery.page_of(gallery.read(RUNS))
+    for name in ("rate", "memory"):
+        chart = gallery.charts_of(page.parts[0])[name]
+        spec = drawable(chart, page.parts[0].cells.rows, page.labels)
+        drawn = {row["label"] for row in spec["datasets"]["rows"]}
+        told = [set(legend["values"]) for legend in legends_of(spec)]
+        assert len(drawn) > MOST_FEATURED
+        assert all(names == told[0] for names in told)
+        assert len(told[0]) == MOST_FEATURED
+        assert "=torch.eager" in told[0]
+        assert f"{len(drawn) - MOST_FEATURED} more implementations in grey" in spec["title"]["subtitle"]
+        grey = {f"={label}" for label, one in zip(page.labels, spec["config"]["range"]["category"]) if one == GREY}
+        assert grey == {f"={label}" for label in drawn} - told[0]
+
+
+def legends_of(node: Any) -> list[dict[str, Any]]:
+    if isinstance(node, list):
+        return [found for one in node for found in legends_of(one)]
+    if not isinstance(node, dict):
+        return []
+    here = [node["legend"]] if isinstance(node.get("legend"), dict) and "values" in node["legend"] else []
+    return here + [found for value in node.values() for found in legends_of(value)]
 
 
 def test_captions_are_read_from_the_rows():

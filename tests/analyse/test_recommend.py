@@ -3,10 +3,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 from length_factory import GPU, LENGTHS, along, out_of_memory
-from record_factory import incorrect, noisy, ok, workload
+from record_factory import noisy, ok, workload
 
 from attnbench.analyse.advice import Figure, Recommendation, listed, tokens
 from attnbench.analyse.ranking import is_timed, label
@@ -25,97 +24,6 @@ def only(records: Sequence[Record], kind: str) -> Recommendation:
 
 def kinds(records: Sequence[Record]) -> set[str]:
     return {one.kind for one in recommend(records)}
-
-
-def test_the_winner_of_a_family_with_its_figures():
-    records = [
-        *along("torch.eager", lambda n: 4.0 * n * n, seed=1),
-        *along("torch.sdpa", lambda n: 1.0 * n * n, seed=2),
-        *along("torch.flex", lambda n: 2.0 * n * n, seed=3),
-    ]
-    found = only(records, "winner")
-    assert found.text.startswith("PyTorch · 4 heads of 32 · causal · float32 · forward: use torch.sdpa, 2.00x (")
-    assert "as fast as torch.flex, the next; torch.sdpa is 4.00x (" in found.text
-    assert "(in front on 5 of 5 workloads)" in found.text
-    assert found.device == "Test GPU"
-    assert len(found.workloads) == len(LENGTHS)
-    against, plain = found.figures
-    assert (against.name, plain.name) == ("time of torch.flex / torch.sdpa", "time of torch.eager / torch.sdpa")
-    assert against.value == pytest.approx(2, rel=0.02)
-    assert against.low < against.value < against.high
-    assert "time of torch.flex / torch.sdpa 2.00x" in found.basis
-    assert found.basis.endswith("from 5 workloads on Test GPU")
-
-
-def test_what_is_approximate_wrong_or_an_anchor_is_never_recommended():
-    records = [
-        *along("torch.eager", lambda n: 4.0 * n, seed=1),
-        *along("torch.sdpa", lambda n: 2.0 * n, seed=2),
-        *along("torch.rough", lambda n: 1.0 * n, seed=3, approximate=True),
-        *along("anchor.matmul", lambda n: 0.1 * n, seed=4),
-        *[incorrect("torch.wrong", "wrong", workload(n)) for n in LENGTHS],
-    ]
-    told = " ".join(one.text for one in recommend(records))
-    assert "use torch.sdpa" in told
-    for name in ("torch.rough", "anchor", "torch.wrong"):
-        assert name not in told
-
-
-def test_of_two_as_fast_the_one_with_less_memory():
-    records = [
-        *along("torch.a", lambda n: 1e3 * n, seed=1, peak=lambda n: 20_000 * n),
-        *along("torch.b", lambda n: 1e3 * n, seed=2, peak=lambda n: 10_000 * n),
-    ]
-    found = only(records, "tie")
-    assert "no significant difference between torch." in found.text
-    assert "take torch.b, which needs less memory (torch.a 2.00x as much)" in found.text
-    assert any("peak memory" in str(figure) for figure in found.figures)
-
-
-@pytest.mark.parametrize(
-    ("peak", "told"),
-    [(lambda n: 100.0 * n, "take either, they need the same memory"), (None, "): take either (in front")],
-)
-def test_of_two_alike_in_everything_either(peak, told):
-    records = [record for seed in (1, 2) for record in along(f"torch.{seed}", lambda n: 1e3 * n, seed=seed, peak=peak)]
-    assert told in only(records, "tie").text
-
-
-def test_two_that_lead_in_different_places_are_no_tie():
-    """Over all shapes the mean says nothing, but on each of them the answer is clear."""
-    slow_at = {"torch.a": (1, 4), "torch.b": (2, 8)}
-    records = []
-    for seed, (name, slow) in enumerate(slow_at.items(), start=9):
-        for batch in (1, 2, 4, 8):
-            ns = 2e6 if batch in slow else 1e6
-            records += along(name, lambda n, ns=ns: ns, [512], seed, shape={"batch": batch})
-    found = only(records, "mixed")
-    assert "no one is fastest everywhere, choose by shape" in found.text
-    assert "in front on 2 of 4 workloads" in found.text
-    assert "leads at " in found.text
-
-
-def test_families_are_answered_for_themselves():
-    fast, slow = ("torch.a", "torch.b"), ("torch.b", "torch.a")
-    other = msgspec.structs.replace(GPU, device_name="Other GPU")
-    cases = [
-        ({"mask": masks.causal()}, GPU, fast),
-        ({"mask": masks.full()}, GPU, slow),
-        ({"mask": masks.causal(), "dtype": "bfloat16"}, GPU, slow),
-        ({"mask": masks.causal(), "pass_": "train"}, GPU, slow),
-        ({"mask": masks.causal(), "kv_heads": 1}, GPU, slow),
-        ({"mask": masks.causal(), "head_dim": 64}, GPU, slow),
-        ({"mask": masks.causal()}, other, slow),
-    ]
-    records = []
-    for seed, (shape, environment, order) in enumerate(cases):
-        for place, name in enumerate(order, start=1):
-            records += along(
-                name, lambda n, k=place: k * 1e6, [512], 2 * seed + place, shape=shape, environment=environment
-            )
-    found = [one for one in recommend(records) if one.kind == "winner"]
-    assert len(found) == len(cases)
-    assert ["use torch.a" in one.text for one in found] == [order is fast for _, _, order in cases]
 
 
 def test_one_implementation_is_no_choice():
@@ -151,30 +59,6 @@ def test_a_lead_that_goes_to_and_fro_is_no_rule():
 
     records = [*along("torch.a", zigzag, seed=1), *along("torch.b", lambda n: 3e6 - zigzag(n), seed=2)]
     assert "threshold" not in kinds(records)
-
-
-def test_launch_bound_needs_both_clocks_and_a_device():
-    def made(**fields) -> list[Record]:
-        return along("torch.sdpa", lambda n: 30.0 * n, seed=1, **fields)
-
-    wall = {"wall": lambda n: 60e3 + 30 * n}
-    found = only(made(clock="kernel", also=wall), "launch-bound")
-    assert "launch-bound with batch 1 up to 1,024 tokens (30" in found.text
-    assert "; no longer at 2,048): capture a CUDA graph." in found.text
-    assert {figure.unit for figure in found.figures} == {"ns"}
-    assert "launch-bound" not in kinds(made(clock="kernel"))
-    assert "launch-bound" not in kinds(made(clock="kernel", also={"wall": lambda n: 31 * n}))
-    assert "launch-bound" not in kinds(made(clock="wall", also={"kernel": lambda n: 29 * n}))
-    cpu = msgspec.structs.replace(GPU, device="cpu")
-    assert "launch-bound" not in kinds(made(clock="kernel", also=wall, environment=cpu))
-
-
-def test_what_to_do_about_launches_depends_on_the_framework():
-    jax = msgspec.structs.replace(GPU, framework="jax")
-    records = along("jax.xla", lambda n: 2e4, [512], clock="kernel", also={"wall": lambda n: 2e5}, environment=jax)
-    assert (
-        "batch 1 at 512 tokens (20 us of kernels in 200 us): put the whole step" in only(records, "launch-bound").text
-    )
 
 
 def test_where_a_path_stops_fitting():

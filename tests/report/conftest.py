@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+from chromium import BROWSER
 
 
 @pytest.fixture
 def no_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making Vega's script takes seconds; what the page does with it is tested in a browser."""
     monkeypatch.setattr("attnbench.report.html.page.vega_script", lambda: "window.vegaEmbed = null;")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        # Chromium's own sandbox needs rights that a container does not give; the page is ours.
+        chromium = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()

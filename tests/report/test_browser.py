@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from chromium import BROWSER, NO_CHROMIUM, Opened
 from record_factory import CPU, noisy, ok, unsupported, workload
 from run_history import step_history
 
@@ -21,14 +20,13 @@ pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from attnbench.report.html.history import find_history
 from attnbench.report.html.page import compose, render
 from attnbench.report.html.sections import Source
 
-BROWSER = os.environ.get("ATTNBENCH_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: `make chromium` installs Debian's package")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_CHROMIUM)
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 BREAKER = "</script><script>window.hacked=2</script>"
 JAX = msgspec.structs.replace(CPU, framework="jax", packages={"jax": "0.10.2"})
@@ -70,39 +68,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(render(compose([Source(HOSTILE, Run(header, {}, tuple(records())))])), encoding="utf-8")
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_playwright() as driver:
-        # Chromium's own sandbox needs rights that a container does not give; the page is ours.
-        chromium = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-class Opened:
-    """A page with everything that it complained about or asked for."""
-
-    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
-        self.context = browser.new_context(offline=True, **context)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(path.as_uri())
-        self.page.wait_for_selector("body[data-ready=yes]", timeout=60_000)
-
-    def column(self, view: str, place: int) -> list[str]:
-        return self.page.locator(f"[data-view={view}] tbody tr td:nth-child({place})").all_inner_texts()
-
-    def headings(self, view: str) -> list[str]:
-        return self.page.locator(f"[data-view={view}] thead th").all_inner_texts()
-
-    def overflow(self) -> int:
-        return self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
 
 @pytest.fixture(scope="module")

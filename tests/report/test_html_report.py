@@ -103,13 +103,13 @@ class TestCells:
         assert part.cells.pooled == 1
         assert any("their order is not certain" in note for note in part.notes)
         assert "too close to call" in summarise(page)
-        assert re.search(r"torch\.sdpa is (3\.9|4\.0)\dx", part.sentence)
+        assert re.search(r"torch\.sdpa leads on 1 of 2 shapes, (3\.9|4\.0)\dx", part.answer[0])
         (winner,) = [one for one in part.advice if one.kind == "winner"]
         assert winner.figures[0].value == pytest.approx(4, rel=0.05)
 
     def test_runs_that_share_no_implementation_are_not_compared(self):
         (part,) = compose([source(timed("torch.eager", 4e6)), source(timed("torch.sdpa", 1e6))]).parts
-        assert part.sentence == "torch.sdpa is the only one that was ranked, over 1 shape."
+        assert part.answer == ["torch.sdpa is the only one that was ranked, over 1 shape."]
         assert part.advice == []
 
     def test_shapes_of_several_clocks_are_shown_by_one(self):

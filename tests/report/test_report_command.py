@@ -61,7 +61,7 @@ class TestWhere:
         assert "torch.sdpa" in run_file.with_suffix(".html").read_text()
         folder = run_file.with_name("first-summary")
         assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-        assert "torch.sdpa is" in (folder / "summary.txt").read_text()
+        assert "torch.sdpa leads" in (folder / "summary.txt").read_text()
         assert msgspec.json.decode((folder / "performance.json").read_bytes())["baseline"] == "torch.eager"
 
     def test_another_place_and_markdown(self, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -237,7 +237,8 @@ class TestPlaces:
         assert documents["correctness.json"]["statuses"] == {"ok": 4, "incorrect": 2}
         gains = sorted(one["ratio"]["value"] for one in documents["performance.json"]["speedups"])
         assert gains == pytest.approx([2, 4], rel=0.05)
-        assert len(documents["performance.json"]["recommendations"]) == 2
+        kinds = Counter(one["kind"] for one in documents["performance.json"]["recommendations"])
+        assert kinds == {"overall": 2, "winner": 2}
         text = (folder / "out/summary.txt").read_text()
         for one in documents["performance.json"]["sections"]:
             assert text.count(f"{one['title']}\n===") == 1

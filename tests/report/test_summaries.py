@@ -13,6 +13,7 @@ from attnbench.analyse.summary import closing
 from attnbench.errors import UsageError
 from attnbench.report.summaries import write_summaries
 from attnbench.report.summary_documents import Measured
+from attnbench.report.summary_text import MOST_LINES, WIDTH
 from attnbench.spec import Record
 from attnbench.store.runfile import read_run
 
@@ -28,7 +29,7 @@ RECORDS = [
 
 
 def measured(*runs: Sequence[Record], title: str = "here") -> Measured:
-    return Measured(title, runs, closing(runs[-1]), recommend(*runs))
+    return Measured(title, runs, [closing(runs[-1])], recommend(*runs))
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +86,18 @@ def test_summary_answers_first_and_names_what_is_missing(folder: Path):
         "Test GPU · torch",
         "13 cells: 10 ok, 1 out of memory, 1 unsupported, 1 incorrect",
         "mine is not ranked: gradient of K is wrong.",
-        "Recommendations\n---------------\n",
-        "rests on: time of torch.",
-        "Speed-up against torch.eager",
-        "Growth of time with length",
-        "torch.eager · PyTorch · 4 heads of 32 · causal · float32 · forward · batch 1: n^2.0",
-        "Growth of memory with length",
-        "O(n^2), n^2.00",
+        "Which one",
+        "4 heads of 32 · causal · float32 · forward: PyTorch: by shape, most often torch.",
+        "From which length",
+        "use torch.eager up to 256 tokens",
+        "What to do next",
+        "torch.eager stops fitting 80 GB",
         "Without a result",
         "unsupported: torch.fa3: needs cuda",
+        "Speed-up against torch.eager",
+        "performance.json, memory.json and correctness.json beside this file.",
     ]
-    places = [text.index(part) for part in parts]
+    places = [" ".join(text.split()).index(part) for part in parts]
     assert places == sorted(places)
     assert "anchor" not in text
 
@@ -104,7 +106,7 @@ def test_nothing_to_say_is_no_error(tmp_path: Path):
     write_summaries([measured([unsupported("torch.fa3", "needs \x1b[31mcuda")])], tmp_path)
     text = (tmp_path / "summary.txt").read_text()
     assert "Nothing could be measured (1 unsupported)." in text
-    assert "Recommendations" not in text
+    assert "Which one" not in text
     assert "Speed-up" not in text
     assert "\x1b" not in text
 
@@ -115,7 +117,35 @@ def test_a_folder_that_cannot_be_is_one_sentence(tmp_path: Path):
         write_summaries([measured(RECORDS[:1])], tmp_path / "file")
 
 
+def many(kinds: int, reasons: int) -> list[Record]:
+    records: list[Record] = []
+    for heads in range(1, kinds + 1):
+        for seed, name in enumerate(("torch.eager", "torch.sdpa", "torch.flex")):
+            shape = {"heads": heads, "kv_heads": heads}
+            records += along(name, lambda n, k=seed: (1 + k) * 1e3 * n, [256, 512], 9 * heads + seed, shape=shape)
+    return [*records, *(unsupported(f"torch.{n}", f"reason {n} " * 30) for n in range(reasons))]
+
+
+@pytest.mark.parametrize("machines", [1, 2, 3, 40])
+def test_no_more_lines_than_a_person_reads(machines: int, tmp_path: Path):
+    records = many(kinds=30, reasons=30)
+    parts = [measured(records, title=f"machine {n}") for n in range(machines)]
+    write_summaries(parts, tmp_path, left=["run.jsonl ended early"] * 5)
+    lines = (tmp_path / "summary.txt").read_text().splitlines()
+    assert len(lines) <= MOST_LINES
+    assert max(map(len, lines)) <= WIDTH
+    text = "\n".join(lines)
+    assert "run.jsonl ended early. 4 more ended early" in text
+    assert text.count("torch.eager is ") >= min(machines, 7)
+    if machines == 1:
+        assert "more are in performance.json" in text
+        assert "more are in correctness.json" in text
+    if machines > 7:
+        assert "more machines or sets of packages are in performance.json." in text
+
+
 @pytest.mark.parametrize("run", ["cpu/quick", "h200/grid-gpu", "h200/gemma"])
 def test_published_runs(run: str, tmp_path: Path):
     for path in write_summaries([measured(read_run(RESULTS / f"{run}.jsonl").records)], tmp_path):
         assert path.stat().st_size > 1000
+    assert len((tmp_path / "summary.txt").read_text().splitlines()) <= MOST_LINES

@@ -10,7 +10,7 @@ from msgspec import Struct
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.summary import format_ratio
 
-Kind = Literal["winner", "tie", "mixed", "flash", "threshold", "launch-bound", "memory"]
+Kind = Literal["overall", "winner", "tie", "mixed", "flash", "threshold", "launch-bound", "memory"]
 SIGNIFICANT = 2
 
 
@@ -37,6 +37,8 @@ class Pick(Struct, frozen=True, kw_only=True):
     """The answer in a few words, for a table."""
 
     name: str
+    same: tuple[str, ...] = ()
+    """Other names of the same kernel."""
     equal: str = ""
     """Another that is as fast."""
     mixed: bool = False

@@ -6,15 +6,19 @@ A family is what one sentence can answer for; a track is what an exponent or a c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from msgspec import Struct
 
 from attnbench.analyse.ranking import ANCHOR, label
+from attnbench.policy.shapes import mask_kind
 from attnbench.spec import Record, Workload
 
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
 SIZED = ("window", "prefix", "dilated")
 """Kinds of masks whose sizes a family leaves open."""
+NO_MASK = "full"
+HIDES_NOTHING = " that hides nothing"
 
 
 class Family(Struct, frozen=True, kw_only=True):
@@ -27,7 +31,8 @@ class Family(Struct, frozen=True, kw_only=True):
     """32:8, query heads to key/value heads."""
     head_dim: str
     mask: str
-    """Kinds of its parts, such as causal or causal&lengths."""
+    """Kinds of its parts, such as causal or causal&lengths, and whether it hides nothing: then fast kernels take it
+    as no mask, which refuse it where it hides something."""
     pass_: str
     shape: str = ""
     """Empty where queries and keys are as many; else decode (one query) or rectangular."""
@@ -76,11 +81,18 @@ def family_of(record: Record) -> Family:
         dtype=w.dtype,
         heads=f"{w.heads}" if w.heads == w.kv_heads else f"{w.heads}:{w.kv_heads}",
         head_dim=f"{w.head_dim}" if w.head_dim == w.value_dim else f"{w.head_dim}/{w.value_dim}",
-        mask="&".join(w.visible_mask.kinds),
+        mask=_mask_words(w),
         pass_=w.pass_,
         shape="" if w.q_len == w.kv_len else "decode" if w.q_len == 1 else "rectangular",
         extras=" ".join(f"{name} {value}" for name, value in w.extras.items()),
     )
+
+
+@lru_cache(maxsize=4096)
+def _mask_words(workload: Workload) -> str:
+    kinds = workload.visible_mask.kinds
+    idle = kinds != (NO_MASK,) and mask_kind(workload) == NO_MASK
+    return "&".join(kinds) + (HIDES_NOTHING if idle else "")
 
 
 def by_family(records: Iterable[Record]) -> dict[Family, list[Record]]:

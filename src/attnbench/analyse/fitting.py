@@ -10,12 +10,17 @@ from attnbench.analyse.memory_limit import fits_until
 from attnbench.analyse.scaling import exponent, growth, memory_points
 from attnbench.spec import OutOfMemory, Record
 
+INSTEAD = "; beyond, use one that does not store the scores"
+
 
 def fitting_of(track: Track, names: Mapping[str, Sequence[Record]]) -> Recommendation | None:
     """What grows faster than the length or was seen to run out; None where nothing does."""
     told, figures, seen = [], [], []
+    grows = False
     for name, records in names.items():
-        found = _limit(name, records) or _seen(name, records)
+        limit = _limit(name, records)
+        grows |= limit is not None
+        found = limit or _seen(name, records)
         if found is not None:
             told.append(found[0])
             figures += found[1]
@@ -27,7 +32,7 @@ def fitting_of(track: Track, names: Mapping[str, Sequence[Record]]) -> Recommend
         kind="memory",
         family=family.title,
         device=family.device,
-        text=f"{family.title}, {track.title}: {listed(told)}.",
+        text=f"{family.title}, {track.title}: {listed(told)}{INSTEAD if grows else ''}.",
         workloads=tuple(dict.fromkeys(seen)),
         figures=tuple(figures),
     )

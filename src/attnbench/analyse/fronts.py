@@ -34,11 +34,15 @@ class Front(Struct, frozen=True):
         counts = Counter(name for names in self.leaders.values() for name in names)
         return max(counts, key=lambda name: (counts[name], -self.mean_loss(name)))
 
-    def rival(self, champion: str) -> str | None:
+    def rival(self, champion: str, but: Iterable[str] = ()) -> str | None:
         """The best of the others where the champion ran, those that ran in most places first."""
-        counts = {name: len(self.pairs(champion, name)) for name in sorted(self.names - {champion})}
+        counts = {name: len(self.pairs(champion, name)) for name in sorted(self.names - {champion, *but})}
         most = max(counts.values(), default=0)
         return min((n for n in counts if counts[n] == most), key=self.mean_loss) if most else None
+
+    def led(self, names: Iterable[str]) -> int:
+        """Workloads on which nobody was faster for certain than one of these."""
+        return sum(not set(names).isdisjoint(leaders) for leaders in self.leaders.values())
 
     def pairs(self, a: str, b: str) -> list[tuple[Ok, Ok]]:
         """Records of both on every workload that has them."""

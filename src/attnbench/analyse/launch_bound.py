@@ -9,28 +9,36 @@ from msgspec import Struct
 from attnbench.analyse.advice import Figure, Recommendation, listed
 from attnbench.analyse.families import Family, Track, length
 from attnbench.analyse.fronts import exact
+from attnbench.analyse.ranking import label
 from attnbench.spec import Ok, Record
 
-SHORT_NS = 50e3
-"""A kernel this long hides its own launch."""
-MUCH_LONGER = 2.0
-"""Wall time over kernel time from which on the launch is what is waited for."""
+BOUND = {"wall": 2.0, "events": 1.5}
+"""Clock of the whole call -> its time over that of the kernels from which on the host is what is waited for, however
+long the call. A wall time holds the kernels and then the host: twice means that the host takes longer. Events begin
+when the host is ahead: what they hold beyond the kernels and the gaps between them is a device that ran dry."""
 ADVICE = {"jax": "put the whole step under one jax.jit, so that XLA can launch it as a CUDA graph"}
 """By framework; any other captures a graph itself."""
 CAPTURE = "capture a CUDA graph"
 
 
 class Wait(Struct, frozen=True):
-    """Kernel and wall time of the fastest implementation at one length."""
+    """Time of the kernels and of the whole call, of the fastest implementation at one length."""
 
     record: Ok
     kernel_ns: float
-    wall_ns: float
+    call_ns: float
+    clock: str
 
     @property
     def bound(self) -> bool:
-        """Whether launching takes longer than computing."""
-        return self.kernel_ns < SHORT_NS and self.wall_ns >= MUCH_LONGER * self.kernel_ns
+        """Whether the host takes longer than the kernels."""
+        return self.call_ns >= BOUND[self.clock] * self.kernel_ns
+
+    @property
+    def told(self) -> str:
+        """Who waits how long for what."""
+        by = "" if self.clock == "wall" else f" by {self.clock}"
+        return f"{label(self.record)}: {_time(self.kernel_ns)} of kernels in {_time(self.call_ns)}{by}"
 
 
 def launch_bound_of(family: Family, tracks: Mapping[Track, Mapping[str, Sequence[Record]]]) -> Recommendation | None:
@@ -43,11 +51,9 @@ def launch_bound_of(family: Family, tracks: Mapping[Track, Mapping[str, Sequence
             continue
         longest = bound[-1]
         beyond = [wait for wait in waits if _length(wait) > _length(longest)]
-        reach = "at" if longest is waits[0] else "up to"
-        where = f"{track.title} {reach} {_length(longest):,} tokens"
-        times = f"{_us(longest.kernel_ns)} of kernels in {_us(longest.wall_ns)}"
-        told.append(f"{where} ({times}{f'; no longer at {_length(beyond[0]):,}' if beyond else ''})")
-        for name, value in (("kernel", longest.kernel_ns), ("wall", longest.wall_ns)):
+        no_longer = f"; no longer at {_length(beyond[0]):,}" if beyond else ""
+        told.append(f"{track.title} {_reach(bound, waits)} tokens ({longest.told}{no_longer})")
+        for name, value in (("kernel", longest.kernel_ns), (longest.clock, longest.call_ns)):
             figures.append(Figure(name=f"{name} time, {longest.record.cell.id}", value=value, unit="ns"))
         seen += [wait.record.workload.id for wait in waits]
     if not told:
@@ -63,19 +69,37 @@ def launch_bound_of(family: Family, tracks: Mapping[Track, Mapping[str, Sequence
     )
 
 
+def _reach(bound: Sequence[Wait], waits: Sequence[Wait]) -> str:
+    """up to 512, where every shorter one is bound too."""
+    lengths = [f"{_length(wait):,}" for wait in bound]
+    if len(bound) > 1 and list(bound) == list(waits[: len(bound)]):
+        return f"up to {lengths[-1]}"
+    return f"at {listed(lengths)}"
+
+
 def _waits(names: Mapping[str, Sequence[Record]]) -> list[Wait]:
-    """Of the fastest at each length, where kernel and wall time are known, shortest first."""
-    fastest: dict[int, Wait] = {}
-    for records in names.values():
-        for record in exact(records):
-            kernel, wall = (_clock(record, name) for name in ("kernel", "wall"))
-            on_device = record.environment is not None and record.environment.device != "cpu"
-            if kernel is None or wall is None or not on_device:
-                continue
-            n = length(record.workload)
-            if n not in fastest or kernel < fastest[n].kernel_ns:
-                fastest[n] = Wait(record, kernel, wall)
-    return [fastest[n] for n in sorted(fastest)]
+    """Of the fastest at each length, where the time of its kernels and of the whole call are known, shortest first."""
+    fastest: dict[int, Ok] = {}
+    for record in (record for records in names.values() for record in exact(records)):
+        n = length(record.workload)
+        on_device = record.environment is not None and record.environment.device != "cpu"
+        if on_device and _wait(record) is not None and (n not in fastest or _ns(record) < _ns(fastest[n])):
+            fastest[n] = record
+    return [wait for n in sorted(fastest) if (wait := _wait(fastest[n])) is not None]
+
+
+def _wait(record: Ok) -> Wait | None:
+    kernel = _clock(record, "kernel")
+    known = [(name, ns) for name in BOUND if (ns := _clock(record, name)) is not None]
+    if kernel is None or not known:
+        return None
+    clock, ns = known[0]
+    return Wait(record, kernel, ns, clock)
+
+
+def _ns(record: Ok) -> float:
+    assert record.time is not None
+    return record.time.median_ns
 
 
 def _clock(record: Ok, name: str) -> float | None:
@@ -88,5 +112,5 @@ def _length(wait: Wait) -> int:
     return length(wait.record.workload)
 
 
-def _us(ns: float) -> str:
-    return f"{ns / 1e3:.3g} us"
+def _time(ns: float) -> str:
+    return f"{ns / 1e6:.3g} ms" if ns >= 1e6 else f"{ns / 1e3:.3g} us"

@@ -15,21 +15,24 @@ from attnbench.analyse.flash import flash_of
 from attnbench.analyse.from_length import threshold_of
 from attnbench.analyse.fronts import front_of
 from attnbench.analyse.launch_bound import launch_bound_of
+from attnbench.analyse.overall import overall_of
 from attnbench.analyse.together import families_together, newest
 from attnbench.analyse.winners import winner_of
 from attnbench.spec import Record
 
 
-def recommend(*runs: Sequence[Record]) -> list[Recommendation]:
-    """Winners first, then where flash pays and the lead changes, then what is launch-bound, then what stops fitting.
+def recommend(*runs: Sequence[Record], against: Sequence[str] = ()) -> list[Recommendation]:
+    """The headline, winners, where flash pays and the lead changes, what is launch-bound, what stops fitting.
 
-    Of several runs, the oldest first, only records of one are held against each other.
+    Of several runs, the oldest first, only records of one are held against each other. `against` is what the headline
+    compares with.
     """
     families = families_together(runs)
     fronts = {family: front_of(members) for family, members in families.items()}
     lines, every = tracks_of(families), tracks(newest(runs))
     within, waiting = _by_family(lines), _by_family(every)
     found = [
+        *overall_of(fronts, against),
         *(winner_of(family, front) for family, front in fronts.items()),
         *(flash_of(family, members) for family, members in within.items()),
         *(threshold_of(track, names, fronts[track.family]) for track, names in lines.items()),

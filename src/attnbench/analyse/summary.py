@@ -13,7 +13,18 @@ from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.verdicts import judge
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
-__all__ = ["ADVICE", "Row", "baseline", "by_workload", "closing", "count_notes", "format_ratio", "not_run", "rank"]
+__all__ = [
+    "ADVICE",
+    "Row",
+    "baseline",
+    "by_workload",
+    "closing",
+    "count_notes",
+    "format_ratio",
+    "not_run",
+    "rank",
+    "wrong_sentences",
+]
 
 ADVICE = {
     "unstable": "samples vary; close other programs, raise --budget or set --threads",
@@ -40,7 +51,7 @@ def closing(
     """
     groups = by_workload(records)
     kept = [r for group in groups.values() for r in group]
-    before, after = _wrong_sentences(kept, focus)
+    before, after = wrong_sentences(kept, focus)
     before += _lost_sentences(kept, focus)
     found = map(rank, groups.values()) if ranked is None else ranked
     ordered = ([row for row in rows if row.rank is not None] for rows in found)
@@ -152,7 +163,7 @@ def _nothing_timed(records: Sequence[Record]) -> str:
     return f"Nothing could be measured ({told or 'no cells'})."
 
 
-def _wrong_sentences(records: Sequence[Record], focus: Sequence[str]) -> tuple[list[str], list[str]]:
+def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """One sentence per implementation that computed something else: what must be said before the answer (of those never
     right, and of what the user came for), and what after it (of those that are right, and ranked, on other shapes)."""
     wrong: dict[str, list[Incorrect]] = {}

@@ -28,6 +28,11 @@ class Verdict(Struct, frozen=True):
     """Whether the mean alone carries the sign; else it holds on every workload measured, and for these only."""
 
     @property
+    def from_each(self) -> bool:
+        """Whether it was read from the workloads one by one and not from their mean."""
+        return not self.on_average and (bool(self.sign) or self.apart)
+
+    @property
     def apart(self) -> bool:
         """Whether the two differ for certain on some workload."""
         return any(map(sign, self.each))

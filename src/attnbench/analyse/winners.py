@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp, log
 
 from attnbench.analyse.advice import Figure, Pick, Recommendation, listed, ratio_figure, workloads
 from attnbench.analyse.families import Family
 from attnbench.analyse.fronts import Front
-from attnbench.analyse.ranking import BASELINES, sign
+from attnbench.analyse.ranking import BASELINES, RANK_LEVEL, matches, sign
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.summary import format_ratio
+from attnbench.analyse.twins import named, plainest, twins_of
 from attnbench.analyse.verdicts import Verdict, judge
 from attnbench.spec import Ok
 
@@ -20,63 +22,111 @@ MOST_PLACES = 3
 
 def winner_of(family: Family, front: Front) -> Recommendation | None:
     """The one that leads most workloads, against the next and the plain one; None where there is no choice."""
-    champion = front.champion() if len(front.names) > 1 else None
-    rival = None if champion is None else front.rival(champion)
-    if champion is None or rival is None:
+    if len(front.names) < 2:
         return None
-    pairs = front.pairs(champion, rival)
+    champion, twins = champion_of(front)
+    rival = front.rival(champion, twins)
+    if rival is None:
+        return _one_kernel(family, front, champion, twins) if twins else None
+    rival = plainest({rival, *twins_of(rival, front)} - {champion}, front)
+    pairs, name = front.pairs(champion, rival), named(champion, twins)
     verdict = judge(pairs)
-    against = verdict.ratio
-    figures = [ratio_figure(f"time of {rival} / {champion}", against)]
-    gain = _over_plain(front, champion, rival)
+    figures = rests_on(champion, rival, pairs, verdict)
+    gain = over_plain(front, champion, (rival, *twins))
     if verdict.sign > 0:
-        kind, told = "winner", f"use {champion}, {_gain(verdict)} as fast as {rival}, the next"
+        kind, told = "winner", f"use {name}, {_gain(verdict)} as fast as {rival}, the next"
     elif verdict.apart and verdict.never_behind:
         ahead = sum(sign(ratio) > 0 for ratio in verdict.each)
-        told = f"{champion} is nowhere behind {rival}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
+        told = f"{name} is nowhere behind {rival}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
         kind = "mixed"
     elif verdict.sign < 0 or verdict.apart:
-        kind, told = "mixed", f"no one is fastest everywhere, choose by shape: {champion} leads most often"
+        kind, told = "mixed", f"no one is fastest everywhere, choose by shape: {name} leads most often"
     else:
-        kind, (told, saving) = "tie", _tie(champion, rival, against, pairs)
+        kind, (told, saving) = "tie", _tie(champion, name, rival, verdict.ratio, pairs)
         figures += saving
     if gain is not None:
-        figures.append(gain[1])
+        figures += gain[1]
         told += f"; {champion} is {gain[0]}"
     return Recommendation(
         kind=kind,
         family=family.title,
         device=family.device,
-        text=f"{family.title}: {told} ({_extent(champion, len(pairs), front)}){_exceptions(champion, front)}.",
+        text=f"{family.title}: {told} ({_extent(front, champion, twins, len(pairs))})"
+        f"{_exceptions(front, (champion, *twins))}.",
         workloads=tuple(front.field),
         figures=tuple(figures),
         pick=Pick(
             name=champion,
+            same=tuple(twins),
             equal=rival if kind == "tie" else "",
             mixed=kind == "mixed" and not verdict.never_behind,
             over_next="" if kind == "tie" else f"{_gain(verdict)} as fast as {rival}",
             gain="" if gain is None else gain[0],
-            led=_led(champion, front),
+            led=front.led((champion, *twins)),
             of=len(front.field),
         ),
     )
 
 
-def _led(champion: str, front: Front) -> int:
-    return sum(champion in names for names in front.leaders.values())
+def champion_of(front: Front) -> tuple[str, list[str]]:
+    """The one that leads most often, by the plainest name of its kernel, and the other names."""
+    first = front.champion()
+    names = {first, *twins_of(first, front)}
+    champion = plainest(names, front)
+    return champion, sorted(names & {champion, *twins_of(champion, front)} - {champion})
 
 
-def _over_plain(front: Front, champion: str, rival: str) -> tuple[str, Figure] | None:
-    """Against the framework's plain implementation, where that is neither of the two."""
-    base = next((name for name in BASELINES if name in front.names - {champion, rival}), None)
-    pairs = [] if base is None else front.pairs(champion, base)
+def rests_on(a: str, b: str, pairs: Sequence[tuple[Ok, Ok]], verdict: Verdict) -> list[Figure]:
+    """The mean where that decided; else every workload, and where nothing is certain both."""
+    name = f"time of {b} / {a}"
+    mean = [] if verdict.from_each else [ratio_figure(name, verdict.ratio)]
+    if (verdict.sign and not verdict.from_each) or len(pairs) == 1:
+        return mean or [ratio_figure(name, verdict.each[0])]
+    percent = f"{100 * RANK_LEVEL:.0f} %"
+    return mean + [ratio_figure(f"{name} at {_place(one)}, {percent}", r) for (one, _), r in zip(pairs, verdict.each)]
+
+
+def over_plain(
+    front: Front, champion: str, but: Sequence[str] = (), against: Sequence[str] = ()
+) -> tuple[str, list[Figure]] | None:
+    """Against what was asked for or the framework's plain implementation, where that is none of those named already."""
+    known = front.names - {champion, *but}
+    asked = sorted(name for name in known if any(matches(name, one) for one in against))
+    base = next((name for name in (*asked, *BASELINES) if name in known), None)
+    return None if base is None else _against(front, champion, base)
+
+
+def against_rival(front: Front, champion: str, twins: Sequence[str] = ()) -> tuple[str, list[Figure]] | None:
+    """Against the best of the others."""
+    rival = front.rival(champion, twins)
+    return None if rival is None else _against(front, champion, rival)
+
+
+def _against(front: Front, champion: str, other: str) -> tuple[str, list[Figure]] | None:
+    pairs = front.pairs(champion, other)
     if not pairs:
         return None
     verdict = judge(pairs)
-    figure = ratio_figure(f"time of {base} / {champion}", verdict.ratio)
-    if verdict.sign > 0:
-        return f"{_gain(verdict)} as fast as {base}", figure
-    return f"{format_ratio(verdict.ratio)} as fast as {base}, which is not certain", figure
+    figures = rests_on(champion, other, pairs, verdict)
+    told = f"{_gain(verdict)} as fast as {other}"
+    if verdict.sign <= 0:
+        told = f"not certainly faster than {other}, {format_ratio(verdict.ratio)}"
+    return told if len(pairs) == len(front.field) else f"{told} (both ran on {len(pairs)})", figures
+
+
+def _one_kernel(family: Family, front: Front, champion: str, twins: Sequence[str]) -> Recommendation:
+    pairs = front.pairs(champion, twins[0])
+    every = (champion, *twins)
+    return Recommendation(
+        kind="tie",
+        family=family.title,
+        device=family.device,
+        text=f"{family.title}: take {named(champion, twins)}: nothing else was timed "
+        f"({_extent(front, champion, twins, len(pairs))}).",
+        workloads=tuple(front.field),
+        figures=tuple(rests_on(champion, twins[0], pairs, judge(pairs))),
+        pick=Pick(name=champion, same=tuple(twins), led=front.led(every), of=len(front.field)),
+    )
 
 
 def _gain(verdict: Verdict) -> str:
@@ -85,9 +135,9 @@ def _gain(verdict: Verdict) -> str:
     return format_ratio(verdict.ratio) if verdict.on_average else f"{least:.2f}x to {most:.2f}x"
 
 
-def _tie(champion: str, rival: str, against: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:
-    """Of two that are as fast, the one with less memory."""
-    told = f"no significant difference between {champion} and {rival} ({format_ratio(against)})"
+def _tie(champion: str, name: str, rival: str, against: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:
+    """Of two that are as fast, the one with less memory; `name` is the champion with its other names."""
+    told = f"no significant difference between {name} and {rival} ({format_ratio(against)})"
     peaks = [(a.memory.peak_bytes, b.memory.peak_bytes) for a, b in pairs]
     known = [(a, b) for a, b in peaks if a and b]
     if not known:
@@ -100,17 +150,17 @@ def _tie(champion: str, rival: str, against: Ratio, pairs: list[tuple[Ok, Ok]]) 
     return f"{told}: take {less}, which needs less memory ({more} {max(share, 1 / share):.2f}x as much)", saving
 
 
-def _extent(champion: str, shared: int, front: Front) -> str:
-    every, led = len(front.field), _led(champion, front)
+def _extent(front: Front, champion: str, twins: Sequence[str], shared: int) -> str:
+    every, led = len(front.field), front.led((champion, *twins))
     told = f"in front on {led} of {workloads(every)}" if every > 1 else workloads(every)
     return told if shared == every else f"{told}, both ran on {shared}"
 
 
-def _exceptions(champion: str, front: Front) -> str:
+def _exceptions(front: Front, champions: Sequence[str]) -> str:
     """Where others lead, most often first."""
     where: dict[str, list[str]] = {}
     for key, names in front.leaders.items():
-        if champion not in names:
+        if set(champions).isdisjoint(names):
             where.setdefault(names[0], []).append(_place(front.field[key][names[0]]))
     told = sorted(where.items(), key=lambda item: -len(item[1]))[:MOST_PLACES]
     return "".join(f"; {name} leads at {_places(places)}" for name, places in told)

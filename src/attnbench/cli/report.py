@@ -62,7 +62,7 @@ def report(
     if markdown:
         _annotate(page)
     if json:
-        closing = [part.sentence for part in page.parts]
+        closing = [" ".join(part.answer) for part in page.parts]
         found = {"report": path, "images": images, "summaries": texts, "closing": closing}
         print_json(found | ({"markdown": summarise(page)} if markdown else {}))
         return 0

@@ -29,7 +29,8 @@ class Measured(Struct, frozen=True):
     title: str
     runs: Sequence[Sequence[Record]]
     """The oldest first; rounds are paired within a run only."""
-    answer: str
+    answer: Sequence[str]
+    """Sentences."""
     advice: Sequence[Recommendation]
     against: Sequence[str] = ()
 

@@ -57,15 +57,16 @@ def group_advice(advice: Iterable[Recommendation]) -> list[Group]:
     groups: list[Group] = []
     for title, (shown, kinds) in GROUPS.items():
         answers = _answers(one for one in found if one.kind in kinds)
-        table = _picks(found) if title == WHICH else None
+        table = pick_table(found) if title == WHICH else None
         groups += [Group(title, answers[:shown], answers[shown:], table)] if answers else []
     return groups
 
 
-def _picks(advice: Iterable[Recommendation]) -> PickTable:
+def pick_table(advice: Iterable[Recommendation]) -> PickTable:
+    """Which one, for every kind of shapes."""
     rows: dict[str, dict[str, Pick]] = {}
     for one in advice:
-        if one.pick is not None:
+        if one.pick is not None and one.kind in GROUPS[WHICH][1]:
             framework, _, shapes = one.family.partition(" · ")
             rows.setdefault(shapes, {})[framework] = one.pick
     names = sorted({name for row in rows.values() for name in row}, key=_place)

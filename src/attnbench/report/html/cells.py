@@ -85,6 +85,7 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
     for record in records:
         if record.time is not None:
             kept[record.cell.id]["samples"] = len(record.time.samples_ns)
+    _number_kernels(records, kept)
     rows = list(kept.values())
     lay_out(rows)
     set_beside(rows)
@@ -92,6 +93,17 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
     by_run = [[row.record for group in run for row in group] for run in ranked]
     repeated = len(section.records) - len(records)
     return Cells(rows, groups, records, families, baselines, by_run, repeated, pooled)
+
+
+def _number_kernels(records: Iterable[Record], cells: Mapping[str, Cell]) -> None:
+    """Give cells that launched the same kernels the same number, and every label its place from plain to long."""
+    numbers: dict[frozenset[str], int] = {}
+    names = sorted({cell["label"] for cell in cells.values()}, key=lambda name: (len(name), name))
+    places = {name: place for place, name in enumerate(names)}
+    for record in records:
+        cells[record.cell.id]["plain"] = places[label(record)]
+        if isinstance(record, Ok) and record.kernels:
+            cells[record.cell.id]["kernel"] = numbers.setdefault(frozenset(record.kernels), len(numbers))
 
 
 def _ranked(group: Iterable[Row]) -> int:

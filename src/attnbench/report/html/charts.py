@@ -12,6 +12,8 @@ from attnbench.report.html.encodings import (
     FADED,
     FAINT,
     FAINTER,
+    FEW_FADED,
+    FEW_FAINT,
     KEYED,
     ROWS,
     SHORT_NAME,
@@ -33,6 +35,10 @@ NEAR_ROOFS = 1.15
 CELL: dict[str, Any] = {"fillOpacity": 0.3, "strokeWidth": 1.5, "cornerRadius": 2}
 FRAMES = {"datum.rank != datum.next_rank": [1, 0], "datum.rank == datum.next_rank": [4, 3]}
 """A dashed frame where the winner is too close to call."""
+ONE_NAME = "!isValid(datum.kernel) || datum.plain == datum.plainest"
+"""Of names of one kernel that are as fast, the plainest."""
+LENGTHS = "lengths"
+"""Parameter of the charts over length."""
 TIMED = "isValid(datum.ns) && datum.exact"
 
 
@@ -67,12 +73,14 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
     base = (
         alt.Chart(ROWS)
         .transform_filter(TIMED)
+        .transform_joinaggregate(plainest="min(plain)", groupby=["workload", "kernel", "rank"])
+        .transform_filter(ONE_NAME)
         .transform_window(
             place="row_number()",
             next_label="lead(label)",
             next_ns="lead(ns)",
             next_rank="lead(rank)",
-            sort=[alt.SortField("ns")],
+            sort=[alt.SortField("ns"), alt.SortField("plain")],
             groupby=["workload"],
             frame=[None, None],
         )
@@ -145,7 +153,7 @@ def against_length(
 ) -> Chart:
     """A figure over length on logarithmic axes, a line per implementation and batch."""
     spec = _length_spec(tuple(labels), field, title, low, high, theory)
-    return Chart(name, spec, list(choices), needs=field, axes={"lengths": "len"})
+    return Chart(name, spec, list(choices), needs=field, axes={LENGTHS: "len"})
 
 
 @drawn_once
@@ -163,24 +171,24 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
             "along:Q",
             title="Length (tokens)",
             scale=alt.Scale(type="log", base=2, nice=False, padding=16),
-            axis=alt.Axis(format="d", grid=False, labelOverlap="greedy", values=alt.ExprRef("lengths")),
+            axis=alt.Axis(format="d", grid=False, labelOverlap="greedy", values=alt.ExprRef(LENGTHS)),
         ),
         color=colour(labels, alt.Color),
         detail="batch:N",
     )
     y = alt.Y("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12), axis=log_axis())
-    lines = base.mark_line(strokeWidth=1.5).encode(y=y, opacity=FAINT, strokeDash=dash(labels))
+    lines = base.mark_line(strokeWidth=1.5).encode(y=y, opacity=FEW_FAINT, strokeDash=dash(labels))
     points = base.mark_point(filled=True, size=55).encode(
-        y=y, opacity=FADED, shape=symbol(labels), tooltip=_length_tooltip(title)
+        y=y, opacity=FEW_FADED, shape=symbol(labels), tooltip=_length_tooltip(title)
     )
     layers = [lines, points]
     if low:
         spread = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
-        layers.insert(0, spread.encode(y=alt.Y("low_value:Q", title=title), y2="high_value:Q", opacity=FADED))
+        layers.insert(0, spread.encode(y=alt.Y("low_value:Q", title=title), y2="high_value:Q", opacity=FEW_FADED))
     if theory:
         drawn = base.transform_filter("datum.theory > 0").mark_tick(orient="horizontal", thickness=2, size=18)
-        layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FAINT))
-    return finish(alt.layer(*layers), "lengths")
+        layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FEW_FAINT))
+    return finish(alt.layer(*layers), LENGTHS)
 
 
 def _scaled(field: str) -> str:

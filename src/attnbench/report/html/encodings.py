@@ -21,6 +21,15 @@ FIRM, FAINTER = 1, 0.6
 """Opacity of points, and of what lies on top of each other."""
 FADED = alt.condition("picked == '' || datum.label == picked", alt.value(FIRM), alt.value(0.12))
 FAINT = alt.condition("picked == '' || datum.label == picked", alt.value(FAINTER), alt.value(0.08))
+
+
+def _few(firm: float, faint: float) -> Any:
+    """The same where the page marks rows as `minor`: they are faint until the reader points at them."""
+    pointed = alt.when("picked == datum.label").then(alt.value(firm))
+    return pointed.when("picked != '' || datum.minor").then(alt.value(faint)).otherwise(alt.value(firm))
+
+
+FEW_FADED, FEW_FAINT = _few(FIRM, 0.15), _few(FAINTER, 0.1)
 HEIGHT = 340
 TICKS = {"name": "ticks", "value": [step * 10.0**power for power in range(-9, 10) for step in (1, 2, 5)]}
 """A parameter: altair copies what stands in a chart dozens of times."""

@@ -21,6 +21,7 @@ from attnbench.report.html.families import Families
 from attnbench.report.html.sections import Section, Source
 
 LEAST_RUNS = 2
+MOST_NAMED = 6
 MINUTE, SECOND = len("2026-11-15T05:15"), len("2026-11-15T05:15:33")
 SHORTEST = 7
 """Digits of a commit on an axis."""
@@ -34,6 +35,8 @@ class History(Struct, frozen=True):
 
     trends: Sequence[Trend] = ()
     excluded: Sequence[Excluded] = ()
+    runs: Sequence[str] = ()
+    """What the runs that it was read from are called."""
 
 
 NO_HISTORY = History()
@@ -50,7 +53,8 @@ def find_history(
     runs = [Measured(source.run.header.created, source.run.records) for source in sources]
     series, excluded = gather_series(runs, places, per_run=True)
     trends = [Trend(one, find_changes(one, between)) for one in series if len(one.points) >= LEAST_RUNS]
-    return History(sorted(trends, key=lambda trend: -_largest(trend)), excluded)
+    names = [source.name for source in sources]
+    return History(sorted(trends, key=lambda trend: -_largest(trend)), excluded, names)
 
 
 def _largest(trend: Trend) -> float:
@@ -74,6 +78,11 @@ def why_none(history: History, section: Section) -> str:
     reasons = Counter(one.reason for one in history.excluded)
     told = f": {reasons.most_common(1)[0][0]}" if reasons else ""
     return f"No cell was timed beside anchor kernels in two of these runs{told}."
+
+
+def which_runs(history: History) -> str:
+    """The runs by name, the oldest first, where they are few."""
+    return f"Runs: {', '.join(history.runs)}." if len(history.runs) <= MOST_NAMED else f"{len(history.runs)} runs."
 
 
 def how_looked(trends: Sequence[Trend]) -> str:

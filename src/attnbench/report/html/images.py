@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import vl_convert
 from attnbench.errors import AttnBenchError, UsageError
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.cells import Cell
-from attnbench.report.html.charts import Chart
+from attnbench.report.html.charts import LENGTHS, Chart
 from attnbench.report.html.encodings import keys
-from attnbench.report.html.packing import unpack
+from attnbench.report.html.featured import GREY, featured
+from attnbench.report.html.packing import pack, unpack
 from attnbench.report.html.page import Page, Part
 from attnbench.report.html.palette import LIGHT, ranges
 from attnbench.report.html.picks import Choice
@@ -46,7 +47,7 @@ def write_images(page: Page, folder: Path) -> list[Path]:
         for number, part in enumerate(page.parts):
             tail = f"-{number + 1}" if len(page.parts) > 1 else ""
             for chart, name, choice in _pictures(part):
-                spec = drawable(chart, part.cells.rows, len(page.labels), choice)
+                spec = drawable(chart, part.cells.rows, page.labels, choice)
                 try:
                     picture, drawing = _drawn(spec)
                 except ValueError as error:
@@ -80,20 +81,35 @@ def _drawn(spec: dict[str, Any]) -> tuple[bytes, str]:
     return picture, vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
 
 
-def drawable(chart: Chart, rows: list[Cell], colours: int, choice: Choice | None = None) -> dict[str, Any]:
-    """The chart with its data and the colours of the light page, of what is chosen: the first if nothing is."""
-    mine = [row for row in (unpack(chart.rows) if chart.rows else rows) if row.get(chart.needs) is not None]
+def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choice | None = None) -> dict[str, Any]:
+    """The chart with its data and the colours of the light page, of what is chosen: the first if nothing is.
+
+    A chart of lines names few of them; the others are grey, under them, and counted.
+    """
+    mine = [row for row in unpack(chart.rows or pack(rows)) if row.get(chart.needs) is not None]
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}
     if chart.choices:
         shown = choice or chart.choices[0]
         mine = [row for row in mine if shown.accepts(row)]
         spec["title"] = {"text": shown.text, "fontWeight": "normal", "anchor": "start"}
+    drawn = {row["label"] for row in mine if "label" in row}
+    named = set(featured(mine)) if LENGTHS in chart.axes else drawn
+    if LENGTHS in chart.axes:
+        spec["title"] |= {"subtitle": _line_words(mine, len(drawn - named)), "subtitleColor": "#666666"}
+        mine = sorted(mine, key=lambda row: row["label"] in named)
     if chart.lines:
         spec["height"] = chart.step * len({row[chart.lines] for row in mine})
     axes = {name: listed(field, mine) for name, field in chart.axes.items()}
     params = [one | {"value": axes[one["name"]]} if one["name"] in axes else one for one in spec["params"]]
-    drawn = set(keys([row["label"] for row in mine if "label" in row]))
-    return _told(spec, drawn) | {"params": params, "datasets": {"rows": mine}, "config": _config(colours)}
+    config = _config([name in named or name not in drawn for name in labels])
+    return _told(spec, set(keys(list(named)))) | {"params": params, "datasets": {"rows": mine}, "config": config}
+
+
+def _line_words(rows: Sequence[Cell], grey: int) -> str:
+    """What a line is, and how many have no name."""
+    batches = len({row["batch"] for row in rows}) > 1
+    told = ["a line joins one batch size"] * batches + [f"{grey} more implementations in grey"] * bool(grey)
+    return "; ".join(told)
 
 
 def listed(field: str, rows: list[Cell]) -> list[Any]:
@@ -114,9 +130,12 @@ def _told(node: Any, shown: set[str]) -> Any:
     return copy
 
 
-def _config(colours: int) -> dict[str, Any]:
+def _config(named: Sequence[bool]) -> dict[str, Any]:
+    """Colours of the labels in their order, grey for those that are not named."""
+    found = ranges(len(named), LIGHT)
+    found["category"] = [colour if one else GREY for colour, one in zip(found["category"], named)]
     return {
-        "range": ranges(colours, LIGHT),
+        "range": found,
         "font": FONT,
         "background": "white",
         "view": {"stroke": None},

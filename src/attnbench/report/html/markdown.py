@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from attnbench.analyse.twins import named
 from attnbench.report.gate_markdown import LIMIT, clean
-from attnbench.report.html.cells import Cell
 from attnbench.report.html.derived import not_run
 from attnbench.report.html.page import Page, Part
+from attnbench.report.html.podium import Podium, shapes_of
 from attnbench.report.units import duration, half_interval
 
 MOST_ADVICE = 20
@@ -28,10 +29,11 @@ def summarise(page: Page) -> str:
 
 
 def _blocks(part: Part) -> list[str]:
-    blocks = [f"### {clean(part.title)}", clean_sentence(part.sentence)]
-    if part.advice:
-        lines = [f"- {clean_sentence(one.text)}" for one in part.advice[:MOST_ADVICE]]
-        left = len(part.advice) - MOST_ADVICE
+    blocks = [f"### {clean(part.title)}", "\n".join(map(clean_sentence, part.answer))]
+    advice = [one for one in part.advice if one.kind != "overall"]
+    if advice:
+        lines = [f"- {clean_sentence(one.text)}" for one in advice[:MOST_ADVICE]]
+        left = len(advice) - MOST_ADVICE
         blocks.append("\n".join([*lines, *([f"- {left} more are in the report."] if left > 0 else [])]))
     blocks += [f"Note: {clean_sentence(note)}." for note in part.notes]
     return [*blocks, *_winners(part), *_left_out(part)]
@@ -43,11 +45,7 @@ def clean_sentence(text: str) -> str:
 
 
 def _winners(part: Part) -> list[str]:
-    places: dict[str, list[Cell]] = {}
-    for cell in part.cells.rows:
-        if cell.get("ns") is not None and cell["exact"]:
-            places.setdefault(cell["workload"], []).append(cell)
-    rows = [f"| {' | '.join(map(clean, _winner(cells)))} |" for cells in places.values()]
+    rows = [f"| {' | '.join(map(clean, _winner(one)))} |" for one in shapes_of(part.cells.rows)]
     if not rows:
         return []
     table = "\n".join([HEADING, *rows[:MOST_SHAPES]])
@@ -55,16 +53,15 @@ def _winners(part: Part) -> list[str]:
     return [table, f"{left} more shapes are in the report."] if left > 0 else [table]
 
 
-def _winner(cells: list[Cell]) -> list[str]:
-    best, *others = sorted(cells, key=lambda cell: cell["ns"])
+def _winner(one: Podium) -> list[str]:
+    best, second = one.first, one.second
     interval = None if best.get("low") is None else (best["low"], best["high"])
-    first = [best["shape"], best["label"], f"{duration(best['ns'])} {half_interval(best['ns'], interval)}"]
-    return [*first, others[0]["label"], _regret(best, others[0])] if others else [*first, "–", "–"]
-
-
-def _regret(best: Cell, second: Cell) -> str:
-    close = " (too close to call)" if second["rank"] == best["rank"] else ""
-    return f"{100 * (second['ns'] / best['ns'] - 1):.1f} %{close}"
+    name = named(best["label"], one.same)
+    first = [best["shape"], name, f"{duration(best['ns'])} {half_interval(best['ns'], interval)}"]
+    if second is None:
+        return [*first, "–", "–"]
+    close = " (too close to call)" if one.close else ""
+    return [*first, second["label"], f"{100 * (second['ns'] / best['ns'] - 1):.1f} %{close}"]
 
 
 def _left_out(part: Part) -> list[str]:

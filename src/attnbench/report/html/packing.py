@@ -22,10 +22,10 @@ def _column(values: list[Any]) -> Any:
     if any(isinstance(value, str) for value in values):
         words = {word: place for place, word in enumerate(dict.fromkeys(v for v in values if v is not None))}
         return {"words": list(words), "codes": [None if value is None else words[value] for value in values]}
-    return [_rounded(value) for value in values]
+    return [rounded(value) for value in values]
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Two digits more than are shown: rounded twice, hardly any differs. Whole floats lose their point."""
     if not isinstance(value, float):
         return value

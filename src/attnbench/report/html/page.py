@@ -18,7 +18,7 @@ from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.clocks import clock_of
 from attnbench.analyse.ranking import by_workload, is_timed
 from attnbench.analyse.recommend import recommend
-from attnbench.analyse.summary import closing, count_notes
+from attnbench.analyse.summary import closing, count_notes, wrong_sentences
 from attnbench.report.html.answers import group_advice
 from attnbench.report.html.bundle import vega_script
 from attnbench.report.html.cells import Cells, make_cells
@@ -45,9 +45,17 @@ class Part(Struct, frozen=True):
     """Where it was measured, and by which runs where another section has the same words."""
     cells: Cells
     views: list[View]
-    sentence: str
+    headline: list[Recommendation]
+    """One per framework and pass; none where there was no choice."""
+    remarks: list[str]
+    """Of what is not ranked; without a headline, what else can be said."""
     advice: list[Recommendation]
     notes: list[str]
+
+    @property
+    def answer(self) -> list[str]:
+        """Headline and remarks, sentence by sentence."""
+        return [*(one.text for one in self.headline), *self.remarks]
 
 
 class Page(Struct, frozen=True):
@@ -99,8 +107,11 @@ def _part(section: Section, title: str, cells: Cells, views: list[View], against
             f"{shapes} cells of several runs, which did not share their rounds: their order is not certain, and what "
             "is said of them rests on the run that timed most there"
         )
-    sentence = closing(newest, against, ranked=cells.deciding)
-    return Part(section, title, cells, views, sentence, recommend(*cells.runs), notes)
+    advice = recommend(*cells.runs, against=against)
+    headline = [one for one in advice if one.kind == "overall"]
+    before, after = wrong_sentences(newest)
+    remarks = [*before, *after] if headline else [closing(newest, against, ranked=cells.deciding)]
+    return Part(section, title, cells, views, headline, remarks, advice, notes)
 
 
 def _whose_time(records: Sequence[Record]) -> list[str]:
@@ -127,7 +138,7 @@ def _mixed_clocks(section: Section) -> list[str]:
 
 def measured(page: Page, against: Sequence[str] = ()) -> list[Measured]:
     """What the summaries beside the page are made of."""
-    return [Measured(part.title, part.cells.runs, part.sentence, part.advice, against) for part in page.parts]
+    return [Measured(part.title, part.cells.runs, part.answer, part.advice, against) for part in page.parts]
 
 
 def render(page: Page) -> str:

@@ -50,6 +50,7 @@ WINNERS = Table(
     [
         SHAPE,
         Column("label", "fastest", "label"),
+        Column("same", "same kernel", "label"),
         Column("ns", "time", "ns"),
         Column("next_label", "next best", "label"),
         Column("regret", "regret of the next best", "percent"),
@@ -99,9 +100,10 @@ MEMORY = Table(
         Column("over", "peak / theory", "ratio"),
         Column("method", "measured by"),
     ],
-    sort="peak",
+    sort="over",
     needs="peak",
     made_by="memory",
+    descending=True,
 )
 FRAGMENTATION = Table(
     [

@@ -10,13 +10,15 @@ from attnbench.report.html import charts, charts_own, derived, tables
 from attnbench.report.html.cells import Cells
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.growth import growth_rows
-from attnbench.report.html.history import History, how_looked, of_section, point_rows, trend_rows, why_none
+from attnbench.report.html.history import History, how_looked, of_section, point_rows, trend_rows, which_runs, why_none
 from attnbench.report.html.map import column_title
 from attnbench.report.html.picks import family_choices
+from attnbench.report.html.podium import shapes_of
 from attnbench.report.html.sections import Section
 from attnbench.report.html.tables import Table, own
 from attnbench.report.html.verdicts import FARTHEST, add_verdicts
 
+FEW = "The best and the plain ones are firm, the others faint until you point at their names."
 MOST_LINES = 80
 """A chart with a line per shape and more shapes than this is no help."""
 
@@ -92,7 +94,7 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         "winners",
         "Winner map",
         "The fastest exact implementation at each batch and length; ≈ and a dashed frame where it is too close to "
-        "call. Regret is the extra time that another choice costs.",
+        "call. Names of one kernel count once. Regret is the extra time that another choice costs.",
         [charts.winner_map(labels, _winners(cells), column_title(cells.rows))],
         tables.WINNERS,
     )
@@ -105,7 +107,7 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
     length = View(
         "length",
         "Time and rate against length",
-        f"Medians with 95 % intervals; a line joins one implementation at one batch size.{_beside(cells)}",
+        f"Medians with 95 % intervals; a line joins one implementation at one batch size. {FEW}{_beside(cells)}",
         [time, rate],
     )
     speedups = View(
@@ -130,12 +132,7 @@ def _beside(cells: Cells) -> str:
 
 
 def _winners(cells: Cells) -> list[str]:
-    best: dict[str, tuple[float, str]] = {}
-    for cell in cells.rows:
-        if cell.get("exact"):
-            found = (cell["ns"], cell["label"])
-            best[cell["workload"]] = min(found, best.get(cell["workload"], found))
-    return sorted({label for _, label in best.values()})
+    return sorted({one.first["label"] for one in shapes_of(cells.rows)})
 
 
 def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
@@ -144,7 +141,7 @@ def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
     chart = charts.against_length("memory", labels, "peak", title, theory="datum.theory / 1e6", choices=choices)
     note = (
         "Points are measured; a tick is what theory asks for (output, gradients, scores where they are stored)."
-        f"{_beside(cells)}"
+        f" {FEW}{_beside(cells)}"
     )
     view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
     return _if_any(cells, "peak", view, f"No peak was measured{_why_no_peak(cells)}.")
@@ -227,7 +224,7 @@ def history_view(history: History, section: Section, cells: Cells, labels: Seque
         return View("history", "History", empty=why_none(history, section))
     note = (
         "A point is a run: the time of the cell over that of the anchor kernels timed beside it, so that what slows "
-        f"the whole machine down moves nothing here. {how_looked(trends)}"
+        f"the whole machine down moves nothing here. {which_runs(history)} {how_looked(trends)}"
     )
     chart = charts_own.history(labels, point_rows(trends, cells.families))
     table = own(tables.HISTORY, trend_rows(trends, cells.families), "moved", True)

@@ -1,5 +1,6 @@
 // Charts are drawn when they come near the screen, the rest when the browser has nothing else to do.
 const DARK = matchMedia("(prefers-color-scheme: dark)");
+const PAPER = matchMedia("print");
 const MANY = 1500;
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 const near = new IntersectionObserver(
@@ -7,8 +8,9 @@ const near = new IntersectionObserver(
   { rootMargin: "300px" },
 );
 
+// Paper is white, whatever the screen is.
 function theme() {
-  return DARK.matches ? "dark" : "light";
+  return DARK.matches && !PAPER.matches ? "dark" : "light";
 }
 
 function chartConfig() {
@@ -36,11 +38,20 @@ class LazyChart {
 
   // Vega writes on what it is given: each chart gets its own objects, which read through to the shared rows.
   values() {
-    return this.rows().map((row) => Object.create(row));
+    const minor = this.minor();
+    return this.rows().map((row) => Object.assign(Object.create(row), { minor: minor.has(row.label) }));
+  }
+
+  // A chart of lines shows few of them firmly.
+  minor() {
+    if (!this.chart.axes.lengths) return new Set();
+    const rows = this.rows();
+    const named = featured(rows);
+    return new Set(rows.map((row) => row.label).filter((label) => !named.has(label)));
   }
 
   labels() {
-    const rows = this.chart.name === "winners" ? DERIVED.regret(this.rows()).filter((one) => one.wins) : this.rows();
+    const rows = this.chart.name === "winners" ? DERIVED.winners(this.rows()) : this.rows();
     return rows.map((row) => row.label);
   }
 
@@ -73,7 +84,7 @@ class LazyChart {
     spec.height = this.height();
     const renderer = this.section.rows.length > MANY ? "canvas" : "svg";
     const options = { actions: false, ast: true, logLevel: 1, renderer, config: chartConfig(), tooltip: { theme: theme() } };
-    this.box.dataset.theme = theme();
+    this.theme = this.box.dataset.theme = theme();
     const { axes } = this.chart;
     spec.params = spec.params.map((one) => (axes[one.name] ? { ...one, value: this.listed(axes[one.name]) } : one));
     this.view = (await window.vegaEmbed(this.box, spec, options)).view;
@@ -135,12 +146,14 @@ function symbol(label) {
 
 function drawLegend(list, charts) {
   const shown = new Set(charts.flatMap((chart) => chart.labels()));
+  const minor = new Set(charts.flatMap((chart) => [...chart.minor()]));
   const pick = (label) => charts.forEach((chart) => chart.pick(label));
   list.replaceChildren(...DATA.labels.filter((label) => shown.has(label)).map((label) => {
     const button = make("button");
     button.type = "button";
     button.append(symbol(label), short(label));
     button.title = label;
+    if (minor.has(label)) button.className = "minor";
     for (const event of ["mouseenter", "focus"]) button.addEventListener(event, () => pick(label));
     for (const event of ["mouseleave", "blur"]) button.addEventListener(event, () => pick(""));
     const item = make("li");

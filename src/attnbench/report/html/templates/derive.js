@@ -12,6 +12,31 @@ function grouped(rows, keyOf) {
   return groups;
 }
 
+const PLAIN = ["torch.eager", "jax.einsum", "numpy.float32"];
+const MOST_FEATURED = 6;
+
+// Labels that a chart of lines names: plain ones, and those that lose least time to the fastest; names of one kernel once.
+function featured(rows) {
+  const labels = grouped(rows, (row) => row.label);
+  if (labels.size <= MOST_FEATURED) return new Set(labels.keys());
+  const timed = rows.filter((row) => row.exact);
+  const best = new Map();
+  for (const row of timed) best.set(row.workload, Math.min(row.ns, best.get(row.workload) ?? Infinity));
+  const loss = new Map([...grouped(timed, (row) => row.label)].map(([label, mine]) => [label,
+    mine.reduce((sum, row) => sum + Math.log(row.ns / best.get(row.workload)), 0) / mine.length + (mine.length <= best.size / 2)]));
+  const kernels = (label) => new Map(labels.get(label).map((row) => [row.workload, row.kernel]));
+  const alike = (a, b) => {
+    const both = [...a.keys()].filter((key) => b.has(key));
+    return both.length > 0 && both.every((key) => a.get(key) !== undefined && a.get(key) === b.get(key));
+  };
+  const chosen = PLAIN.filter((label) => labels.has(label));
+  const order = (a, b) => (loss.get(a) ?? Infinity) - (loss.get(b) ?? Infinity) || (a < b ? -1 : 1);
+  for (const label of [...labels.keys()].filter((one) => !chosen.includes(one)).sort(order)) {
+    if (chosen.length < MOST_FEATURED && !chosen.some((one) => alike(kernels(label), kernels(one)))) chosen.push(label);
+  }
+  return new Set(chosen);
+}
+
 const DERIVED = {
   regret(rows) {
     const best = new Map();
@@ -31,12 +56,16 @@ const DERIVED = {
       .map((one) => ({ ...one, of: best.size, mean_regret: Math.expm1(one.logs / one.shapes) }))
       .sort((a, b) => a.mean_regret - b.mean_regret);
   },
+  // Names of one kernel that are as fast are one, by the plainest of them.
   winners(rows) {
     return [...grouped(rows.filter((row) => row.exact), (row) => row.workload).values()].map((field) => {
-      const [first, next] = field.sort((a, b) => a.ns - b.ns);
+      const kernelOf = (row) => (row.kernel === undefined ? row.label : `${row.kernel} ${row.rank}`);
+      const names = [...grouped(field.sort((a, b) => a.plain - b.plain), kernelOf).values()].sort(([a], [b]) => a.ns - b.ns);
+      const [[first, ...same], [next] = []] = names;
       const certain = !next ? "only one measured" : first.rank === next.rank ? "no, too close to call" : "yes";
       const regret = next ? next.ns / first.ns - 1 : undefined;
-      return { ...first, next_label: next?.label, regret, certain, field: field.length };
+      const others = same.length ? same.map((row) => row.label).join(", ") : undefined;
+      return { ...first, same: others, next_label: next?.label, regret, certain, field: field.length };
     });
   },
   kernels: (rows) => [...grouped(rows, (row) => `${row.label}\n${row.pass}\n${row.kernels}`).values()]

@@ -25,9 +25,9 @@ function ratioText(value, low, high) {
 }
 
 // A long name without its middle; where it stands, its title is the whole.
-function short(name) {
-  const half = LONGEST_NAME / 2;
-  return name.length > LONGEST_NAME ? `${name.slice(0, half - 1)}…${name.slice(-half)}` : name;
+function short(name, longest = LONGEST_NAME) {
+  const half = longest / 2;
+  return name.length > longest ? `${name.slice(0, half - 1)}…${name.slice(-half)}` : name;
 }
 
 const FORMATS = {

@@ -49,8 +49,13 @@ form.querySelector("[type=reset]").addEventListener("click", (event) => {
   form.reset();
   showAll();
 });
-DARK.addEventListener("change", () => {
-  VIEWS.forEach((view) => { view.charts.forEach((chart) => chart.redraw()); if (view.legend) drawLegend(view.legend, view.charts); });
-});
-PAPER.addEventListener("change", () => VIEWS.forEach((view) => view.table?.draw()));
+function recolour() {
+  for (const view of VIEWS) {
+    view.charts.filter((chart) => chart.theme !== theme()).forEach((chart) => chart.redraw());
+    if (view.legend) drawLegend(view.legend, view.charts);
+  }
+}
+
+DARK.addEventListener("change", recolour);
+PAPER.addEventListener("change", () => { VIEWS.forEach((view) => view.table?.draw()); recolour(); });
 drawInIdleTime();

@@ -2,7 +2,7 @@
 class Picker {
   constructor(select, chart) {
     Object.assign(this, { select, choices: chart.chart.choices, rows: chart.all.filter((row) => row[chart.chart.needs] !== undefined) });
-    this.choices.forEach(({ text }, place) => select.append(new Option(short(text), place)));
+    this.choices.forEach(({ text }, place) => select.append(new Option(short(text, 2 * LONGEST_NAME), place)));
   }
 
   keys(row) {

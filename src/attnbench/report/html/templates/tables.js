@@ -1,7 +1,6 @@
 // One kind of table for everything: sorts by its headings, shows a first page, hides what the filters hide.
 const PAGE = 50;
 const ON_PAPER = 20;
-const PAPER = matchMedia("print");
 
 class DataTable {
   constructor(box, table, section) {

@@ -1,0 +1,36 @@
+"""Two names of one kernel: a framework that picks for itself and the one it picked, two packages around one library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from attnbench.analyse.fronts import Front
+from attnbench.analyse.ranking import RANK_LEVEL, sign
+from attnbench.analyse.ratios import paired_ratio
+from attnbench.spec import Ok
+
+
+def same_kernel(a: Ok, b: Ok) -> bool:
+    """Whether profiles of both show the same kernels; without a profile nobody knows."""
+    return bool(a.kernels) and set(a.kernels or ()) == set(b.kernels or ())
+
+
+def twins_of(name: str, front: Front) -> list[str]:
+    """The others that launched its kernels wherever both ran, and are nowhere faster or slower for certain."""
+    found = ((other, front.pairs(name, other)) for other in sorted(front.names - {name}))
+    return [other for other, pairs in found if pairs and _alike(pairs)]
+
+
+def plainest(names: Iterable[str], front: Front) -> str:
+    """Of names of one kernel the one that ran most often, then the shortest: a rule that noise does not move."""
+    counts = {name: sum(name in one for one in front.field.values()) for name in names}
+    return min(counts, key=lambda name: (-counts[name], len(name), name))
+
+
+def named(name: str, twins: Sequence[str]) -> str:
+    """The name, and what else the same kernel is called."""
+    return f"{name} (the same kernel as {', '.join(twins)})" if twins else name
+
+
+def _alike(pairs: Iterable[tuple[Ok, Ok]]) -> bool:
+    return all(same_kernel(a, b) and sign(paired_ratio(a, b, RANK_LEVEL)) == 0 for a, b in pairs)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from length_factory import GPU, LENGTHS, along
+from record_factory import incorrect, workload
+
+from attnbench.analyse.advice import Recommendation
+from attnbench.analyse.recommend import recommend
+from attnbench.spec import Record
+from attnbench.workloads import masks
+
+
+def only(records: Sequence[Record], kind: str) -> Recommendation:
+    (found,) = [one for one in recommend(records) if one.kind == kind]
+    return found
+
+
+def test_the_winner_of_a_family_with_its_figures():
+    records = [
+        *along("torch.eager", lambda n: 4.0 * n * n, seed=1),
+        *along("torch.sdpa", lambda n: 1.0 * n * n, seed=2),
+        *along("torch.flex", lambda n: 2.0 * n * n, seed=3),
+    ]
+    found = only(records, "winner")
+    assert found.text.startswith("PyTorch · 4 heads of 32 · causal · float32 · forward: use torch.sdpa, 2.00x (")
+    assert "as fast as torch.flex, the next; torch.sdpa is 4.00x (" in found.text
+    assert "(in front on 5 of 5 workloads)" in found.text
+    assert found.device == "Test GPU"
+    assert len(found.workloads) == len(LENGTHS)
+    against, plain = found.figures
+    assert (against.name, plain.name) == ("time of torch.flex / torch.sdpa", "time of torch.eager / torch.sdpa")
+    assert against.value == pytest.approx(2, rel=0.02)
+    assert against.low < against.value < against.high
+    assert "time of torch.flex / torch.sdpa 2.00x" in found.basis
+    assert found.basis.endswith("from 5 workloads on Test GPU")
+
+
+def test_what_is_approximate_wrong_or_an_anchor_is_never_recommended():
+    records = [
+        *along("torch.eager", lambda n: 4.0 * n, seed=1),
+        *along("torch.sdpa", lambda n: 2.0 * n, seed=2),
+        *along("torch.rough", lambda n: 1.0 * n, seed=3, approximate=True),
+        *along("anchor.matmul", lambda n: 0.1 * n, seed=4),
+        *[incorrect("torch.wrong", "wrong", workload(n)) for n in LENGTHS],
+    ]
+    told = " ".join(one.text for one in recommend(records))
+    assert "use torch.sdpa" in told
+    for name in ("torch.rough", "anchor", "torch.wrong"):
+        assert name not in told
+
+
+def test_of_two_as_fast_the_one_with_less_memory():
+    records = [
+        *along("torch.a", lambda n: 1e3 * n, seed=1, peak=lambda n: 20_000 * n),
+        *along("torch.b", lambda n: 1e3 * n, seed=2, peak=lambda n: 10_000 * n),
+    ]
+    found = only(records, "tie")
+    assert "no significant difference between torch." in found.text
+    assert "take torch.b, which needs less memory (torch.a 2.00x as much)" in found.text
+    assert any("peak memory" in str(figure) for figure in found.figures)
+
+
+@pytest.mark.parametrize(
+    ("peak", "told"),
+    [(lambda n: 100.0 * n, "take either, they need the same memory"), (None, "): take either (in front")],
+)
+def test_of_two_alike_in_everything_either(peak, told):
+    records = [record for seed in (1, 2) for record in along(f"torch.{seed}", lambda n: 1e3 * n, seed=seed, peak=peak)]
+    assert told in only(records, "tie").text
+
+
+def test_two_that_lead_in_different_places_are_no_tie():
+    """Over all shapes the mean says nothing, but on each of them the answer is clear."""
+    slow_at = {"torch.a": (1, 4), "torch.b": (2, 8)}
+    records = []
+    for seed, (name, slow) in enumerate(slow_at.items(), start=9):
+        for batch in (1, 2, 4, 8):
+            ns = 2e6 if batch in slow else 1e6
+            records += along(name, lambda n, ns=ns: ns, [512], seed, shape={"batch": batch})
+    found = only(records, "mixed")
+    assert "no one is fastest everywhere, choose by shape" in found.text
+    assert "in front on 2 of 4 workloads" in found.text
+    assert "leads at " in found.text
+
+
+def test_families_are_answered_for_themselves():
+    fast, slow = ("torch.a", "torch.b"), ("torch.b", "torch.a")
+    other = msgspec.structs.replace(GPU, device_name="Other GPU")
+    cases = [
+        ({"mask": masks.causal()}, GPU, fast),
+        ({"mask": masks.full()}, GPU, slow),
+        ({"mask": masks.causal(), "dtype": "bfloat16"}, GPU, slow),
+        ({"mask": masks.causal(), "pass_": "train"}, GPU, slow),
+        ({"mask": masks.causal(), "kv_heads": 1}, GPU, slow),
+        ({"mask": masks.causal(), "head_dim": 64}, GPU, slow),
+        ({"mask": masks.causal()}, other, slow),
+    ]
+    records = []
+    for seed, (shape, environment, order) in enumerate(cases):
+        for place, name in enumerate(order, start=1):
+            records += along(
+                name, lambda n, k=place: k * 1e6, [512], 2 * seed + place, shape=shape, environment=environment
+            )
+    found = [one for one in recommend(records) if one.kind == "winner"]
+    assert len(found) == len(cases)
+    assert ["use torch.a" in one.text for one in found] == [order is fast for _, _, order in cases]
+
+
+def test_a_mask_that_hides_nothing_is_another_family():
+    """What a fast kernel takes as no mask at all says nothing about shapes whose mask it refuses."""
+    some, none = np.repeat([[0, 1]], 256, axis=1), np.zeros((1, 512), int)
+    records = [
+        *along("torch.fast", lambda n: 1e6, [512], 1, shape={"mask": masks.block_causal(none)}),
+        *along("torch.slow", lambda n: 2e6, [512], 2, shape={"mask": masks.block_causal(none)}),
+        *along("torch.slow", lambda n: 2e6, [512], 3, shape={"mask": masks.block_causal(some)}),
+        *along("torch.other", lambda n: 3e6, [512], 4, shape={"mask": masks.block_causal(some)}),
+    ]
+    idle, hiding = [one for one in recommend(records) if one.kind == "winner"]
+    assert " · block_causal that hides nothing · float32" in idle.text
+    assert "use torch.fast" in idle.text
+    assert " · block_causal · float32" in hiding.text
+    assert "use torch.slow" in hiding.text
+    assert {one.kind for one in recommend(along("torch.a", float, shape={"mask": masks.full()}))} == set()
+    plain = [r for n in ("torch.a", "torch.b") for r in along(n, lambda n: 1e6, [512], shape={"mask": masks.full()})]
+    assert " · full · " in only(plain, "tie").text
+
+
+CUDNN = ("cudnn_fprop", "Memset")
+
+
+def test_two_names_of_one_kernel_are_one_answer():
+    records = [
+        *along("torch.sdpa-cudnn", lambda n: 1e3 * n, seed=1, kernels=CUDNN),
+        *along("torch.sdpa", lambda n: 1e3 * n, seed=2, kernels=CUDNN[::-1]),
+        *along("torch.fa3", lambda n: 1.5e3 * n, seed=3, kernels=("fa3",)),
+        *along("torch.eager", lambda n: 9e3 * n, seed=4, kernels=("gemm",)),
+    ]
+    found = only(records, "winner")
+    assert "use torch.sdpa (the same kernel as torch.sdpa-cudnn), 1.50x" in found.text
+    assert "as fast as torch.fa3, the next; torch.sdpa is 9.0" in found.text
+    assert found.pick.same == ("torch.sdpa-cudnn",)
+    assert (found.pick.led, found.pick.of) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "factor", "kind"),
+    [(("other",), 1.0, "tie"), (None, 1.0, "tie"), (CUDNN, 1.1, "winner")],
+    ids=["other kernels", "no profile", "slower for certain"],
+)
+def test_names_with_other_kernels_or_other_times_are_two_answers(kernels, factor: float, kind: str):
+    records = [
+        *along("torch.sdpa", lambda n: 1e3 * n, seed=1, kernels=CUDNN),
+        *along("torch.sdpa-cudnn", lambda n: factor * 1e3 * n, seed=2, kernels=kernels),
+    ]
+    found = only(records, kind)
+    assert "same kernel" not in found.text
+    assert found.pick.same == ()
+
+
+def test_nothing_but_names_of_one_kernel():
+    records = [r for seed, name in enumerate(("jax.a", "jax.b")) for r in along(name, float, seed=seed, kernels=CUDNN)]
+    found = only(records, "tie")
+    assert "take jax.a (the same kernel as jax.b): nothing else was timed (in front on 5 of 5 workloads)." in found.text
+
+
+def test_a_verdict_from_each_workload_rests_on_each_and_not_on_their_mean():
+    """1.5 and 6 times: their mean is anything, but the same one wins both."""
+    records = []
+    for seed, (n, factor) in enumerate(((512, 1.5), (1024, 6))):
+        records += along("torch.a", lambda n: 1e6, [n], 2 * seed)
+        records += along("torch.b", lambda n, k=factor: k * 1e6, [n], 2 * seed + 1)
+    found = only(records, "winner")
+    assert [figure.name for figure in found.figures] == [
+        "time of torch.b / torch.a at 1 x 512, 99 %",
+        "time of torch.b / torch.a at 1 x 1024, 99 %",
+    ]
+    assert [figure.value for figure in found.figures] == pytest.approx([1.5, 6], rel=0.02)
+    assert all(figure.low > 1 for figure in found.figures)
