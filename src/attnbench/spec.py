@@ -232,6 +232,13 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
         names = ("device", "device_name", "capability", "cpu", "cores", "threads", "python", "system", "driver")
         return {name: getattr(self, name) for name in names} | {"packages": dict(sorted(self.packages.items()))}
 
+    def agrees(self, other: Environment) -> bool:
+        """Alike in everything of `hard_key` but packages that only one of them has."""
+        mine, theirs = dict(self.hard_key), dict(other.hard_key)
+        del mine["packages"], theirs["packages"]
+        versions = other.packages
+        return mine == theirs and all(versions.get(name, own) == own for name, own in self.packages.items())
+
     @property
     def fingerprint(self) -> str:
         """Twelve hex digits over `hard_key`."""

@@ -24,6 +24,13 @@ class TestSections:
         sections = gather([source(timed("torch.sdpa", 1e6)), source(timed("torch.sdpa", 1e6, environment=newer))])
         assert [len(section.records) for section in sections] == [1, 1]
 
+    def test_a_library_that_only_one_run_had_makes_no_section_of_its_own(self):
+        more = msgspec.structs.replace(CPU, packages=CPU.packages | {"flash-attn-4": "4.0"})
+        other = msgspec.structs.replace(more, packages=more.packages | {"flash-attn-4": "5.0"})
+        first, second = source(timed("torch.sdpa", 1e6)), source(timed("torch.fa4", 1e6, environment=more))
+        assert len(gather([first, second])) == 1
+        assert len(gather([second, source(timed("torch.fa4", 1e6, environment=other))])) == 2
+
     def test_another_machine_starts_a_section_for_another_framework_too(self):
         other = msgspec.structs.replace(JAX, device_name="Other", cpu="Other")
         assert len(gather([source(timed("torch.sdpa", 1e6), timed("jax.xla", 1e6, environment=other))])) == 2

@@ -49,11 +49,11 @@ class Section(Struct):
         return " · ".join(fact for fact in (first.device_name, *versions, driver, threads) if fact)
 
     def admits(self, environments: Mapping[str, Environment]) -> bool:
-        """Whether times measured there may be compared with those of this section: one machine, and whatever
-        framework both know in the same versions."""
+        """Whether times measured there may stand beside those of this section: one machine, and whatever framework
+        both know in the same versions. A library that only one of them has changes nothing for the others."""
         both = self.environments.keys() & environments.keys()
         return all(_one_machine(a, b) for a in self.environments.values() for b in environments.values()) and all(
-            self.environments[name].fingerprint == environments[name].fingerprint for name in both
+            self.environments[name].agrees(environments[name]) for name in both
         )
 
     def learn(self, environments: Mapping[str, Environment]) -> None:
