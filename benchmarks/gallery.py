@@ -31,6 +31,8 @@ from attnbench.store.runfile import read_run
 ROOT = Path(__file__).parents[1]
 AGAIN = "-again"
 SCALE = 1.5
+SHOWN = "grid-gpu.jsonl"
+"""The run whose charts the README shows: one kind of shapes over lengths and batches. The report has them all."""
 
 
 def read(folder: Path, again: bool = False) -> list[Source]:
@@ -48,12 +50,18 @@ def page_of(sources: Sequence[Source], again: Sequence[Source] = ()) -> Page:
 
 def blocks(page: Page, folder: Path, images: Path, root: Path = ROOT) -> dict[str, str]:
     """Name -> text of each block of the README."""
-    part = page.parts[0]
+    part = shown(page).parts[0]
     place = folder.relative_to(root).as_posix()
     files = hashlib.sha256(b"".join(read_bytes(folder))).hexdigest()[:12]
-    texts = {"ranking": ranking(part), "gallery": gallery(page, place, images.relative_to(root).as_posix())}
+    texts = {"ranking": ranking(part), "gallery": gallery(shown(page), place, images.relative_to(root).as_posix())}
     made = f"made by `make gallery` from {place} (sha256 {files})"
     return {name: marked(name, made, text) for name, text in texts.items()}
+
+
+def shown(page: Page) -> Page:
+    """The page of the run that the README shows; the page itself where it is not there."""
+    chosen = [source for source in page.sources if source.name == SHOWN]
+    return compose(chosen) if chosen else page
 
 
 def read_bytes(folder: Path) -> list[bytes]:
@@ -74,7 +82,7 @@ def gallery(page: Page, place: str, images: str) -> str:
     runs = ", ".join(f"`{page.sources[number].name}`" for number in part.section.runs)
     opening = (
         f"{part.section.title}: {timed} timed cells of {runs} in `{place}`. "
-        f"[The whole report]({place}/report.html) is one HTML file: download it and open it."
+        f"[The whole report]({place}/report.html), of all runs there, is one HTML file: download it and open it."
     )
     charts = charts_of(part)
     pictures = [
@@ -88,6 +96,7 @@ def charts_of(part: Part) -> dict[str, Chart]:
 
 
 def draw(page: Page, images: Path) -> None:
+    page = shown(page)
     part = page.parts[0]
     images.mkdir(parents=True, exist_ok=True)
     for name in CAPTIONS:

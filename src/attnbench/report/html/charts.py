@@ -37,6 +37,9 @@ FRAMES = {"datum.rank != datum.next_rank": [1, 0], "datum.rank == datum.next_ran
 """A dashed frame where the winner is too close to call."""
 ONE_NAME = "!isValid(datum.kernel) || datum.plain == datum.plainest"
 """Of names of one kernel that are as fast, the plainest."""
+NARROW = "bandwidth('x') < 50"
+"""Columns too narrow for a title across."""
+ABOVE: dict[str, Any] = {"orient": "top", "ticks": False, "domain": False}
 LENGTHS = "lengths"
 """Parameter of the charts over length."""
 TIMED = "isValid(datum.ns) && datum.exact"
@@ -117,11 +120,15 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
         "column:O",
         title=title,
         scale=alt.Scale(domain=alt.ExprRef("columns")),
-        axis=alt.Axis(labelAngle=0, orient="top", ticks=False, domain=False),
+        axis=alt.Axis(
+            labelAngle=alt.ExprRef(f"{NARROW} ? -45 : 0"),
+            labelAlign=alt.ExprRef(f"{NARROW} ? 'left' : 'center'"),
+            **ABOVE,
+        ),
     )
     fill, stroke = colour(labels, alt.Fill, told=winners), colour(labels, alt.Stroke, legend=False)
     grid, models = (base.transform_filter(which) for which in ("isValid(datum.column)", "!isValid(datum.column)"))
-    fits = alt.ExprRef("bandwidth('x') < 50 ? 0 : 11")
+    fits = alt.ExprRef(f"{NARROW} ? 0 : 11")
     layers = [
         *(
             grid.transform_filter(which).mark_rect(**CELL, strokeDash=frame).encode(x=x, fill=fill, stroke=stroke)

@@ -17,6 +17,10 @@ LIGHT = (
     "#882255",
     "#6f7d1c",
     "#666666",
+    "#8c510a",
+    "#cc6677",
+    "#1b1b1b",
+    "#117733",
 )
 DARK = (
     "#4ea8e6",
@@ -29,9 +33,13 @@ DARK = (
     "#ee7799",
     "#c6cf5b",
     "#b0b0b0",
+    "#d8a36a",
+    "#ffb3bf",
+    "#ffffff",
+    "#7fd68a",
 )
 SYMBOLS = ("circle", "square", "triangle-up", "diamond")
-"""Four against ten colours: the pairs repeat only after twenty implementations."""
+"""Four against fourteen colours: the pairs repeat only after twenty-eight implementations."""
 DASHES = ([1, 0], [6, 3], [2, 2])
 """Lines have no symbols: those of one colour differ here."""
 
