@@ -41,7 +41,7 @@ def test_charts_are_wide_enough_to_read_and_small():
         content = (IMAGES / f"{name}.png").read_bytes()
         width, height = struct.unpack(">II", content[16:24])
         assert width >= 1000
-        assert height >= 300
+        assert height >= 200
         assert len(content) < 500_000
 
 

@@ -14,9 +14,10 @@ from attnbench import frameworks, registry
 from attnbench.errors import UsageError
 from attnbench.run import instructions
 from attnbench.run.launch import Listener, Request, launch, plan_only
-from attnbench.run.memory_need import does_not_fit, least_bytes
+from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit, least_bytes
 from attnbench.run.plan import Asked, cells_of, distinct, group_of, shard
 from attnbench.spec import Environment, Workload
+from attnbench.workloads import masks
 
 SMALL = Workload(batch=1, q_len=8, heads=2, head_dim=4)
 GPU = Environment(device="cuda", device_name="Test GPU", memory_bytes=24_000_000_000)
@@ -32,6 +33,13 @@ def test_what_does_not_fit_is_refused_with_both_sizes():
     assert does_not_fit(eager, large, GPU) == "needs 38.2 GB, 24 GB here"
     assert does_not_fit(flash, large, GPU) is None
     assert does_not_fit(eager, large, msgspec.structs.replace(GPU, memory_bytes=None)) is None
+
+
+def test_inputs_that_cannot_fit_are_refused_without_asking_the_mask(monkeypatch):
+    endless = Workload(batch=1, q_len=99_999_999_999, heads=8, head_dim=64, mask=masks.causal())
+    monkeypatch.setattr(type(endless.visible_mask), "interval", lambda *_: pytest.fail("asked for an array of rows"))
+    assert inputs_do_not_fit(endless, GPU) == "needs 1.23e+03 TB, 24 GB here"
+    assert inputs_do_not_fit(SMALL, GPU) is None
 
 
 def test_gradients_need_more_than_the_output():

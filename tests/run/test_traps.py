@@ -35,6 +35,7 @@ NUMPY_TRAPS = {
     "changes_its_inputs": (Incorrect, "changed its inputs"),
     "changes_its_inputs_and_raises": (Failed, "ValueError: no kernel for this shape"),
     "raises": (Failed, "ValueError: no kernel for this shape"),
+    "exits": (Failed, "SystemExit: done for today"),
     "raises_out_of_memory": (OutOfMemory, "unable to allocate 640 TiB"),
     "poisons_the_process": (Failed, "RuntimeError: an illegal memory access was encountered"),
     "poisons_when_timed": (Failed, "RuntimeError: an illegal memory access was encountered"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnbench.measuring.draws import SETS
-from attnbench.spec import Environment, Implementation, Workload
+from attnbench.spec import DTYPE_BYTES, Environment, Implementation, Workload
 from attnbench.workloads.cost import demand
 
 SCORE_COPIES = {"forward": 2, "backward": 3, "train": 3}
@@ -18,9 +18,21 @@ def least_bytes(implementation: Implementation, workload: Workload) -> int:
     return SETS * need.io_bytes + need.output_bytes + scores
 
 
+def inputs_do_not_fit(workload: Workload, environment: Environment) -> str | None:
+    """The same of Q, K and V alone, by arithmetic: a mask of such a size must not even be asked how much it hides."""
+    w = workload
+    keys = w.kv_len * w.kv_heads * (w.head_dim + w.value_dim)
+    need = SETS * w.batch * (w.q_len * w.heads * w.head_dim + keys) * DTYPE_BYTES[w.dtype]
+    return _too_much(need, environment)
+
+
 def does_not_fit(implementation: Implementation, workload: Workload, environment: Environment) -> str | None:
     """`needs 38 GB, 24 GB here`, or None."""
-    need, have = least_bytes(implementation, workload), environment.memory_bytes
+    return _too_much(least_bytes(implementation, workload), environment)
+
+
+def _too_much(need: int, environment: Environment) -> str | None:
+    have = environment.memory_bytes
     if have is None or need <= have:
         return None
     return f"needs {_told(need)}, {_told(have)} here"

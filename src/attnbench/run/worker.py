@@ -25,7 +25,7 @@ from attnbench.measuring.step_session import StepSession
 from attnbench.measuring.subject import Wrong
 from attnbench.run import protocol as p
 from attnbench.run.environment import describe, without_home
-from attnbench.run.memory_need import does_not_fit
+from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit
 from attnbench.spec import Cell, Failed, Incorrect, OutOfMemory, Unsupported
 from attnbench.steps import StepImplementation
 
@@ -62,6 +62,7 @@ class Worker:
     """Sessions of one framework on one device."""
 
     def __init__(self, framework: str, device: str | None) -> None:
+        self._pid = os.getpid()
         self._framework = frameworks.get(framework)
         devices = self._framework.devices()
         if device is not None and device not in devices:
@@ -87,7 +88,10 @@ class Worker:
 
     def answer(self, question: p.Question) -> p.Answer:
         """One question, one answer; what a cell does wrong comes back as its record."""
-        return self._answers[type(question)](question)
+        found = self._answers[type(question)](question)
+        if os.getpid() != self._pid:
+            os._exit(1)  # a fork that a kernel made and let return: only one may answer
+        return found
 
     def _describe(self, question: p.Describe) -> p.Described:
         sys.path.extend(folder for folder in question.path if folder not in sys.path)
@@ -105,6 +109,8 @@ class Worker:
     def _refusal(self, cell: Cell) -> str | None:
         if cell.implementation in anchors.NAMES:
             return None
+        if (reason := inputs_do_not_fit(cell.workload, self._environment)) is not None:
+            return reason
         try:
             implementation = registry.get(cell.implementation).configured(cell.config)
             reason = refusal(implementation, cell.workload, self._environment)
@@ -182,7 +188,7 @@ class Worker:
             record = Incorrect(reason=str(wrong), errors=wrong.errors, detail=wrong.detail, **facts)
         except FellBack as fell:
             record = Failed(reason=str(fell), **facts)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             detail = without_home(traceback.format_exc())[-4000:]
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             if self._framework.is_out_of_memory(error):

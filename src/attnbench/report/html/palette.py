@@ -35,7 +35,7 @@ DARK = (
     "#b0b0b0",
     "#d8a36a",
     "#ffb3bf",
-    "#ffffff",
+    "#f3e8ff",
     "#7fd68a",
 )
 SYMBOLS = ("circle", "square", "triangle-up", "diamond")
