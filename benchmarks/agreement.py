@@ -18,6 +18,7 @@ from attnbench.spec import Ok, Record
 from attnbench.store.runfile import read_run
 
 LONG_NS, LAUNCH_BOUND_NS = 100e3, 50e3
+CLAIM = 0.03
 
 
 def timed(records: Sequence[Record]) -> dict[str, Ok]:
@@ -56,6 +57,7 @@ def spread(values: dict[str, float]) -> dict[str, object]:
         "median": round(median(abs(v) for v in values.values()), 5),
         "worst": round(abs(values[worst]), 5),
         "worst_cell": worst,
+        "apart_by_more_than_3_percent": sorted(cell for cell, value in values.items() if abs(value) > CLAIM),
     }
 
 
