@@ -68,6 +68,17 @@ def by_metric(**ratios: float) -> list[Launch]:
     return [Launch(a=(a,) * 4, b=(b,) * 4)] * 24
 
 
+def poisoned(one: Launch, arm: str, factor: float) -> Launch:
+    """A launch in which something else made one arm take `factor` times as long by every metric."""
+    a, b = (
+        tuple(
+            Block({metric: ns * (factor if name == arm else 1.0) for metric, ns in block.ns.items()}) for block in arms
+        )
+        for name, arms in (("a", one.a), ("b", one.b))
+    )
+    return Launch(a=a, b=b)
+
+
 def swapped(launches: Sequence[Launch]) -> list[Launch]:
     """The same with a and b exchanged."""
     return [Launch(a=one.b, b=one.a) for one in launches]

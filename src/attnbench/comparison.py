@@ -50,7 +50,8 @@ class Estimate(Struct, frozen=True, kw_only=True):
     interval: tuple[float, float]
     """Launches resampled as wholes, at the confidence of the look it was made at."""
     t_interval: tuple[float, float]
-    """Student's t over the launches' medians: the cautious cross-check."""
+    """Student's t over the launches' medians, from 8 launches on without an eighth at either end: the cautious
+    cross-check."""
     detectable: float
     """Smallest slowdown that would have been found, such as 0.026."""
     p_slower: float

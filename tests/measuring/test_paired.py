@@ -103,26 +103,6 @@ def test_quantised_clocks(tick: float):
     assert decide(slower, METRICS).verdict == "slower"
 
 
-@pytest.mark.parametrize("off", [0.3, -0.3])
-@pytest.mark.parametrize("seed", range(10))
-def test_one_poisoned_launch_decides_nothing(seed: int, off: float):
-    rng = np.random.default_rng(seed)
-    made = [launch(rng) for _ in range(5)] + [launch(rng, effect=off, launch_sd=0.0)]
-    assert decide(made, METRICS).verdict is None
-    rest = made + [launch(rng) for _ in range(18)]
-    assert {decide(rest[:look], METRICS).verdict for look in LOOKS} <= {None, "same", "inconclusive"}
-
-
-@pytest.mark.parametrize("off, verdict", [(0.3, "slower"), (-0.1, "slower"), (-0.3, "inconclusive")])
-def test_one_poisoned_launch_never_turns_a_slowdown_green(off: float, verdict: str):
-    """The mean over launches may be dragged down so far that it no longer agrees; that is said, not passed."""
-    made = launches(23, 8, effect=0.05)
-    made.insert(2, launch(np.random.default_rng(0), effect=off))
-    seen = [decide(made[:look], METRICS).verdict for look in LOOKS]
-    assert seen[-1] == verdict
-    assert not {"same", "faster"} & set(seen)
-
-
 def test_identical_samples_are_the_same_either_way():
     made = flat(*[0.0] * 6)
     for one in (made, swapped(made)):
@@ -210,14 +190,14 @@ def test_a_launch_cut_short_keeps_its_pairs():
 
 
 def test_intervals_that_disagree_decide_nothing():
-    """Two disturbed launches of sixteen turn the mean round, but not the median."""
-    made = flat(*[0.03] * 14, -0.3, -0.3)
+    """Of six launches, all slower, one is so far off that their mean could be anything."""
+    made = flat(*[0.03] * 5, 0.6)
     assert estimate(made, "wall", 0.01 / 8).interval[0] > 1 + FLOOR
     assert decide(made, METRICS).verdict is None
-    final = decide(made, METRICS, looks=(16,))
+    final = decide(made, METRICS, looks=(6,))
     assert final.verdict == "inconclusive"
     assert any("wall time: the bootstrap says slower, Student's t" in note for note in final.notes)
-    assert decide(swapped(made), METRICS, looks=(16,)).verdict == "inconclusive"
+    assert decide(swapped(made), METRICS, looks=(6,)).verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(
@@ -239,13 +219,13 @@ def test_one_metric_is_enough_and_the_published_one_settles_a_contradiction(rati
 
 
 def test_faster_by_one_metric_does_not_cover_a_doubtful_slower_by_another():
-    doubtful = flat(*[0.03] * 14, -0.3, -0.3, metrics=["wall"])
+    doubtful = flat(*[0.03] * 5, 0.6, metrics=["wall"])
     made = [
         Launch(a=tuple(Block({**x.ns, "cpu": 1e6}) for x in one.a), b=tuple(Block({**x.ns, "cpu": 9e5}) for x in one.b))
         for one in doubtful
     ]
-    assert decide(made, ("cpu",), looks=(16,)).verdict == "faster"
-    assert decide(made, METRICS, looks=(16,)).verdict == "inconclusive"
+    assert decide(made, ("cpu",), looks=(6,)).verdict == "faster"
+    assert decide(made, METRICS, looks=(6,)).verdict == "inconclusive"
 
 
 def test_a_small_slowdown_is_not_called_the_same_before_the_last_look():

@@ -61,6 +61,18 @@ def test_ties_and_approximate_ones_are_marked():
     assert marks == ["1", "=", "~"]
 
 
+def test_one_that_shares_a_rank_without_being_as_fast_as_its_first_is_marked():
+    same = noisy(1e6, 1)
+    records = [ok(name, same * factor) for name, factor in (("aa", 1), ("bb", 1.008), ("cc", 1.016), ("dd", 1.5))]
+    words = [line.split() for line in text_of(print_rankings, records).splitlines()]
+    assert [line[:2] for line in words if line[1:2] and len(line[1]) == 2 and line[1] in "aabbccdd"] == [
+        ["1", "aa"],
+        ["=", "bb"],
+        [">=", "cc"],
+        ["4", "dd"],
+    ]
+
+
 def test_markup_in_reasons_is_printed_as_it_is():
     text = text_of(print_rankings, [incorrect("mine", "bad [red]index[/red] [0]"), unsupported("x[y]", "no [bold]")])
     assert "bad [red]index[/red] [0]" in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from msgspec import Struct
 
@@ -28,7 +28,10 @@ class Row(Struct, frozen=True, kw_only=True):
     record: Record
     rank: int | None = None
     tied: bool = False
-    """Shares its rank with the row above: too close to tell."""
+    """Shares its rank with the row above: it, or a row below that is certainly no slower, cannot be told from all of
+    that rank."""
+    behind: bool = False
+    """Certainly slower than the first row of its rank, which it shares only through another."""
     speedup: Ratio | None = None
     """Time of the baseline / time of this one."""
     reason: str = ""
@@ -78,7 +81,7 @@ def matches(name: str, wanted: str) -> bool:
 def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
     """Rows of one workload: exact and timed ones by time, then approximate ones, then the rest with their reasons."""
     shown = on_one_clock(r for r in records if not r.implementation.startswith(ANCHOR))
-    timed = sorted((r for r in without_other_clocks(shown) if is_timed(r)), key=_median)
+    timed = sorted((r for r in without_other_clocks(shown) if is_timed(r)), key=_order)
     clock = clock_of(timed[0]) if timed else ""
     reference = next((r for r in timed if r.implementation == base), None)
     rows = _ranked([r for r in timed if not r.approximate], reference)
@@ -102,21 +105,38 @@ def _why_no_time(record: Record) -> str:
 
 
 def _ranked(timed: Sequence[Ok], reference: Ok | None) -> list[Row]:
+    """A new rank opens with a row that is certainly slower than every row of the rank before, and than none after it.
+
+    Being too close to tell is not transitive: a ~ b and b ~ c with a certainly ahead of c. All three share a rank then,
+    since any line between them would part two that nobody can tell apart; c is marked as `behind`. Where a machine
+    drifts, medians and rounds may contradict each other: no line is drawn above what a later row certainly beats.
+    """
     rows: list[Row] = []
-    leader, place = None, 0
+    peers: list[Ok] = []
     for position, record in enumerate(timed, start=1):
-        apart = leader is None or sign(paired_ratio(leader, record, RANK_LEVEL)) > 0
-        if apart:
-            leader, place = record, position
-        rows.append(_row(record, reference, rank=place, tied=not apart))
+        tied = bool(peers) and not _opens(record, peers, timed[position:])
+        behind = tied and _is_slower(record, peers[0])
+        peers = [*peers, record] if tied else [record]
+        place = position + 1 - len(peers)
+        rows.append(_row(record, reference, rank=place, tied=tied, behind=behind))
     return rows
 
 
-def _row(record: Ok, reference: Ok | None, rank: int | None = None, tied: bool = False, reason: str = "") -> Row:
+def _opens(record: Ok, peers: Sequence[Ok], later: Sequence[Ok]) -> bool:
+    behind_all = all(_is_slower(record, peer) for peer in reversed(peers))
+    return behind_all and not any(_is_slower(record, one) for one in later)
+
+
+def _is_slower(record: Ok, than: Ok) -> bool:
+    return sign(paired_ratio(than, record, RANK_LEVEL)) > 0
+
+
+def _row(record: Ok, reference: Ok | None, **fields: Any) -> Row:
     speedup = None if reference is None else paired_ratio(record, reference)
-    return Row(implementation=label(record), record=record, rank=rank, tied=tied, speedup=speedup, reason=reason)
+    return Row(implementation=label(record), record=record, speedup=speedup, **fields)
 
 
-def _median(record: Ok) -> float:
+def _order(record: Ok) -> tuple[float, str]:
+    """By median; equal ones by name, so that the order of the records decides nothing."""
     assert record.time is not None
-    return record.time.median_ns
+    return record.time.median_ns, label(record)

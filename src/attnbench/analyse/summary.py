@@ -63,7 +63,9 @@ def closing(
 
 
 def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
-    first = {key: [row.implementation for row in rows if row.rank == 1] for key, rows in rankings.items()}
+    first = {
+        key: [row.implementation for row in rows if row.rank == 1 and not row.behind] for key, rows in rankings.items()
+    }
     in_front = Counter(name for names in first.values() for name in names)
     most = max(in_front.values())
     champion = max((name for name, n in in_front.items() if n == most), key=lambda name: _total_gain(rankings, name))

@@ -116,6 +116,7 @@ def document(path: Path, records: Sequence[Record], sentence: str, against: Sequ
                 "implementation": row.implementation,
                 "rank": row.rank,
                 "tied": row.tied,
+                "behind": row.behind,
                 "status": row.record.status,
                 "median_ns": row.record.time.median_ns if row.record.time is not None else None,
                 "speedup": row.speedup,

@@ -15,6 +15,7 @@ from msgspec import Struct
 from attnbench.comparison import ALPHA, FLOOR, LARGEST_SAME, LOOKS, WIDEST_SAME, Block, Estimate, Launch, Verdict
 from attnbench.errors import UsageError
 from attnbench.measuring.launch_bootstrap import DRAWS, SEED, median_draws
+from attnbench.measuring.trimmed_mean import TrimmedMean, trimmed_mean
 
 ENDLESS = 50.0
 """Stands for infinity among logarithms: JSON has none."""
@@ -42,9 +43,8 @@ class _Evidence(Struct, frozen=True, kw_only=True):
     high: float
     t_low: float
     t_high: float
-    mean: float
-    """Of the launches' medians, with its standard error: where the t interval and the p-values come from."""
-    mean_se: float | None
+    mean: TrimmedMean
+    """Of the launches' medians: where the t interval and the p-values come from."""
     se: float
     """Of the point."""
     launches: int
@@ -59,8 +59,9 @@ def published(metrics: Sequence[str]) -> str:
 def estimate(launches: Sequence[Launch], metric: str, alpha: float, floor: float = FLOOR, seed: int = SEED) -> Estimate:
     """Ratio by one metric; each bound of an interval errs with probability alpha.
 
-    The p-values are those of Student's t over the launches' medians. Launches are what is independent, and with 6 to 16
-    of them t keeps its level where the bootstrap rejects two to six times too often; heavy tails only make it careful.
+    The p-values are those of a trimmed t over the launches' medians. Launches are what is independent, and with 6 to 16
+    of them t keeps its level where the bootstrap rejects two to six times too often; the trimming keeps a launch or two
+    that something else disturbed from hiding what the others show.
     """
     return _as_estimate(_evidence(launches, metric, alpha, seed), metric, floor)
 
@@ -118,7 +119,7 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
     """The verdict of b, None when it is still open, and what is doubtful about it."""
     signs = {name: _sign(one, floor) for name, one in found.items()}
     doubtful = [
-        name for name, sign in signs.items() if (sign or name == main) and not _student_agrees(found[name], sign, floor)
+        name for name, sign in signs.items() if (sign or name == main) and not _mean_agrees(found[name], sign, floor)
     ]
     doubts = [
         f"{name} time: the bootstrap says {_WORDS[signs[name]]}, Student's t over launches disagrees"
@@ -161,9 +162,8 @@ def _sign(one: _Evidence, floor: float) -> int:
     return int(one.low > log1p(floor)) - int(one.high < -log1p(floor))
 
 
-def _student_agrees(one: _Evidence, sign: int, floor: float) -> bool:
-    """Whether the t interval lies on the same side of 1. Asking it to clear the floor too would let one disturbed
-    launch hide a slowdown: a mean, unlike the pooled median, feels it."""
+def _mean_agrees(one: _Evidence, sign: int, floor: float) -> bool:
+    """Whether the t interval lies on the same side of 1; clearing the floor is asked of the pooled median alone."""
     if sign == 0:
         return not (one.t_low > log1p(floor) or one.t_high < -log1p(floor))
     return one.t_low > 0 if sign > 0 else one.t_high < 0
@@ -183,22 +183,11 @@ def _as_estimate(one: _Evidence, metric: str, floor: float) -> Estimate:
         interval=(exp(one.low), exp(one.high)),
         t_interval=(exp(one.t_low), exp(one.t_high)),
         detectable=exp(min(log1p(floor) + SES_TO_DETECT * one.se, ENDLESS)) - 1,
-        p_slower=_p_above(one.mean - log1p(floor), one.mean_se, one.launches),
-        p_faster=_p_above(-one.mean - log1p(floor), one.mean_se, one.launches),
+        p_slower=one.mean.p_above(one.mean.value - log1p(floor)),
+        p_faster=one.mean.p_above(-one.mean.value - log1p(floor)),
         launches=one.launches,
         pairs=one.pairs,
     )
-
-
-def _p_above(excess: float, se: float | None, launches: int) -> float:
-    """One-sided p-value of an excess that is not really there."""
-    from scipy.special import stdtr
-
-    if se is None:
-        return 1.0
-    if se == 0:
-        return float(excess <= 0)
-    return float(stdtr(launches - 1, -excess / se))
 
 
 def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int = SEED) -> _Evidence:
@@ -206,10 +195,9 @@ def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int =
     if not logs:
         raise ValueError("no launch holds a block of both arms: there is nothing to estimate from")
     pooled = np.concatenate(logs)
-    medians = np.array([np.median(one) for one in logs])
-    point, mean, mean_se = float(np.median(pooled)), float(medians.mean()), _standard_error(medians)
-    half = _student_half_width(mean_se, len(logs), alpha)
-    low, high, se = mean - half, mean + half, ENDLESS if mean_se is None else mean_se
+    point, mean = float(np.median(pooled)), trimmed_mean(np.array([np.median(one) for one in logs]))
+    half = mean.half_width(alpha)
+    low, high, se = mean.value - half, mean.value + half, ENDLESS if mean.se is None else mean.se
     if len(logs) >= FEW_LAUNCHES:
         draws = median_draws(logs, seed)
         rank = int(alpha * DRAWS)
@@ -219,10 +207,9 @@ def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int =
         point=point,
         low=max(min(low, point), -ENDLESS),
         high=min(max(high, point), ENDLESS),
-        t_low=max(mean - half, -ENDLESS),
-        t_high=min(mean + half, ENDLESS),
+        t_low=max(mean.value - half, -ENDLESS),
+        t_high=min(mean.value + half, ENDLESS),
         mean=mean,
-        mean_se=mean_se,
         se=se,
         launches=len(logs),
         pairs=len(pooled),
@@ -242,13 +229,3 @@ def _logs(blocks: Sequence[Block], metric: str) -> np.ndarray:
             f"a block of {wrong:g} ns by {metric} time cannot be: its clock is too coarse, put more calls into a block"
         )
     return np.log(ns)
-
-
-def _standard_error(values: np.ndarray) -> float | None:
-    return float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else None
-
-
-def _student_half_width(se: float | None, launches: int, alpha: float) -> float:
-    from scipy.special import stdtrit
-
-    return 2 * ENDLESS if se is None else float(stdtrit(launches - 1, 1 - alpha)) * se

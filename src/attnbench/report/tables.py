@@ -95,7 +95,9 @@ def _width(columns: dict[str, list[str]]) -> int:
 
 
 def _place(row: Row) -> str:
-    return "~" if row.rank is None else "=" if row.tied else str(row.rank)
+    if row.rank is None:
+        return "~"
+    return ">=" if row.behind else "=" if row.tied else str(row.rank)
 
 
 def _time(time: Time | None) -> str:
