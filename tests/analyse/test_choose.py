@@ -75,6 +75,15 @@ class TestBest:
             ("cuda", "torch", "torch.fa3"),
         ]
 
+    def test_a_library_that_only_one_run_had_makes_no_place_of_its_own(self):
+        more = structs.replace(CPU, packages=CPU.packages | {"flash-attn-4": "4.0"})
+        newer = structs.replace(more, packages=more.packages | {"flash-attn-4": "5.0"})
+        first, second = timed("torch.sdpa", 1e6), timed("torch.sdpa", 2e6, q_len=512, environment=more)
+        (place,) = chosen(first, second).policy.places
+        assert [len(place.entries), place.software["flash-attn-4"]] == [2, "4.0"]
+        third = timed("torch.sdpa", 2e6, q_len=1024, environment=newer)
+        assert len(chosen(second, third).policy.places) == 2
+
     def test_configs_are_candidates(self):
         found = chosen(timed("torch.flex", 2e6), timed("torch.flex", 1e6, config={"block_size": 64}))
         (entry,) = found.policy.entries

@@ -52,15 +52,17 @@ def survey(
     for source in sources:
         found, others = eligible(source.records, constraints, left_out)
         refused += others
-        for (key, workload), records in _together(found).items():
+        for (_, workload), records in _together(found).items():
             place = _place(records[0])
+            key = next((one for one, ground in grounds.items() if ground.place.agrees(place)), place.key)
             ground = grounds.setdefault(key, Ground(place, {}))
             field = {label(record): record for record in records}
             if workload not in ground.fields or supersedes(field, ground.fields[workload]):
                 ground.fields[workload] = field
             runs = tuple(dict.fromkeys((*ground.place.runs, source.name)))
             made = max(ground.place.made, source.created)
-            grounds[key] = Ground(structs.replace(ground.place, runs=runs, made=made), ground.fields)
+            software = dict(sorted((place.software | ground.place.software).items()))
+            grounds[key] = Ground(structs.replace(ground.place, runs=runs, made=made, software=software), ground.fields)
     return list(grounds.values()), refused
 
 

@@ -74,6 +74,13 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         within = (self.within,) if self.within else ()
         return (self.device, self.device_name, self.framework, self.capability or (), self.threads, software, *within)
 
+    def agrees(self, other: Place) -> bool:
+        """One key but for packages that only one of them has: a library more or less changes nothing for the rest."""
+        bare = (structs.replace(one, software={}).key for one in (self, other))
+        return next(bare) == next(bare) and all(
+            other.software.get(name, version) == version for name, version in self.software.items()
+        )
+
     @property
     def on_grid(self) -> Regret | None:
         """Over the measured shapes themselves; None without entries."""
