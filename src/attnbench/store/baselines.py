@@ -22,6 +22,7 @@ from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
 from attnbench.store.drafts import draft_of
 from attnbench.store.runfile import slug
+from attnbench.store.times import impossible_times
 
 SCHEMA = 1
 
@@ -112,9 +113,13 @@ def read_baseline(path: Path) -> Baseline:
     if isinstance(schema, int) and schema > SCHEMA:
         raise BrokenFile(path, None, f"made by a newer attnbench (schema {schema}, this one reads {SCHEMA}): upgrade.")
     try:
-        return msgspec.convert(content, Baseline)
+        baseline = msgspec.convert(content, Baseline)
     except (msgspec.ValidationError, UsageError) as error:
         raise BrokenFile(path, None, f"no baseline: {error}.") from error
+    problem = next(filter(None, map(impossible_times, baseline.records)), "")
+    if problem:
+        raise BrokenFile(path, None, f"{problem}: make it again with `attnbench baseline update RUN`.")
+    return baseline
 
 
 def _write_all(records: Sequence[Record], folder: Path, commit: str, note: str, created: str, replace: bool) -> Saved:
