@@ -91,6 +91,54 @@ def test_what_cannot_be_compared_says_why(b: Ok, of_b: list[Ok], reason: str):
     assert reason in found.reason
 
 
+def shaken(record: Ok, half: float = 0.11) -> Ok:
+    """The same times, known less well."""
+    assert record.time is not None
+    middle = record.time.median_ns
+    return replace(record, time=replace(record.time, ci95_ns=((1 - half) * middle, (1 + half) * middle)))
+
+
+@pytest.mark.parametrize(
+    "factor, verdict", [(2.0, "slower"), (0.5, "faster"), (1.0, "inconclusive"), (1.055, "inconclusive")]
+)
+def test_shaky_times_only_keep_nothing_changed_from_being_said(factor: float, verdict: str):
+    of_a, of_b = ([shaken(one) for one in anchors(seed=seed)] for seed in (0, 30))
+    found = compare_records(cell(), cell(1e6 * factor, 20), of_a, of_b)
+    assert found.verdict == verdict
+    assert ("anchor.matmul is only known to ±11%" in found.reason) == (verdict == "inconclusive")
+
+
+def test_a_wide_interval_that_clears_the_floor_is_a_verdict_and_one_that_does_not_is_none():
+    wide = ok("torch.x", noisy(2e6, 20, spread=0.8))
+    found = compare_records(cell(), wide, anchors(), anchors(1.0, 30))
+    assert found.interval is not None
+    assert found.interval[1] / found.interval[0] > 1.4
+    assert found.interval[0] > 1.05
+    assert found.verdict == "slower"
+    touching = compare_records(cell(), ok("torch.x", noisy(1.2e6, 20, spread=0.8)), anchors(), anchors(1.0, 30))
+    assert touching.verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("record", [cell(), shaken(cell(), 0.6), ok("torch.x", noisy(1e6, 3, spread=1.0))])
+def test_one_measurement_against_itself_is_the_same_in_either_order(record: Ok):
+    assert record.time is not None
+    kept = replace(record, time=timing([round(x, 1) for x in record.time.samples_ns]))
+    for a, b in ((record, record), (record, kept), (kept, record)):
+        found = compare_records(a, b, anchors(), anchors())
+        assert (found.verdict, found.ratio, found.interval) == ("same", 1.0, (1.0, 1.0))
+    assert judge(cases_of_runs([record, *anchors()], [record, *anchors()]), ()).outcome == "pass"
+
+
+def test_an_inconclusive_case_says_what_was_in_the_way():
+    shaky = only(cases_of_runs([cell(), *anchors()], [shaken(cell(1e6, 20)), *anchors(1.0, 30)]))
+    assert (shaky.status, shaky.reason) == ("inconclusive", shaky.first and shaky.first.reason)
+    assert shaky.reason.startswith("torch.x is only known to ±11%: measure both again")
+    near = only(cases_of_runs([cell(), *anchors()], [cell(1.12e6, 20), *anchors(1.0, 30, copy=1.12)]))
+    assert near.reason.startswith("could have seen ")
+    short = ok("torch.x", None, time=replace(timing([1e6, 3e6]), ci95_ns=(1.9e6, 2.1e6)))
+    assert "vary too much to tell anything: measure both again" in only(runs([short])).reason
+
+
 def runs(current: list[Record], baseline: list[Record] | None = None) -> list[Case]:
     old = [cell()] if baseline is None else baseline
     return cases_of_runs([*old, *anchors()], [*current, *anchors(1.1, 30)])
