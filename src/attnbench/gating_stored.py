@@ -12,7 +12,8 @@ from attnbench.analyse.gate import OnInconclusive, geomean, judge, with_holm
 from attnbench.analyse.gate_runs import cases_of_runs
 from attnbench.analyse.ranking import ANCHOR
 from attnbench.comparison import Case, GateReport
-from attnbench.spec import Environment, Record
+from attnbench.errors import UsageError
+from attnbench.spec import Ok, Record
 from attnbench.store import baselines
 from attnbench.store.runfile import Run, read_run
 
@@ -42,19 +43,20 @@ def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: 
 
 
 def _against_run(old: Run, new: Run, floors: Floors) -> list[Case]:
-    check_comparable(_environments(old.records), _environments(new.records))
+    check_comparable(old.records, new.records)
     return cases_of_runs(old.records, new.records, floors)
-
-
-def _environments(records: Sequence[Record]) -> list[Environment]:
-    """Of what was timed: refused cells of a framework that is not there do not count."""
-    timed = [one.environment for one in records if one.time is not None and one.environment is not None]
-    return list({one.fingerprint: one for one in timed}.values())
 
 
 def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
     cases: list[Case] = []
-    records = [one for one in run.records if not one.implementation.startswith(ANCHOR) and one.environment is not None]
+    cells = [one for one in run.records if not one.implementation.startswith(ANCHOR)]
+    records = [one for one in cells if one.environment is not None]
+    homeless = next((one for one in cells if one.environment is None and isinstance(one, Ok)), None)
+    if homeless is not None:
+        raise UsageError(
+            f"the environment of {homeless.cell.id} in the current run is not known, so it has no baseline: "
+            "measure it again with `attnbench run`."
+        )
     for record in records:
         assert record.environment is not None
         where = (folder, record.environment, record.implementation, record.workload)
@@ -63,6 +65,8 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
             continue
         beside = [one for one in run.records if one.workload == record.workload]
         anchors = [one for one in beside if one.implementation.startswith(ANCHOR)]
+        if found is not None:
+            check_comparable(found.records, [record, *anchors])
         [case] = cases_of_runs(() if found is None else found.records, [record, *anchors], floors)
         cases.append(
             case if found is not None else replace(case, status="no_baseline", reason=baselines.why_missing(*where))

@@ -5,12 +5,10 @@ import pytest
 from msgspec.structs import replace
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.comparable import check_comparable
 from attnbench.analyse.gate import judge
 from attnbench.analyse.gate_runs import cases_of_runs, compare_records
 from attnbench.comparison import Case, Comparison
-from attnbench.errors import UsageError
-from attnbench.spec import Environment, Memory, Ok, Record, VerifiedAt
+from attnbench.spec import Memory, Ok, Record, VerifiedAt
 
 SHAPES = {"anchor.matmul": {"size": 512}, "anchor.copy": {"bytes": 1 << 25}}
 
@@ -197,28 +195,3 @@ def test_floors_per_case_only_upward():
     lowered = only(cases_of_runs(old, new, lambda implementation, on: 0.0))
     assert lowered.first is not None
     assert lowered.first.floor == 0.05
-
-
-@pytest.mark.parametrize(
-    "changed, told",
-    [
-        ({"cpu": "Other CPU"}, "cpu is unknown in the baseline and Other CPU in the current run"),
-        ({"threads": 1}, "threads is 2 in the baseline and 1 in the current run"),
-        ({"capability": (9, 0)}, "capability is unknown in the baseline and 9.0 in the current run"),
-        ({"packages": {"torch": "2.12.0"}}, "package torch is 2.13.0 in the baseline and 2.12.0 in the current run"),
-        ({"packages": {"torch": "2.13.0", "x": "1"}}, "package x is absent in the baseline and 1 in the current run"),
-    ],
-)
-def test_other_machines_are_refused_by_name(changed: dict[str, object], told: str):
-    with pytest.raises(UsageError) as error:
-        check_comparable([CPU], [replace(CPU, **changed)])
-    assert told in str(error.value)
-    assert "attnbench baseline save" in str(error.value)
-    assert "device_name" not in str(error.value)
-
-
-def test_soft_facts_and_other_frameworks_do_not_matter():
-    jax = Environment(device="cpu", device_name="Test CPU 9000", framework="jax", packages={"jax": "0.10"})
-    check_comparable([CPU], [replace(CPU, clocks={"load": 4.0}, commit="abc", variables={"OMP_NUM_THREADS": "2"})])
-    check_comparable([CPU, jax], [jax, CPU])
-    check_comparable([CPU], [jax])
