@@ -16,6 +16,7 @@ from attnbench.comparison import EXIT_CODES, Control
 from attnbench.errors import UsageError
 from attnbench.gating import GateOrder, gate_refs
 from attnbench.gating_stored import gate_stored
+from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.report.gate import verdict
 from attnbench.run.duel import Terms
 from attnbench.run.lock import machine_lock
@@ -333,5 +334,9 @@ def test_floors_configs_and_lost_cases_count_against_saved_baselines(tmp_path):
     high = gate_stored(tmp_path / "baselines", new, lambda implementation, workload: 0.5, "inconclusive")
     assert {case.implementation: case.status for case in high.cases}["torch.sdpa"] == "pass"
     alone = stored(tmp_path / "alone", 5e6)
-    missing = [case for case in judge(tmp_path / "baselines", alone).cases if case.status == "not_measured"]
-    assert len(missing) == 2
+    dropped = judge(tmp_path / "baselines", alone)
+    assert dropped.outcome == "inconclusive"
+    assert [case.status for case in dropped.cases].count("missing") == 2
+    elsewhere = [ok(name, noisy(5e6, 7), workload(64), environment=CPU) for name in ("torch.sdpa", *ANCHORS)]
+    save(elsewhere, tmp_path / "baselines")
+    assert [case.status for case in judge(tmp_path / "baselines", alone).cases].count("not_measured") == 1

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from attnbench.analyse.comparable import check_comparable
 from attnbench.analyse.gate import OnInconclusive, geomean, judge, with_holm
-from attnbench.analyse.gate_runs import cases_of_runs
+from attnbench.analyse.gate_runs import MISSING, cases_of_runs
 from attnbench.analyse.ranking import ANCHOR
 from attnbench.comparison import Case, GateReport
 from attnbench.errors import UsageError
@@ -77,16 +77,16 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
 
 
 def _not_run(folder: Path, records: Sequence[Record]) -> list[Case]:
-    """Baselines of this machine that the run does not hold: listed, so that a case that was dropped is seen."""
+    """Baselines of this machine that the run does not hold: missing where it has their workload, else listed only."""
     here = {one.environment.fingerprint for one in records if one.environment is not None}
-    measured = {one.cell.id for one in records}
+    measured, asked = {one.cell.id for one in records}, {one.workload.id for one in records}
     kept = [one for one in baselines.list_baselines(folder) if one.environment.fingerprint in here]
     return [
         Case(
             implementation=one.record.implementation,
             workload=one.record.workload,
-            status="not_measured",
-            reason="has a baseline, but the current run does not hold it",
+            status="missing" if one.record.workload.id in asked else "not_measured",
+            reason=MISSING if one.record.workload.id in asked else "has a baseline, but its workload was not run",
         )
         for one in kept
         if one.record.cell.id not in measured

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.gate import judge
+from attnbench.analyse.gate import OnInconclusive, judge
 from attnbench.analyse.gate_runs import cases_of_runs, compare_records
 from attnbench.comparison import Case, Comparison
 from attnbench.spec import Memory, Ok, Record, VerifiedAt
@@ -173,8 +173,18 @@ def test_cells_of_one_run_only():
     found = runs([cell(1.1e6, 20), cell(name="torch.new")], [cell(), cell(name="torch.old")])
     told = {one.implementation: (one.status, one.reason) for one in found}
     assert told["torch.new"] == ("no_baseline", "not in the baseline run")
-    assert told["torch.old"] == ("not_measured", "not in the current run")
+    assert told["torch.old"][0] == "missing"
+    assert "ok in the baseline, but not in the current run: measure it too" in told["torch.old"][1]
     assert told["torch.x"][0] == "pass"
+
+
+@pytest.mark.parametrize("asked, outcome", [("inconclusive", "inconclusive"), ("pass", "pass"), ("fail", "fail")])
+def test_what_was_dropped_is_no_pass(asked: OnInconclusive, outcome: str):
+    judgement = judge(runs([cell(1.1e6, 20)], [cell(), cell(name="torch.old")]), (), asked)
+    assert judgement.outcome == outcome
+    assert "1 case of the baseline missing in the current run" in judgement.warnings
+    refused_before = runs([cell(1.1e6, 20)], [cell(), unsupported("torch.old", "no")])
+    assert judge(refused_before, ()).outcome == "pass"
 
 
 def test_refused_on_both_sides_is_not_measured():

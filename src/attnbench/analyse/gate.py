@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from attnbench.analyse.combined import geometric_mean
 from attnbench.analyse.gate_case import is_heavier
 from attnbench.analyse.ratios import Ratio
-from attnbench.comparison import ALPHA, FAILING, Case, Comparison, Control, Outcome
+from attnbench.comparison import ALPHA, FAILING, OPEN, Case, Comparison, Control, Outcome
 
 OnInconclusive = Literal["inconclusive", "pass", "fail"]
 """What inconclusive cases make of a job in which nothing fails."""
@@ -61,7 +61,7 @@ def judge(
     cases: Sequence[Case], controls: Sequence[Control], on_inconclusive: OnInconclusive = "inconclusive"
 ) -> Judgement:
     """The outcome: wrong numbers and memory beat all, then a failed A/A control, then slowdowns, then what is open."""
-    inconclusive = sum(case.status == "inconclusive" for case in cases)
+    still_open = sum(case.status in OPEN for case in cases)
     timed = any(case.comparison is not None and case.comparison.verdict is not None for case in cases)
     outcome: Outcome = "pass"
     if any(case.status in ("wrong", "memory") for case in cases):
@@ -72,11 +72,11 @@ def judge(
         outcome = "fail"
     elif not timed:
         outcome = "nothing"
-    elif inconclusive:
+    elif still_open:
         outcome = on_inconclusive
     warnings = [*_control_warnings(controls), *_case_warnings(cases)]
-    if inconclusive and on_inconclusive == "pass":
-        warnings.append(f"{_cases(inconclusive)} inconclusive, counted as passed because that was asked for")
+    if still_open and on_inconclusive == "pass":
+        warnings.append(f"{_cases(still_open)} inconclusive, counted as passed because that was asked for")
     return Judgement(outcome=outcome, warnings=tuple(warnings))
 
 
@@ -107,6 +107,7 @@ def _control_warnings(controls: Sequence[Control]) -> list[str]:
 
 def _case_warnings(cases: Sequence[Case]) -> list[str]:
     told = {
+        "missing": "of the baseline missing in the current run",
         "no_baseline": "without a baseline: new since then, or never saved (`attnbench baseline save RUN`)",
         "not_measured": "not measured",
     }

@@ -28,6 +28,7 @@ STORED_FLOOR = 0.05
 SHAKY = 0.1
 """Half-width of a stored time's interval above which it cannot show that nothing changed."""
 SAME_MEASUREMENT = "both sides are one and the same measurement"
+MISSING = "ok in the baseline, but not in the current run: measure it too, or take it out of the baseline"
 ROUNDING_NS = 0.06
 """Files keep tenths of nanoseconds."""
 STORED_SAME = 0.10
@@ -121,6 +122,8 @@ def _one_sided(a: Record | None, b: Record | None) -> Case:
     case = case_of(label(record), record.workload, None)
     if isinstance(b, Ok):
         return replace(case, status="no_baseline", reason="not in the baseline run")
+    if isinstance(a, Ok):
+        return replace(case, status="missing", reason=MISSING)
     return replace(case, reason="not in the current run" if b is None else b.reason)
 
 

@@ -14,7 +14,7 @@ from attnbench.report import units
 from attnbench.report.comparison import effort, grounds_of, ratio_and_interval
 
 ORDER: tuple[CaseStatus, ...] = (
-    "regression", "wrong", "memory", "inconclusive", "no_baseline", "not_measured", "improved", "pass",
+    "regression", "wrong", "memory", "missing", "inconclusive", "no_baseline", "not_measured", "improved", "pass",
 )  # fmt: skip
 """Worst first."""
 NO_ANSWER = ("failed", "timeout", "out of memory", "unsupported")
@@ -23,6 +23,7 @@ COUNTED = {
     "regression": ("regression", "regressions"),
     "wrong": ("wrong or broken", "wrong or broken"),
     "memory": ("case needs more memory", "cases need more memory"),
+    "missing": ("missing", "missing"),
     "inconclusive": ("inconclusive", "inconclusive"),
     "no_baseline": ("without a baseline", "without a baseline"),
     "not_measured": ("not measured", "not measured"),
