@@ -340,3 +340,11 @@ def test_floors_configs_and_lost_cases_count_against_saved_baselines(tmp_path):
     elsewhere = [ok(name, noisy(5e6, 7), workload(64), environment=CPU) for name in ("torch.sdpa", *ANCHORS)]
     save(elsewhere, tmp_path / "baselines")
     assert [case.status for case in judge(tmp_path / "baselines", alone).cases].count("not_measured") == 1
+
+
+def test_a_torn_line_of_either_run_is_in_the_report(tmp_path):
+    sound, torn = stored(tmp_path / "sound", 5e6), stored(tmp_path / "torn", 5e6)
+    torn.write_bytes(torn.read_bytes() + b'{"line":"record","rec')
+    save(read_run(sound).records, tmp_path / "kept")
+    for old, new in ((sound, torn), (torn, sound), (tmp_path / "kept", torn)):
+        assert any("the last line was cut off" in warning for warning in judge(old, new).warnings)

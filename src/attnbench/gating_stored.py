@@ -27,9 +27,10 @@ def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: 
     """A run file against another one, or against a folder of baselines; UsageError where machines differ."""
     run = read_run(current)
     if baseline.is_dir():
-        cases = _against_folder(baseline, run, floors)
+        old, cases = None, _against_folder(baseline, run, floors)
     else:
-        cases = _against_run(read_run(baseline), run, floors)
+        old = read_run(baseline)
+        cases = _against_run(old, run, floors)
     judgement = judge(cases, (), on_inconclusive)
     return GateReport(
         baseline=baseline.name,
@@ -38,7 +39,7 @@ def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: 
         outcome=judgement.outcome,
         cases=tuple(cases),
         geomean=geomean(cases),
-        warnings=(*judgement.warnings, NO_CONTROLS),
+        warnings=(*(() if old is None else old.warnings), *run.warnings, *judgement.warnings, NO_CONTROLS),
     )
 
 
