@@ -38,6 +38,10 @@ THRICE = (
     PLAIN.replace("def attend", "def once")
     + "\ndef attend(q, k, v):\n    once(q, k, v)\n    once(q, k, v)\n    return once(q, k, v)\n"
 )
+SILENT = [
+    Control(name=name, passed=False, comparison=gate_factory.comparison("inconclusive", 1.02))
+    for name in ("a/a", "+5 %")
+]
 WRONG = "def attend(q, k, v):\n    return q * 0\n"
 
 
@@ -226,6 +230,7 @@ def test_two_gates_at_once_refuse_each_other(repository):
             "A/A control failed",
         ),
         ([], "untrusted", "no implementation of the baseline could be timed"),
+        (SILENT, "inconclusive", "no control gave an answer"),
     ],
 )
 def test_without_a_good_control_a_gate_is_not_trusted(repository, monkeypatch, controls, outcome, warning):
@@ -233,7 +238,7 @@ def test_without_a_good_control_a_gate_is_not_trusted(repository, monkeypatch, c
     monkeypatch.setattr(gating._Gate, "controls", lambda self: controls)
     report = run(repository)
     assert report.outcome == outcome
-    assert EXIT_CODES[outcome] == 5
+    assert EXIT_CODES[outcome] == (4 if controls is SILENT else 5)
     assert any(warning in text for text in report.warnings)
 
 

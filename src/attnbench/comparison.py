@@ -139,6 +139,11 @@ class Control(Struct, frozen=True, kw_only=True):
     passed: bool
     comparison: Comparison
 
+    @property
+    def silent(self) -> bool:
+        """Whether it says nothing: neither passed nor failed."""
+        return self.comparison.verdict == "inconclusive"
+
 
 class GateReport(Struct, frozen=True, kw_only=True):
     """What `attnbench gate` found."""

@@ -16,6 +16,10 @@ from attnbench.comparison import ALPHA, FAILING, OPEN, Case, Comparison, Control
 OnInconclusive = Literal["inconclusive", "pass", "fail"]
 """What inconclusive cases make of a job in which nothing fails."""
 
+SILENT_CONTROLS = (
+    "no control gave an answer, so nothing shows what would have been found: raise --budget, or quieten the machine"
+)
+
 
 class Judgement(Struct, frozen=True, kw_only=True):
     """The gate's answer, and what should be known about it."""
@@ -66,13 +70,13 @@ def judge(
     outcome: Outcome = "pass"
     if any(case.status in ("wrong", "memory") for case in cases):
         outcome = "fail"  # neither depends on time
-    elif any(control.name == "a/a" and not control.passed for control in controls):
+    elif any(control.name == "a/a" and not (control.passed or control.silent) for control in controls):
         outcome = "untrusted"
     elif any(case.status in FAILING for case in cases):
         outcome = "fail"
     elif not timed:
         outcome = "nothing"
-    elif still_open:
+    elif still_open or (controls and all(control.silent for control in controls)):
         outcome = on_inconclusive
     warnings = [*_control_warnings(controls), *_case_warnings(cases)]
     if still_open and on_inconclusive == "pass":
@@ -98,10 +102,12 @@ def _control_warnings(controls: Sequence[Control]) -> list[str]:
         "a/a": "untrusted: the A/A control failed ({}), so no verdict of this job can be believed; run it again",
         "+5 %": "underpowered: the +5 % control was not found ({}), so passes may hide slowdowns of that size",
     }
+    if controls and all(control.silent for control in controls):
+        return [SILENT_CONTROLS]
     return [
         told[control.name].format(control.comparison.verdict or control.comparison.reason or "not measured")
         for control in controls
-        if not control.passed
+        if not control.passed and not (control.silent and control.name == "a/a")
     ]
 
 

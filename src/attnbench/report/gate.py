@@ -133,7 +133,7 @@ def control_text(control: Control) -> str:
     told = comparison.verdict or one_line(comparison.reason) or "not measured"
     grounds = grounds_of(comparison)
     ratio = "" if grounds is None else f" {grounds}"
-    mark = "✗" if not control.passed else "?" if comparison.verdict == "inconclusive" else "✓"
+    mark = "✓" if control.passed else "?" if control.silent else "✗"
     return f"{control.name} {told}{ratio} in {units.duration(comparison.elapsed_s * 1e9)} {mark}"
 
 
@@ -146,7 +146,7 @@ def verdict(report: GateReport) -> str:
     """The outcome as a clause without a full stop."""
     told = counts_text(report)
     if report.outcome == "untrusted":
-        failed = ", ".join(control.name for control in report.controls if not control.passed)
+        failed = ", ".join(control.name for control in report.controls if not (control.passed or control.silent))
         why = f"the {failed} control failed" if failed else "no control could be timed"
         return f"Untrusted: {why}, so nothing here counts ({told})"
     if report.outcome == "interrupted":
