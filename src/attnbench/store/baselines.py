@@ -101,6 +101,19 @@ def list_baselines(folder: Path) -> list[Baseline]:
     return sorted((read_baseline(path) for path in folder.rglob("*.json")), key=lambda one: one.id)
 
 
+def holds_baselines(folder: Path) -> bool:
+    """Whether a folder was made by `save`, whatever the version; other JSON files in it do not count."""
+    return any(map(_looks_like_baseline, [*folder.glob("*/*.json"), *folder.glob("*.json")]))
+
+
+def _looks_like_baseline(path: Path) -> bool:
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(content, dict) and {"schema", "environment", "record", "anchors"} <= content.keys()
+
+
 def read_baseline(path: Path) -> Baseline:
     """Read one file; anything wrong with it is a BrokenFile."""
     try:
