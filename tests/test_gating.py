@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import gate_factory
@@ -265,6 +266,30 @@ def test_one_implementation_in_two_refs(repository):
         budget_s=30,
     )
     assert by_file.verdict == "slower"
+
+
+@pytest.mark.parametrize("current, dirty", [(".", True), ("HEAD", False)])
+def test_a_comparison_says_that_its_tree_had_uncommitted_changes(repository, monkeypatch, current, dirty):
+    class Answered:
+        def __init__(self, *given):
+            pass
+
+        def fight(self):
+            return gate_factory.comparison()
+
+    monkeypatch.setattr("attnbench.comparing.Duel", Answered)
+    monkeypatch.setattr("attnbench.comparing.sides", lambda *given: nullcontext((None, None)))
+    repository.write("fast.py", THRICE)
+    found = compare_refs(
+        baseline="HEAD", current=current, implementation="fast:attend", workload=SMALL, folder=repository.path
+    )
+    told = msgspec.json.decode(msgspec.json.encode(found))
+    assert (told["dirty_a"], told["dirty_b"]) == (False, dirty)
+    assert any(f'"." is {found_commit(repository)} with uncommitted changes' in note for note in told["notes"]) == dirty
+
+
+def found_commit(repository):
+    return repository.git("rev-parse", "HEAD")[:9]
 
 
 # Stored runs

@@ -84,6 +84,9 @@ class Comparison(Struct, frozen=True, kw_only=True):
     record_b: Record | None = None
     commit_a: str = ""
     commit_b: str = ""
+    dirty_a: bool = False
+    """Whether it was the working tree with changes that its commit does not have."""
+    dirty_b: bool = False
     floor: float = FLOOR
     notes: tuple[str, ...] = ()
 
