@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from importlib.util import find_spec
 
@@ -32,6 +33,15 @@ def test_what_does_not_fit_is_refused_with_both_sizes():
     assert does_not_fit(eager, large, GPU) == "needs 38.2 GB, 24 GB here"
     assert does_not_fit(flash, large, GPU) is None
     assert does_not_fit(eager, large, msgspec.structs.replace(GPU, memory_bytes=None)) is None
+
+
+def test_sizes_are_plain_numbers():
+    eager = registry.get("torch.eager")
+    huge = Workload(batch=1, q_len=16_777_216, heads=2, head_dim=64)
+    told = does_not_fit(eager, huge, GPU) or ""
+    assert re.fullmatch(r"needs \d{4} TB, 24 GB here", told), told
+    nearly = msgspec.structs.replace(GPU, memory_bytes=999_900_000_000)
+    assert (does_not_fit(eager, huge, nearly) or "").endswith(" TB, 1000 GB here")
 
 
 def test_gradients_need_more_than_the_output():
