@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from record_factory import incorrect, ok, timing
 
 from attnbench.cli import execute
 from attnbench.errors import BrokenFile
+from attnbench.report.pytest_session import read_earlier
 from attnbench.spec import Ok, Time
 from attnbench.store.baselines import read_baseline, save
 from attnbench.store.runfile import RunWriter, new_header, read_run
@@ -67,6 +69,15 @@ def test_a_run_file_names_the_line_and_a_baseline_the_file(tmp_path: Path):
     (path,) = (tmp_path / "kept").rglob("*.json")
     with pytest.raises(BrokenFile, match=r"holds 0.*attnbench baseline update"):
         read_baseline(path)
+
+
+def test_what_a_test_session_is_held_against_is_checked_too(tmp_path: Path):
+    path = tmp_path / "earlier.json"
+    path.write_bytes(msgspec.json.encode({"records": [record(GOOD)]}))
+    assert len(read_earlier(path)) == 1
+    path.write_bytes(msgspec.json.encode({"records": [record(GOOD), record(ZERO)]}))
+    with pytest.raises(BrokenFile, match=r"earlier\.json: time\.samples_ns holds 0"):
+        read_earlier(path)
 
 
 @pytest.mark.parametrize(
