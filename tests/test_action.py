@@ -87,10 +87,13 @@ def test_every_input_that_is_used_is_declared():
     assert used == set(load(ACTION)["inputs"])
 
 
-def test_our_workflow_uses_the_action_with_inputs_it_has():
+@pytest.mark.parametrize("job, suite", [("gate", "quick"), ("regression", "regression")])
+def test_our_workflow_uses_the_action_with_inputs_it_has(job: str, suite: str):
     workflow = load(WORKFLOW)
-    steps = workflow["jobs"]["gate"]["steps"]
+    steps = workflow["jobs"][job]["steps"]
     gate = next(step for step in steps if step.get("uses") == "./")
+    assert gate["with"]["suite"] == suite
+    assert ("==" in workflow["jobs"][job]["if"]) == (job == "gate"), "pull requests have the quick one alone"
     assert set(gate["with"]) <= set(load(ACTION)["inputs"])
     assert gate["continue-on-error"] is True
     assert next(step for step in steps if "checkout" in step.get("uses", ""))["with"]["fetch-depth"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import gate_factory
@@ -16,6 +17,7 @@ from attnbench.comparison import EXIT_CODES, Control
 from attnbench.errors import UsageError
 from attnbench.gating import GateOrder, gate_refs
 from attnbench.gating_stored import gate_stored
+from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.report.gate import verdict
 from attnbench.run.duel import Terms
 from attnbench.run.lock import machine_lock
@@ -37,6 +39,10 @@ THRICE = (
     PLAIN.replace("def attend", "def once")
     + "\ndef attend(q, k, v):\n    once(q, k, v)\n    once(q, k, v)\n    return once(q, k, v)\n"
 )
+SILENT = [
+    Control(name=name, passed=False, comparison=gate_factory.comparison("inconclusive", 1.02))
+    for name in ("a/a", "+5 %")
+]
 WRONG = "def attend(q, k, v):\n    return q * 0\n"
 
 
@@ -225,6 +231,7 @@ def test_two_gates_at_once_refuse_each_other(repository):
             "A/A control failed",
         ),
         ([], "untrusted", "no implementation of the baseline could be timed"),
+        (SILENT, "inconclusive", "no control gave an answer"),
     ],
 )
 def test_without_a_good_control_a_gate_is_not_trusted(repository, monkeypatch, controls, outcome, warning):
@@ -232,7 +239,7 @@ def test_without_a_good_control_a_gate_is_not_trusted(repository, monkeypatch, c
     monkeypatch.setattr(gating._Gate, "controls", lambda self: controls)
     report = run(repository)
     assert report.outcome == outcome
-    assert EXIT_CODES[outcome] == 5
+    assert EXIT_CODES[outcome] == (4 if controls is SILENT else 5)
     assert any(warning in text for text in report.warnings)
 
 
@@ -259,6 +266,30 @@ def test_one_implementation_in_two_refs(repository):
         budget_s=30,
     )
     assert by_file.verdict == "slower"
+
+
+@pytest.mark.parametrize("current, dirty", [(".", True), ("HEAD", False)])
+def test_a_comparison_says_that_its_tree_had_uncommitted_changes(repository, monkeypatch, current, dirty):
+    class Answered:
+        def __init__(self, *given):
+            pass
+
+        def fight(self):
+            return gate_factory.comparison()
+
+    monkeypatch.setattr("attnbench.comparing.Duel", Answered)
+    monkeypatch.setattr("attnbench.comparing.sides", lambda *given: nullcontext((None, None)))
+    repository.write("fast.py", THRICE)
+    found = compare_refs(
+        baseline="HEAD", current=current, implementation="fast:attend", workload=SMALL, folder=repository.path
+    )
+    told = msgspec.json.decode(msgspec.json.encode(found))
+    assert (told["dirty_a"], told["dirty_b"]) == (False, dirty)
+    assert any(f'"." is {found_commit(repository)} with uncommitted changes' in note for note in told["notes"]) == dirty
+
+
+def found_commit(repository):
+    return repository.git("rev-parse", "HEAD")[:9]
 
 
 # Stored runs
@@ -333,5 +364,17 @@ def test_floors_configs_and_lost_cases_count_against_saved_baselines(tmp_path):
     high = gate_stored(tmp_path / "baselines", new, lambda implementation, workload: 0.5, "inconclusive")
     assert {case.implementation: case.status for case in high.cases}["torch.sdpa"] == "pass"
     alone = stored(tmp_path / "alone", 5e6)
-    missing = [case for case in judge(tmp_path / "baselines", alone).cases if case.status == "not_measured"]
-    assert len(missing) == 2
+    dropped = judge(tmp_path / "baselines", alone)
+    assert dropped.outcome == "inconclusive"
+    assert [case.status for case in dropped.cases].count("missing") == 2
+    elsewhere = [ok(name, noisy(5e6, 7), workload(64), environment=CPU) for name in ("torch.sdpa", *ANCHORS)]
+    save(elsewhere, tmp_path / "baselines")
+    assert [case.status for case in judge(tmp_path / "baselines", alone).cases].count("not_measured") == 1
+
+
+def test_a_torn_line_of_either_run_is_in_the_report(tmp_path):
+    sound, torn = stored(tmp_path / "sound", 5e6), stored(tmp_path / "torn", 5e6)
+    torn.write_bytes(torn.read_bytes() + b'{"line":"record","rec')
+    save(read_run(sound).records, tmp_path / "kept")
+    for old, new in ((sound, torn), (torn, sound), (tmp_path / "kept", torn)):
+        assert any("the last line was cut off" in warning for warning in judge(old, new).warnings)

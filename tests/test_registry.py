@@ -127,6 +127,10 @@ def test_a_file_and_a_module_reference(kernel_file):
 def test_wrong_references_say_what_is_wrong(kernel_file, tmp_path):
     with pytest.raises(UnknownName, match="Near: my_attention"):
         load_reference(f"{kernel_file}:my_atention")
+    with pytest.raises(UnknownName) as caught:
+        load_reference(f"{kernel_file}:zzz")
+    assert str(caught.value).startswith(f'no function in {kernel_file} called "zzz". There is: ')
+    assert "See" not in str(caught.value)
     with pytest.raises(UsageError, match="is a int, not a function"):
         load_reference(f"{kernel_file}:NUMBER")
     with pytest.raises(UsageError, match="there is no file"):

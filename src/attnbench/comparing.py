@@ -73,7 +73,13 @@ def compare_refs(
         with sides(arms, device, threads) as (first, second):
             terms = Terms(workload=workload, budget_s=budget_s)
             found = Duel(first, second, terms, watch or _silent).fight()
-    return msgspec.structs.replace(found, notes=(*old.notes, *new.notes, *found.notes))
+    notes = (*old.notes, *new.notes, *_dirty_notes(old, new), *found.notes)
+    return msgspec.structs.replace(found, dirty_a=old.dirty, dirty_b=new.dirty, notes=notes)
+
+
+def _dirty_notes(*refs: Ref) -> list[str]:
+    """What a commit id alone would hide."""
+    return [f'"{ref.name}" is {ref.commit[:9] or "no commit"} with uncommitted changes' for ref in refs if ref.dirty]
 
 
 @contextmanager

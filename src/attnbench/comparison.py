@@ -85,14 +85,22 @@ class Comparison(Struct, frozen=True, kw_only=True):
     record_b: Record | None = None
     commit_a: str = ""
     commit_b: str = ""
+    dirty_a: bool = False
+    """Whether it was the working tree with changes that its commit does not have."""
+    dirty_b: bool = False
     floor: float = FLOOR
     notes: tuple[str, ...] = ()
 
 
-CaseStatus = Literal["pass", "regression", "wrong", "memory", "improved", "inconclusive", "no_baseline", "not_measured"]
+CaseStatus = Literal[
+    "pass", "regression", "wrong", "memory", "improved", "inconclusive", "missing", "no_baseline", "not_measured"
+]  # fmt: skip
 """pass: same, or slower once but not confirmed. wrong: b gives wrong numbers (or no result) where a was right. memory:
-b needs over 1 % more at its peak. no_baseline: a cannot do this case, or was not measured. not_measured: neither."""
+b needs over 1 % more at its peak. missing: right in the stored baseline, not in the current run at
+all. no_baseline: a cannot do this case, or was not measured. not_measured: neither."""
 FAILING: tuple[CaseStatus, ...] = ("regression", "wrong", "memory")
+OPEN: tuple[CaseStatus, ...] = ("inconclusive", "missing")
+"""Neither passed nor failed: the job is inconclusive."""
 Outcome = Literal["pass", "fail", "inconclusive", "untrusted", "nothing", "interrupted"]
 EXIT_CODES: dict[str, int] = {
     "pass": 0, "fail": 1, "nothing": 3, "inconclusive": 4, "untrusted": 5, "interrupted": 130,
@@ -134,6 +142,11 @@ class Control(Struct, frozen=True, kw_only=True):
     name: Literal["a/a", "+5 %"]
     passed: bool
     comparison: Comparison
+
+    @property
+    def silent(self) -> bool:
+        """Whether it says nothing: neither passed nor failed."""
+        return self.comparison.verdict == "inconclusive"
 
 
 class GateReport(Struct, frozen=True, kw_only=True):

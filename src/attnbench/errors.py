@@ -26,12 +26,14 @@ class UsageError(AttnBenchError):
 
 
 class UnknownName(UsageError):
-    """A name nobody registered."""
+    """A name nobody registered; `see` is the command that lists those there are, none where they are told at once."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], see: str) -> None:
-        near = get_close_matches(name, list(known), n=3, cutoff=0.6)
+        known = list(known)
+        near = get_close_matches(name, known, n=3, cutoff=0.6)
         hint = f" Near: {', '.join(near)}." if near else ""
-        super().__init__(f'no {what} called "{name}".{hint} See `{see}`.')
+        listed = f" There is: {', '.join(known)}." if known and not near else ""
+        super().__init__(f'no {what} called "{name}".{hint}{f" See `{see}`." if see else listed}')
         self.near = near
 
 

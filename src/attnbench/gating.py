@@ -139,7 +139,7 @@ class _Gate:
         return []
 
     def _controls(self, first: Side, second: Side, same: Comparison, more: Workload | None) -> list[Control]:
-        controls = [Control(name="a/a", passed=same.verdict in ("same", "inconclusive"), comparison=same)]
+        controls = [Control(name="a/a", passed=same.verdict == "same", comparison=same)]
         if more is None:
             return controls
         terms = Terms(workload=same.workload, other=more, budget_s=self._order.budget_s)

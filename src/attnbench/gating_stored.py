@@ -9,10 +9,11 @@ from msgspec.structs import replace
 
 from attnbench.analyse.comparable import check_comparable
 from attnbench.analyse.gate import OnInconclusive, geomean, judge, with_holm
-from attnbench.analyse.gate_runs import cases_of_runs
+from attnbench.analyse.gate_runs import MISSING, cases_of_runs
 from attnbench.analyse.ranking import ANCHOR
 from attnbench.comparison import Case, GateReport
-from attnbench.spec import Environment, Record
+from attnbench.errors import UsageError
+from attnbench.spec import Ok, Record
 from attnbench.store import baselines
 from attnbench.store.runfile import Run, read_run
 
@@ -26,9 +27,10 @@ def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: 
     """A run file against another one, or against a folder of baselines; UsageError where machines differ."""
     run = read_run(current)
     if baseline.is_dir():
-        cases = _against_folder(baseline, run, floors)
+        old, cases = None, _against_folder(baseline, run, floors)
     else:
-        cases = _against_run(read_run(baseline), run, floors)
+        old = read_run(baseline)
+        cases = _against_run(old, run, floors)
     judgement = judge(cases, (), on_inconclusive)
     return GateReport(
         baseline=baseline.name,
@@ -37,24 +39,25 @@ def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: 
         outcome=judgement.outcome,
         cases=tuple(cases),
         geomean=geomean(cases),
-        warnings=(*judgement.warnings, NO_CONTROLS),
+        warnings=(*(() if old is None else old.warnings), *run.warnings, *judgement.warnings, NO_CONTROLS),
     )
 
 
 def _against_run(old: Run, new: Run, floors: Floors) -> list[Case]:
-    check_comparable(_environments(old.records), _environments(new.records))
+    check_comparable(old.records, new.records)
     return cases_of_runs(old.records, new.records, floors)
-
-
-def _environments(records: Sequence[Record]) -> list[Environment]:
-    """Of what was timed: refused cells of a framework that is not there do not count."""
-    timed = [one.environment for one in records if one.time is not None and one.environment is not None]
-    return list({one.fingerprint: one for one in timed}.values())
 
 
 def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
     cases: list[Case] = []
-    records = [one for one in run.records if not one.implementation.startswith(ANCHOR) and one.environment is not None]
+    cells = [one for one in run.records if not one.implementation.startswith(ANCHOR)]
+    records = [one for one in cells if one.environment is not None]
+    homeless = next((one for one in cells if one.environment is None and isinstance(one, Ok)), None)
+    if homeless is not None:
+        raise UsageError(
+            f"the environment of {homeless.cell.id} in the current run is not known, so it has no baseline: "
+            "measure it again with `attnbench run`."
+        )
     for record in records:
         assert record.environment is not None
         where = (folder, record.environment, record.implementation, record.workload)
@@ -63,6 +66,8 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
             continue
         beside = [one for one in run.records if one.workload == record.workload]
         anchors = [one for one in beside if one.implementation.startswith(ANCHOR)]
+        if found is not None:
+            check_comparable(found.records, [record, *anchors])
         [case] = cases_of_runs(() if found is None else found.records, [record, *anchors], floors)
         cases.append(
             case if found is not None else replace(case, status="no_baseline", reason=baselines.why_missing(*where))
@@ -73,16 +78,16 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
 
 
 def _not_run(folder: Path, records: Sequence[Record]) -> list[Case]:
-    """Baselines of this machine that the run does not hold: listed, so that a case that was dropped is seen."""
+    """Baselines of this machine that the run does not hold: missing where it has their workload, else listed only."""
     here = {one.environment.fingerprint for one in records if one.environment is not None}
-    measured = {one.cell.id for one in records}
+    measured, asked = {one.cell.id for one in records}, {one.workload.id for one in records}
     kept = [one for one in baselines.list_baselines(folder) if one.environment.fingerprint in here]
     return [
         Case(
             implementation=one.record.implementation,
             workload=one.record.workload,
-            status="not_measured",
-            reason="has a baseline, but the current run does not hold it",
+            status="missing" if one.record.workload.id in asked else "not_measured",
+            reason=MISSING if one.record.workload.id in asked else "has a baseline, but its workload was not run",
         )
         for one in kept
         if one.record.cell.id not in measured

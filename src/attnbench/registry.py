@@ -161,7 +161,7 @@ def load_reference(reference: str) -> Any:
         raise UsageError(f'"{reference}" could not be imported: {type(error).__name__}: {error}') from error
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UnknownName(f"function in {where}", attribute, public, "the file itself")
+        raise UnknownName(f"function in {where}", attribute, public, "")
     found = getattr(module, attribute)
     if not callable(found) and not isinstance(found, Implementation):
         raise UsageError(f'"{reference}" is a {type(found).__name__}, not a function of (q, k, v).')

@@ -228,6 +228,28 @@ def test_a_slowdown_not_found_is_only_a_warning():
     assert [one for one in judgement.warnings if one.startswith("underpowered")]
 
 
+SILENT_AA = Control(name="a/a", passed=False, comparison=compared("inconclusive"))
+SILENT_FIVE = Control(name="+5 %", passed=False, comparison=compared("inconclusive"))
+
+
+@pytest.mark.parametrize(
+    "controls, outcome",
+    [
+        ([SILENT_AA, SILENT_FIVE], "inconclusive"),
+        ([SILENT_AA], "inconclusive"),
+        ([SILENT_AA, FOUND], "pass"),
+        ([AA, SILENT_FIVE], "pass"),
+        ([SILENT_AA, Control(name="+5 %", passed=False, comparison=SAME)], "pass"),
+    ],
+)
+def test_a_pass_needs_a_control_that_says_something(controls: list[Control], outcome: str):
+    judgement = judge([case(SAME)], controls)
+    assert judgement.outcome == outcome
+    assert ("no control gave an answer" in " ".join(judgement.warnings)) == (outcome == "inconclusive")
+    assert judge([case(SAME)], controls, on_inconclusive="pass").outcome == "pass"
+    assert judge([case(SLOWER, SLOWER)], controls).outcome == "fail"
+
+
 def test_missing_baselines_name_the_command():
     missing = case(compared(None, record_a=unsupported("torch.x", "no")))
     (warning,) = judge([case(SAME), missing, missing], CONTROLS).warnings

@@ -95,3 +95,13 @@ def test_the_list_is_a_table(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "5.00 ms" in out
     assert "[odd] note" in out
+
+
+def test_a_torn_line_of_the_run_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = Path("torn.jsonl")
+    records = [ok(name, [1e5, 1e5]) for name in ("torch.x", "anchor.matmul", "anchor.copy")]
+    RunWriter(path, new_header("0", "s")).write(records)
+    path.write_bytes(path.read_bytes() + b'{"line":')
+    assert execute(["baseline", "save", "torn.jsonl"]) == 0
+    assert "torn.jsonl, line 6: the last line was cut off" in capsys.readouterr().err

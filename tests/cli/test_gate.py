@@ -11,6 +11,8 @@ from git_repository import Repository
 from record_factory import incorrect, ok
 
 from attnbench.cli import execute
+from attnbench.store.baselines import save
+from attnbench.store.runfile import RunWriter, new_header
 
 
 @pytest.fixture
@@ -150,3 +152,42 @@ def test_a_bug_has_an_exit_code_of_its_own(asked, monkeypatch, capsys):
     monkeypatch.setattr("attnbench.gating.gate_refs", break_down)
     assert execute(GATE) == 70
     assert "bug in attnbench" in capsys.readouterr().err
+
+
+@pytest.fixture
+def branches(asked, tmp_path):
+    """A repository with branches that are called as folders in it are: one of anything, one of baselines."""
+    made = Repository(tmp_path)
+    made.commit("first")
+    for name in ("docs", "kept", "baselines"):
+        made.git("branch", name)
+    Path("docs").mkdir()
+    Path("docs/notes.json").write_text('{"schema": 1}')
+    records = [ok(name, [1e5, 1.1e5, 1e5]) for name in ("torch.x", "anchor.matmul", "anchor.copy")]
+    save(records, Path("kept"))
+    RunWriter(Path("run.jsonl"), new_header("0", "s")).write(records)
+    return asked
+
+
+def test_a_branch_called_as_a_folder_is_a_branch(branches):
+    assert execute(["gate", "--baseline", "docs", "--impl", "numpy.float32"]) == 0
+    (order,) = branches["orders"]
+    assert order.baseline == "docs"
+
+
+@pytest.mark.parametrize("folder", ["kept", "./kept", "kept/"])
+def test_a_folder_of_baselines_is_one_though_a_branch_has_its_name(branches, folder):
+    assert execute(["gate", "--baseline", folder, "--current", "run.jsonl", "--json"]) == 0
+    assert not branches["orders"]
+
+
+def test_a_path_is_a_folder_though_a_branch_has_its_name(branches, capsys):
+    assert execute(["gate", "--baseline", "./docs", "--impl", "numpy.float32"]) == 2
+    assert "./docs was measured before, a git ref is not" in capsys.readouterr().err
+    assert not branches["orders"]
+
+
+def test_the_settings_name_a_folder_never_a_branch(branches, capsys):
+    Path("baselines").mkdir()
+    assert execute(["gate", "--impl", "numpy.float32"]) == 2
+    assert "baselines was measured before" in capsys.readouterr().err

@@ -137,3 +137,19 @@ def test_steady_series_say_so():
     key = Key(implementation="x", workload="w", fingerprint="f", clock="wall", anchors="f wall")
     trend = Trend(Series(key=key, workload=workload(), machine="m", points=points), ())
     assert closing([trend], lambda trend, change: "") == "No step of 2 % or more in 1 series."
+
+
+def test_a_torn_last_line_is_told(repository: Repository, capsys: pytest.CaptureFixture[str]):
+    torn = repository.path / "runs/m/3.jsonl"
+    torn.write_bytes(torn.read_bytes() + b'{"line":"record","rec')
+    assert execute(["history", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "3.jsonl, line 7: the last line was cut off" in err
+    assert json.loads(out)["trends"]
+
+
+def test_a_broken_file_that_was_named_is_an_error_however_it_is_spelt(repository: Repository, capsys):
+    (repository.path / "runs/m/3.jsonl").write_text("garbage\n")
+    assert execute(["history"]) == 0
+    assert execute(["history", "./runs/m/3.jsonl"]) == 2
+    assert "3.jsonl, line 1" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from gate_factory import case, comparison, controls, report
 from record_factory import workload
 from rich.console import Console
 
-from attnbench.comparison import GateReport
+from attnbench.comparison import Control, GateReport
 from attnbench.errors import UsageError
 from attnbench.report.annotations import command, workflow_commands
 from attnbench.report.ci import write_ci
@@ -349,3 +349,18 @@ def test_write_ci_says_what_to_do_when_it_cannot_write(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="Give --ci another folder"):
         write_ci(report(), tmp_path / "file", {})
+
+
+def test_controls_that_say_nothing_are_neither_passed_nor_failed():
+    silent = tuple(
+        Control(name=name, passed=False, comparison=comparison("inconclusive", 1.02)) for name in ("a/a", "+5 %")
+    )
+    made = report(case(), outcome="inconclusive", controls=silent)
+    line = text_of(print_gate, made).splitlines()[1]
+    assert line.count(" ?") == 2
+    assert "✓" not in line
+    tree = ET.fromstring(junit(made))
+    assert [one.find("skipped") is not None for one in tree.iter("testcase") if one.get("classname") == "control"] == [
+        True,
+        True,
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from importlib.util import find_spec
 
@@ -38,8 +39,17 @@ def test_what_does_not_fit_is_refused_with_both_sizes():
 def test_inputs_that_cannot_fit_are_refused_without_asking_the_mask(monkeypatch):
     endless = Workload(batch=1, q_len=99_999_999_999, heads=8, head_dim=64, mask=masks.causal())
     monkeypatch.setattr(type(endless.visible_mask), "interval", lambda *_: pytest.fail("asked for an array of rows"))
-    assert inputs_do_not_fit(endless, GPU) == "needs 1.23e+03 TB, 24 GB here"
+    assert inputs_do_not_fit(endless, GPU) == "needs 1230 TB, 24 GB here"
     assert inputs_do_not_fit(SMALL, GPU) is None
+
+
+def test_sizes_are_plain_numbers():
+    eager = registry.get("torch.eager")
+    huge = Workload(batch=1, q_len=16_777_216, heads=2, head_dim=64)
+    told = does_not_fit(eager, huge, GPU) or ""
+    assert re.fullmatch(r"needs \d{4} TB, 24 GB here", told), told
+    nearly = msgspec.structs.replace(GPU, memory_bytes=999_900_000_000)
+    assert (does_not_fit(eager, huge, nearly) or "").endswith(" TB, 1000 GB here")
 
 
 def test_gradients_need_more_than_the_output():

@@ -13,7 +13,7 @@ from attnbench.workloads.grid import grid
 from attnbench.workloads.masks import MaskShape
 
 ALL = [
-    "quick", "ci", "grid", "grid-gpu", "gemma", "square-cpu", "decode",
+    "quick", "ci", "regression", "grid", "grid-gpu", "gemma", "square-cpu", "decode",
     "long", "block-sparse", "million", "models", "dilated", "multihead", "models-e2e", "edge",
 ]  # fmt: skip
 

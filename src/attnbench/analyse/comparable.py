@@ -2,23 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from attnbench.analyse.ranking import ANCHOR
 from attnbench.errors import UsageError
-from attnbench.spec import Environment
+from attnbench.spec import Environment, Ok, Record
+
+MEASURE_BOTH = (
+    "Measure both on one machine with the same packages, "
+    "or make a new baseline here with `attnbench baseline save RUN`."
+)
+ONE_MACHINE = ("device_name", "cpu", "cores")
+"""What the environments of all frameworks on one machine agree in."""
 
 
-def check_comparable(environments_a: Iterable[Environment], environments_b: Iterable[Environment]) -> None:
-    """Refuse runs of different hard keys, naming what differs; environments of one framework are held together."""
-    baseline = list(environments_a)
-    for current in environments_b:
-        alike = [one for one in baseline if one.framework == current.framework]
-        found = min((differences(one, current) for one in alike), key=len, default=[])
+def check_comparable(baseline: Sequence[Record], current: Sequence[Record]) -> None:
+    """Refuse what two runs both hold, anchors included, where environments are not known or their hard keys differ."""
+    anchors_a, anchors_b = _anchors(baseline), _anchors(current)
+    for old, new in _pairs(baseline, current):
+        here = _known(old, "baseline", anchors_a)
+        there = _known(new, "current", anchors_b) if isinstance(new, Ok) else new.environment
+        if there is None or (_is_anchor(old) and here.framework != there.framework):
+            continue  # a worker that never started; anchors of two frameworks are not compared anyway
+        found = differences(here, there)
         if found:
+            raise UsageError(f"the two runs are not comparable: of {new.cell.id} {'; '.join(found)}. {MEASURE_BOTH}")
+
+
+def _pairs(baseline: Sequence[Record], current: Sequence[Record]) -> Iterator[tuple[Ok, Record]]:
+    """Of each cell and anchor, what judges and what is judged; a refusal of the current run needs no machine."""
+    old = {one.cell.id: one for one in baseline if isinstance(one, Ok)}
+    return ((old[one.cell.id], one) for one in current if one.cell.id in old and one.status != "unsupported")
+
+
+def _known(record: Ok, run: str, anchors: Mapping[str, Sequence[Record]]) -> Environment:
+    """Where it was made; refuses what nobody knows that of, and anchors beside it that are of another machine."""
+    here = record.environment
+    if here is None or not here.device_name:
+        field = "environment" if here is None else "device_name"
+        raise UsageError(
+            f"the two runs are not comparable: the {field} of {record.cell.id} in the {run} run is not known. "
+            f"{MEASURE_BOTH}"
+        )
+    for anchor in anchors.get(record.workload.id, ()):
+        there = anchor.environment
+        if there is not None and here.device == there.device and (name := _apart(here, there)):
             raise UsageError(
-                f"the two runs are not comparable: {'; '.join(found)}. Measure both on one machine with the same "
-                "packages, or make a new baseline here with `attnbench baseline save RUN`."
+                f"the {run} run mixes machines: {name} of {record.cell.id} is {_shown(getattr(here, name))} and of "
+                f"{anchor.implementation} beside it {_shown(getattr(there, name))}. {MEASURE_BOTH}"
             )
+    return here
+
+
+def _anchors(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """By the workload that they were timed beside."""
+    found: dict[str, list[Record]] = {}
+    for anchor in filter(_is_anchor, records):
+        found.setdefault(anchor.workload.id, []).append(anchor)
+    return found
+
+
+def _is_anchor(record: Record) -> bool:
+    return record.implementation.startswith(ANCHOR)
+
+
+def _apart(a: Environment, b: Environment) -> str:
+    """The first field in which two environments cannot be of one machine; empty when they can."""
+    known = [name for name in ONE_MACHINE if getattr(a, name) and getattr(b, name)]
+    return next((name for name in known if getattr(a, name) != getattr(b, name)), "")
 
 
 def differences(a: Environment, b: Environment) -> list[str]:

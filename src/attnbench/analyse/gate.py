@@ -11,10 +11,14 @@ from msgspec.structs import replace
 from attnbench.analyse.combined import geometric_mean
 from attnbench.analyse.gate_case import is_heavier
 from attnbench.analyse.ratios import Ratio
-from attnbench.comparison import ALPHA, FAILING, Case, Comparison, Control, Outcome
+from attnbench.comparison import ALPHA, FAILING, OPEN, Case, Comparison, Control, Outcome
 
 OnInconclusive = Literal["inconclusive", "pass", "fail"]
 """What inconclusive cases make of a job in which nothing fails."""
+
+SILENT_CONTROLS = (
+    "no control gave an answer, so nothing shows what would have been found: raise --budget, or quieten the machine"
+)
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
@@ -61,22 +65,22 @@ def judge(
     cases: Sequence[Case], controls: Sequence[Control], on_inconclusive: OnInconclusive = "inconclusive"
 ) -> Judgement:
     """The outcome: wrong numbers and memory beat all, then a failed A/A control, then slowdowns, then what is open."""
-    inconclusive = sum(case.status == "inconclusive" for case in cases)
+    still_open = sum(case.status in OPEN for case in cases)
     timed = any(case.comparison is not None and case.comparison.verdict is not None for case in cases)
     outcome: Outcome = "pass"
     if any(case.status in ("wrong", "memory") for case in cases):
         outcome = "fail"  # neither depends on time
-    elif any(control.name == "a/a" and not control.passed for control in controls):
+    elif any(control.name == "a/a" and not (control.passed or control.silent) for control in controls):
         outcome = "untrusted"
     elif any(case.status in FAILING for case in cases):
         outcome = "fail"
     elif not timed:
         outcome = "nothing"
-    elif inconclusive:
+    elif still_open or (controls and all(control.silent for control in controls)):
         outcome = on_inconclusive
     warnings = [*_control_warnings(controls), *_case_warnings(cases)]
-    if inconclusive and on_inconclusive == "pass":
-        warnings.append(f"{_cases(inconclusive)} inconclusive, counted as passed because that was asked for")
+    if still_open and on_inconclusive == "pass":
+        warnings.append(f"{_cases(still_open)} inconclusive, counted as passed because that was asked for")
     return Judgement(outcome=outcome, warnings=tuple(warnings))
 
 
@@ -98,15 +102,18 @@ def _control_warnings(controls: Sequence[Control]) -> list[str]:
         "a/a": "untrusted: the A/A control failed ({}), so no verdict of this job can be believed; run it again",
         "+5 %": "underpowered: the +5 % control was not found ({}), so passes may hide slowdowns of that size",
     }
+    if controls and all(control.silent for control in controls):
+        return [SILENT_CONTROLS]
     return [
         told[control.name].format(control.comparison.verdict or control.comparison.reason or "not measured")
         for control in controls
-        if not control.passed
+        if not control.passed and not (control.silent and control.name == "a/a")
     ]
 
 
 def _case_warnings(cases: Sequence[Case]) -> list[str]:
     told = {
+        "missing": "of the baseline missing in the current run",
         "no_baseline": "without a baseline: new since then, or never saved (`attnbench baseline save RUN`)",
         "not_measured": "not measured",
     }

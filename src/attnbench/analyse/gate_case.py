@@ -10,6 +10,7 @@ from attnbench.spec import Ok, Record, Workload
 MOST_MEMORY = 1.01
 LEAST_BYTES = 64 * 1024
 """Allocators round: fewer bytes more are no growth, whatever share they are."""
+TOO_WIDE = "the stored times vary too much to tell anything: measure both again with more --budget, or compare refs"
 
 
 def case_of(
@@ -72,12 +73,18 @@ def _by_time(first: Comparison | None, second: Comparison | None) -> tuple[CaseS
 
 
 def _open_reason(comparison: Comparison) -> str:
-    if comparison.verdict != "inconclusive" or comparison.smallest_slowdown is None:
+    seen = comparison.smallest_slowdown
+    if comparison.verdict != "inconclusive" or seen is None:
         return comparison.reason
-    launches = f"{len(comparison.launches)} launch{'' if len(comparison.launches) == 1 else 'es'}"
-    if comparison.smallest_slowdown > 1:
-        return f"after {launches}: too few to tell anything, raise --budget"
-    return f"after {launches}: could have seen {comparison.smallest_slowdown:.1%}"
+    count = len(comparison.launches)
+    parts = [f"after {count} launch{'' if count == 1 else 'es'}"] if count else []
+    if comparison.reason:
+        parts.append(comparison.reason)
+    elif seen <= 1:
+        parts.append(f"could have seen {seen:.1%}")
+    else:
+        parts.append("too few to tell anything, raise --budget" if count else TOO_WIDE)
+    return ": ".join(parts)
 
 
 def _how_much(comparison: Comparison) -> str:

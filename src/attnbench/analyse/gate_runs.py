@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from math import erfc, exp, log, log1p, sqrt
 from statistics import NormalDist
 
+import numpy as np
 from msgspec.structs import replace
 
 from attnbench.analyse.combined import combine, geometric_mean
@@ -25,7 +26,11 @@ from attnbench.spec import Ok, Record
 
 STORED_FLOOR = 0.05
 SHAKY = 0.1
-"""Half-width of a stored time's interval above which it proves nothing."""
+"""Half-width of a stored time's interval above which it cannot show that nothing changed."""
+SAME_MEASUREMENT = "both sides are one and the same measurement"
+MISSING = "ok in the baseline, but not in the current run: measure it too, or take it out of the baseline"
+ROUNDING_NS = 0.06
+"""Files keep tenths of nanoseconds."""
 STORED_SAME = 0.10
 """`same` needs both intervals within this of 1."""
 Z = NormalDist().inv_cdf(1 - ALPHA)
@@ -55,12 +60,18 @@ def compare_records(
     problem = _problem(a, b, anchors_a, anchors_b)
     if problem:
         return replace(_untimed(a, b, problem), floor=floor)
-    ratios = {name: _by_anchor(a, b, _named(anchors_a, name), _named(anchors_b, name)) for name in NAMES}
-    shaky = _shaky([a, b, *anchors_a, *anchors_b])
+    if all(_is_one_measurement(*pair) for pair in _pairs(a, b, anchors_a, anchors_b)):
+        ratios, verdict, reason = dict.fromkeys(NAMES, Ratio(1.0, 1.0, 1.0)), "same", SAME_MEASUREMENT
+    else:
+        ratios = {name: _by_anchor(a, b, _named(anchors_a, name), _named(anchors_b, name)) for name in NAMES}
+        verdict, reason = _verdict(list(ratios.values()), floor), ""
+        shaky = _shaky([a, b, *anchors_a, *anchors_b])
+        if shaky and verdict in ("same", "inconclusive"):
+            verdict, reason = "inconclusive", shaky
     estimates = {name: _estimate(name, ratio, a, b, floor) for name, ratio in ratios.items()}
     return replace(
-        _untimed(a, b, shaky),
-        verdict="inconclusive" if shaky else _verdict(list(ratios.values()), floor),
+        _untimed(a, b, reason),
+        verdict=verdict,
         ratio=geometric_mean(list(ratios.values())).value,
         interval=(min(one.low for one in ratios.values()), max(one.high for one in ratios.values())),
         smallest_slowdown=max(one.detectable for one in estimates.values()),
@@ -69,8 +80,21 @@ def compare_records(
     )
 
 
+def _pairs(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> list[tuple[Ok, Ok]]:
+    """What stands against what: the cell, then each anchor."""
+    return [(a, b), *((_named(anchors_a, name), _named(anchors_b, name)) for name in NAMES)]
+
+
+def _is_one_measurement(a: Ok, b: Ok) -> bool:
+    """Whether b's rounds are a's: a file against itself, or against the baseline that was saved from it."""
+    assert a.time is not None
+    assert b.time is not None
+    first, second = (round_medians(time) if time.rounds else np.asarray(time.samples_ns) for time in (a.time, b.time))
+    return len(first) == len(second) and bool(np.all(np.abs(first - second) <= ROUNDING_NS))
+
+
 def _shaky(records: Sequence[Ok]) -> str:
-    """Why these times are no ground to judge on; empty when they are."""
+    """Why these times are no ground to say that nothing changed; empty when they are."""
     for record in records:
         assert record.time is not None
         interval = record.time.ci95_ns
@@ -98,6 +122,8 @@ def _one_sided(a: Record | None, b: Record | None) -> Case:
     case = case_of(label(record), record.workload, None)
     if isinstance(b, Ok):
         return replace(case, status="no_baseline", reason="not in the baseline run")
+    if isinstance(a, Ok):
+        return replace(case, status="missing", reason=MISSING)
     return replace(case, reason="not in the current run" if b is None else b.reason)
 
 
@@ -109,8 +135,7 @@ def _problem(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> 
         missing = [name for name in NAMES if not any(one.implementation == name for one in anchors)]
         if missing:
             return f"the {run} run has no times of {' and '.join(missing)} for this workload: measure it again"
-    pairs = [(a, b), *((_named(anchors_a, name), _named(anchors_b, name)) for name in NAMES)]
-    for old, new in pairs:
+    for old, new in _pairs(a, b, anchors_a, anchors_b):
         if _kind(old) != _kind(new):
             told = " and ".join(" ".join(str(part) for part in _kind(one)) for one in (old, new))
             return f"{old.implementation} was not measured alike in both runs ({told}): measure the baseline again"

@@ -86,7 +86,7 @@ def show(
 def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str, folder: Path, json: bool) -> int:
     """Save or update; what was left out is said with its reason."""
     from attnbench.analyse.ranking import ANCHOR
-    from attnbench.cli.output import print_json, stdout_console
+    from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.cli.show import find_run
     from attnbench.store.runfile import read_run
 
@@ -94,6 +94,8 @@ def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str
     skipped: list[tuple[str, str]] = []
     for path in dict.fromkeys(find_run(name) for name in runs):
         run = read_run(path)
+        for warning in run.warnings:
+            stderr_console().print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
         records = [
             r
             for r in run.records

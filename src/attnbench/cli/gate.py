@@ -73,8 +73,9 @@ def gate(
 def _required(baseline: str | None, settings: Settings) -> str:
     if baseline is not None:
         return baseline
-    if Path(settings.baselines_dir).is_dir():
-        return settings.baselines_dir
+    folder = Path(settings.baselines_dir)
+    if folder.is_dir():
+        return str(folder) if folder.is_absolute() else f"./{folder}"
     raise UsageError(
         "no baseline: give --baseline REF (a branch, tag or commit), or a run file, or keep one with "
         "`attnbench run ci` and `attnbench baseline save RUN`."
@@ -82,7 +83,20 @@ def _required(baseline: str | None, settings: Settings) -> str:
 
 
 def _is_stored(what: str) -> bool:
-    return what == "latest" or Path(what).suffix == ".jsonl" or (what != "." and Path(what).is_dir())
+    """Run files and folders of baselines; a branch may be called as a folder that has nothing to do with it."""
+    from attnbench.run.git import is_ref
+    from attnbench.store.baselines import holds_baselines
+
+    if what == "latest" or Path(what).suffix == ".jsonl":
+        return True
+    if what == "." or not Path(what).is_dir():
+        return False
+    return _is_path(what) or holds_baselines(Path(what)) or not is_ref(what)
+
+
+def _is_path(what: str) -> bool:
+    """Whether it can only mean a place in the file system: ./baselines, ../baselines, /baselines, baselines/."""
+    return what.startswith(("./", "../", "/")) or what.endswith("/") or Path(what).is_absolute()
 
 
 def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusive: str) -> GateReport:

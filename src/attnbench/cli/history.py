@@ -75,17 +75,21 @@ def _sources(names: Sequence[str]) -> list[Source]:
     if not files:
         raise UsageError(f"there are no run files in {runs_dir}: `attnbench run --quick` makes one.")
     sources: list[Source] = []
+    warnings: list[str] = []
     for path in dict.fromkeys(files):
         try:
-            sources.append(_read(path))
+            sources.append(_read(path, warnings))
         except BrokenFile as error:
-            if str(path) in names:
+            if path in map(Path, names):
                 raise
-            stderr_console().print(f"warning: {error}", highlight=False, markup=False, soft_wrap=True)
+            warnings.append(str(error))
+    for warning in warnings:
+        stderr_console().print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     return sources
 
 
-def _read(path: Path) -> Source:
+def _read(path: Path, warnings: list[str]) -> Source:
+    """A file's records; what its reader warns of is added to the warnings."""
     from attnbench.analyse.history import Source
     from attnbench.store.baselines import read_baseline
     from attnbench.store.runfile import read_run
@@ -94,6 +98,7 @@ def _read(path: Path) -> Source:
         baseline = read_baseline(path)
         return Source(baseline.created, baseline.records)
     run = read_run(path)
+    warnings += run.warnings
     return Source(run.header.created, run.records)
 
 

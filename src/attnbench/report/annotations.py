@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from attnbench.analyse.ranking import label
-from attnbench.comparison import FAILING, Case, GateReport
+from attnbench.comparison import FAILING, OPEN, Case, GateReport
 from attnbench.report.gate import figures, ordered, remark, verdict, word
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 MOST = 10
 """GitHub shows so many of each kind per step and hides the rest without a word."""
-KINDS = {**dict.fromkeys(FAILING, "error"), "inconclusive": "warning", "improved": "notice"}
+KINDS = {**dict.fromkeys(FAILING, "error"), **dict.fromkeys(OPEN, "warning"), "improved": "notice"}
 """What has no baseline or was not measured is counted in the report's warnings, not listed."""
 
 

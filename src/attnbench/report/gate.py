@@ -14,7 +14,7 @@ from attnbench.report import units
 from attnbench.report.comparison import effort, grounds_of, ratio_and_interval
 
 ORDER: tuple[CaseStatus, ...] = (
-    "regression", "wrong", "memory", "inconclusive", "no_baseline", "not_measured", "improved", "pass",
+    "regression", "wrong", "memory", "missing", "inconclusive", "no_baseline", "not_measured", "improved", "pass",
 )  # fmt: skip
 """Worst first."""
 NO_ANSWER = ("failed", "timeout", "out of memory", "unsupported")
@@ -23,6 +23,7 @@ COUNTED = {
     "regression": ("regression", "regressions"),
     "wrong": ("wrong or broken", "wrong or broken"),
     "memory": ("case needs more memory", "cases need more memory"),
+    "missing": ("missing", "missing"),
     "inconclusive": ("inconclusive", "inconclusive"),
     "no_baseline": ("without a baseline", "without a baseline"),
     "not_measured": ("not measured", "not measured"),
@@ -132,7 +133,7 @@ def control_text(control: Control) -> str:
     told = comparison.verdict or one_line(comparison.reason) or "not measured"
     grounds = grounds_of(comparison)
     ratio = "" if grounds is None else f" {grounds}"
-    mark = "✗" if not control.passed else "?" if comparison.verdict == "inconclusive" else "✓"
+    mark = "✓" if control.passed else "?" if control.silent else "✗"
     return f"{control.name} {told}{ratio} in {units.duration(comparison.elapsed_s * 1e9)} {mark}"
 
 
@@ -145,7 +146,7 @@ def verdict(report: GateReport) -> str:
     """The outcome as a clause without a full stop."""
     told = counts_text(report)
     if report.outcome == "untrusted":
-        failed = ", ".join(control.name for control in report.controls if not control.passed)
+        failed = ", ".join(control.name for control in report.controls if not (control.passed or control.silent))
         why = f"the {failed} control failed" if failed else "no control could be timed"
         return f"Untrusted: {why}, so nothing here counts ({told})"
     if report.outcome == "interrupted":

@@ -18,6 +18,7 @@ from attnbench.report import units
 from attnbench.report.comparison import sentence
 from attnbench.spec import Ok, Record
 from attnbench.store.runfile import read_run
+from attnbench.store.times import impossible_times
 
 CAVEAT = (
     "These are two sessions apart in time: on a shared machine such ratios move by 10 to 50 % with no change of code. "
@@ -66,9 +67,13 @@ def read_earlier(path: Path) -> list[Record]:
     if path.suffix == ".jsonl":
         return list(read_run(path).records)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_WithRecords).records
+        records = msgspec.json.decode(path.read_bytes(), type=_WithRecords).records
     except (msgspec.DecodeError, UsageError) as error:
         raise BrokenFile(path, None, f"no run file and no JSON with records ({error}).") from error
+    problem = next(filter(None, map(impossible_times, records)), "")
+    if problem:
+        raise BrokenFile(path, None, f"{problem}: make it again with --attnbench-json.")
+    return records
 
 
 def summary_lines(session: SessionFile) -> Iterator[str]:

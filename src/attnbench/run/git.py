@@ -82,6 +82,14 @@ def resolve(ref: str, folder: Path = HERE) -> str:
     raise _unknown_ref(ref, folder)
 
 
+def is_ref(ref: str, folder: Path = HERE) -> bool:
+    """Whether git knows a commit by that name there."""
+    try:
+        return bool(resolve(ref, folder))
+    except UsageError:
+        return False
+
+
 def head(folder: Path = HERE) -> str:
     """The commit that is checked out; empty before the first one."""
     return ask(folder, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip()

@@ -39,4 +39,9 @@ def _too_much(need: int, environment: Environment) -> str | None:
 
 
 def _told(size: int) -> str:
-    return f"{size / GB:.3g} GB" if size < 1000 * GB else f"{size / GB / 1000:.3g} TB"
+    return f"{_rounded(size / GB)} GB" if size < 1000 * GB else f"{_rounded(size / GB / 1000)} TB"
+
+
+def _rounded(value: float) -> str:
+    """Three significant digits without an exponent."""
+    return f"{float(f'{value:.3g}'):.10g}"

@@ -22,6 +22,7 @@ from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
 from attnbench.store.drafts import draft_of
 from attnbench.store.runfile import slug
+from attnbench.store.times import impossible_times
 
 SCHEMA = 1
 
@@ -100,6 +101,19 @@ def list_baselines(folder: Path) -> list[Baseline]:
     return sorted((read_baseline(path) for path in folder.rglob("*.json")), key=lambda one: one.id)
 
 
+def holds_baselines(folder: Path) -> bool:
+    """Whether a folder was made by `save`, whatever the version; other JSON files in it do not count."""
+    return any(map(_looks_like_baseline, [*folder.glob("*/*.json"), *folder.glob("*.json")]))
+
+
+def _looks_like_baseline(path: Path) -> bool:
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(content, dict) and {"schema", "environment", "record", "anchors"} <= content.keys()
+
+
 def read_baseline(path: Path) -> Baseline:
     """Read one file; anything wrong with it is a BrokenFile."""
     try:
@@ -112,9 +126,13 @@ def read_baseline(path: Path) -> Baseline:
     if isinstance(schema, int) and schema > SCHEMA:
         raise BrokenFile(path, None, f"made by a newer attnbench (schema {schema}, this one reads {SCHEMA}): upgrade.")
     try:
-        return msgspec.convert(content, Baseline)
+        baseline = msgspec.convert(content, Baseline)
     except (msgspec.ValidationError, UsageError) as error:
         raise BrokenFile(path, None, f"no baseline: {error}.") from error
+    problem = next(filter(None, map(impossible_times, baseline.records)), "")
+    if problem:
+        raise BrokenFile(path, None, f"{problem}: make it again with `attnbench baseline update RUN`.")
+    return baseline
 
 
 def _write_all(records: Sequence[Record], folder: Path, commit: str, note: str, created: str, replace: bool) -> Saved:

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.spec import Environment, Record
+from attnbench.store.times import impossible_times
 
 SCHEMA = 1
 
@@ -245,6 +246,9 @@ def _decode(path: Path, number: int, text: bytes) -> Line:
 
 
 def _rejoin(path: Path, number: int, line: RecordLine, environments: Mapping[str, Environment]) -> Record:
+    problem = impossible_times(line.record)
+    if problem:
+        raise BrokenFile(path, number, f"{problem}: measure it again, or remove the line.")
     if line.environment is None:
         return line.record
     if line.environment not in environments:

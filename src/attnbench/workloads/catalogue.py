@@ -8,6 +8,7 @@ from attnbench.spec import Workload
 from attnbench.workloads.block_sparse import block_sparse
 from attnbench.workloads.edge import edge
 from attnbench.workloads.grid import grid
+from attnbench.workloads.regression import regression
 from attnbench.workloads.suite_file import models
 
 K = 1024
@@ -138,6 +139,10 @@ def _from_models(suite: str) -> Callable[[], list[Workload]]:
 BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
     "quick": ("six small shapes for any machine: the default", quick),
     "ci": ("four shapes that a gate measures in every change", ci),
+    "regression": (
+        "small shapes of every kind, so that each implementation that runs on a CPU has a case in a gate",
+        regression,
+    ),
     "grid": (
         "512-8192 tokens x batch 1-16 x 32:32 and 32:8 heads of 128, forward and train, causal bfloat16",
         whole_grid,
