@@ -41,6 +41,8 @@ class Kernels(NamedTuple):
 
 
 CHOSEN_BEFORE = -1
+SCHEMA = 2
+"""Another number whenever the operators take or return something else: graphs cached on disk outlive our versions."""
 _requests: dict[str, Request] = {}
 _picks: list[tuple[str, Config]] = []
 """What was chosen while a graph ran; its place here is what the forward tells the backward."""
@@ -74,7 +76,7 @@ def _remember(request: Request) -> str:
     """A key that says the same in every process, because compiled graphs are cached on disk."""
     mask, *rest = request.words
     pick = request.pick and (request.pick[0], sorted(request.pick[1].items()))
-    key = hashlib.sha256(repr((literal(mask), rest, request.train, pick)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((SCHEMA, literal(mask), rest, request.train, pick)).encode()).hexdigest()[:24]
     _requests[key] = request
     return key
 
