@@ -52,9 +52,10 @@ def test_the_interval_of_the_median_is_one_of_order_statistics():
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_a_few_values_get_students_interval(n):
     rng = np.random.default_rng(n)
-    intervals = [median_interval(values.tolist()) for values in rng.normal(size=(2000, n))]
-    covered = sum(low <= 0 <= high for low, high in intervals)
+    intervals = [median_interval(values.tolist()) for values in 1e6 * np.exp(rng.normal(size=(2000, n)))]
+    covered = sum(low <= 1e6 <= high for low, high in intervals)
     assert 0.91 <= covered / 2000 <= 0.99
+    assert all(low > 0 for low, _ in intervals), "no time is negative"
 
 
 def test_one_value_has_no_interval():

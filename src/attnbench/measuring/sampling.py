@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import comb
+from math import comb, exp
 from typing import Protocol
 
 import numpy as np
@@ -31,13 +31,13 @@ MOST_SAMPLES_PER_VISIT = 50
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Interval of the median of independent values: order statistics, which assume nothing of the noise, from 6 values
-    on; Student's t around the median for 2 to 5, where no order statistic reaches 95 %; None for one value."""
+    on; Student's t of the logarithms for 2 to 5, where no order statistic reaches 95 %; None for one value."""
     ordered, n = sorted(values), len(values)
     if n < 2:
         return None
     if n < FEW:
-        middle, half = float(np.median(ordered)), STUDENT[n] * float(np.std(ordered, ddof=1)) / n**0.5
-        return middle - half, middle + half
+        middle, half = float(np.median(ordered)), STUDENT[n] * float(np.std(np.log(ordered), ddof=1)) / n**0.5
+        return middle / exp(half), middle * exp(half)
     tail, rank = 0.0, 0
     while rank < n // 2 and tail + comb(n, rank) / 2**n <= (1 - confidence) / 2:
         tail += comb(n, rank) / 2**n
