@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import BROWSER
+from chromium import BROWSER, Opened
 
 
 @pytest.fixture
@@ -24,3 +25,18 @@ def browser() -> Iterator[Any]:
         chromium = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="module")
+def shared(browser: Any, report: Path) -> Iterator[Opened]:
+    """The module's own `report`, opened once."""
+    opened = Opened(browser, report, viewport={"width": 1280, "height": 900})
+    yield opened
+    opened.context.close()
+
+
+@pytest.fixture
+def opened(shared: Opened) -> Opened:
+    """The same with nothing filtered."""
+    shared.page.locator("button[type=reset]").click()
+    return shared

@@ -70,19 +70,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def shared(browser: Any, report: Path) -> Iterator[Opened]:
-    opened = Opened(browser, report, viewport={"width": 1280, "height": 900})
-    yield opened
-    opened.context.close()
-
-
-@pytest.fixture
-def opened(shared: Opened) -> Opened:
-    shared.page.locator("button[type=reset]").click()
-    return shared
-
-
 def test_it_loads_offline_without_a_complaint(opened: Opened, report: Path):
     assert opened.complaints == []
     assert opened.asked == [report.as_uri()]

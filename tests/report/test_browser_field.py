@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,19 +41,6 @@ def report(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(render(page), encoding="utf-8")
     return path
-
-
-@pytest.fixture(scope="module")
-def shared(browser: Any, report: Path) -> Iterator[Opened]:
-    opened = Opened(browser, report, viewport={"width": 1280, "height": 900})
-    yield opened
-    opened.context.close()
-
-
-@pytest.fixture
-def opened(shared: Opened) -> Opened:
-    shared.page.locator("button[type=reset]").click()
-    return shared
 
 
 def test_the_answer_names_the_kernel_once(opened: Opened):

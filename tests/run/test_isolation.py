@@ -123,8 +123,8 @@ def test_two_names_for_one_function_are_not_ranked_apart(lab, trap, causal):
     alone does is pinned on samples made by hand, in tests/analyse/test_ranking.py."""
     workloads = lengths(causal, 24, 32)
     closings = []
-    for _ in range(6):
-        seen = lab(trap("honest"), trap("also_honest"), workloads=workloads, trials=25)
+    for seed in range(6):
+        seen = lab(trap("honest"), trap("also_honest"), workloads=workloads, trials=25, seed=seed)
         places = [row.rank for one in workloads for row in rank([it for it in seen.records if it.workload == one])]
         assert len(places) == 4
         if set(places) == {1}:
