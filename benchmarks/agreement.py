@@ -9,10 +9,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+
+from publishing import publish
 
 from attnbench.spec import Ok, Record
 from attnbench.store.runfile import read_run
@@ -82,10 +83,7 @@ def main() -> None:
         both = {cell: difference(first[cell], second[cell]) for cell in first if cell in second}
         short = {cell: d for cell, d in both.items() if first[cell].time.median_ns < LAUNCH_BOUND_NS}  # pyright: ignore
         found |= {"again": options.again.name, "two_runs": spread(both), "two_runs_launch_bound": spread(short)}
-    text = json.dumps(found, indent=1)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    print(text)
+    publish(found, options.out)
 
 
 if __name__ == "__main__":

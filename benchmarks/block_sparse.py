@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from publishing import publish
 
 from attnbench import registry
 from attnbench.frameworks import Inputs, Programs
@@ -69,10 +70,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     found = measure(SMOKE if options.smoke else H200)
-    text = json.dumps(found, indent=1)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    print(text)
+    publish(found, options.out)
 
 
 def measure(setting: Setting) -> dict[str, Any]:

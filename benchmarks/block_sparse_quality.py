@@ -10,13 +10,13 @@ ones measured. No times: nothing here says what is fast.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from publishing import publish
 
 from attnbench.frameworks.numpy import versions
 from attnbench.run.instructions import isa_cap
@@ -94,10 +94,7 @@ def main() -> None:
         "pool": POOL,
         "packages": versions("torch", "numpy"),
     }
-    text = json.dumps(found, indent=1)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    print(text)
+    publish(found, options.out)
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -9,7 +9,6 @@ least 3 x as fast as standard at 128k. `--smoke` runs all of it on tiny shapes o
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
+from publishing import publish
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnbench.frameworks.torch import FRAMEWORK
 from attnbench.impls.dilated.pieces import Problem, computed_pairs
 from attnbench.nn import ImprovedDilatedAttention, create_dilated_attention, create_multihead_dilated_attention
 from attnbench.reference import attention as reference_attention
@@ -244,14 +246,11 @@ def main() -> None:
     torch.manual_seed(0)
     scale = SMOKE if options.smoke else GPU
     found = {"how": dict(ImprovedDilatedAttention.how)} | measure(scale)
-    found |= {"smoke": options.smoke, "torch": torch.__version__}
+    found |= {"smoke": options.smoke, "environment": msgspec.to_builtins(FRAMEWORK.environment(scale.device))}
     if not options.smoke:
-        found |= {"device": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
+        found["cudnn"] = torch.backends.cudnn.version()
         found["claims"] = claims(found)
-    text = json.dumps(found, indent=1)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    print(text)
+    publish(found, options.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import random
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 from dilated import GPU, HEADS, SMOKE, Scale, draw, module, pattern, step, synchronise, timed
+from publishing import publish
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnbench import frameworks
@@ -37,9 +37,8 @@ def sdpa_as_xformers() -> None:
     class LowerTriangularMask:
         pass
 
-    def memory_efficient_attention(
-        query: Any, key: Any, value: Any, attn_bias: Any = None, p: float = 0.0, scale: Any = None, op: Any = None
-    ) -> Any:
+    def memory_efficient_attention(query: Any, key: Any, value: Any, op: None, attn_bias: Any) -> Any:
+        assert op is None, "torch picks the kernel"
         turned = (x.transpose(1, 2) for x in (query, key, value))
         return scaled_dot_product_attention(*turned, is_causal=attn_bias is not None).transpose(1, 2)
 
@@ -132,10 +131,7 @@ def main() -> None:
             for tokens, one in shapes.items()
             for name in ("forward", "train")
         }
-    text = json.dumps(found, indent=1)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    print(text)
+    publish(found, options.out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Every block between markers is written from a file there; a test holds the pages
 from __future__ import annotations
 
 import io
-import json
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 from kernel_figures import PAGES as KERNELS
 from library_figures import PAGES as LIBRARIES
-from marked_blocks import marked, replaced, table
+from marked_blocks import Pages, marked, replaced, result, table
 from printed_ranking import fullest, printed
 from rich.console import Console
 
@@ -39,10 +38,6 @@ RULES = {
 MEANS = "mean > 20 %"
 
 
-def read(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
-
-
 def count(text: str) -> tuple[int, int]:
     """`5/6 (...)` -> 5, 6."""
     hits, _, of = text.partition(" ")[0].partition("/")
@@ -56,7 +51,7 @@ def total(rows: list[dict[str, Any]], told: Callable[[dict[str, Any]], str]) -> 
 
 def rules() -> str:
     """What the usual rules and ours said of one code against itself, and of real slowdowns."""
-    rows = read("gate_calibration.summary.json")
+    rows = result("cpu/gate_calibration.summary.json")
     same = [row for row in rows if row["effect"] == "A/A"]
     slower = [row for row in rows if row["effect"] != "A/A"]
     most = [row for row in rows if row["effect"] == "+10 %"]
@@ -81,7 +76,7 @@ def wrapped(text: str) -> str:
 
 def launches() -> str:
     """How far processes of one code lie apart."""
-    settings = read("launch_spread.json")["settings"]
+    settings = result("cpu/launch_spread.json")["settings"]
     kept, plain = settings["keeps freed memory"], settings["as the system has it"]
     told = [f"{100 * one['range']:.0f} % (standard deviation {100 * one['spread']:.1f} %)" for one in (kept, plain)]
     return wrapped(
@@ -118,7 +113,7 @@ def fenced(text: str) -> str:
 
 def calibration() -> str:
     heading = ["load", "effect", "result", "target", "inconclusive", "median ratio", "seconds"]
-    rows = read("gate_calibration.summary.json")
+    rows = result("cpu/gate_calibration.summary.json")
     what = {True: "false alarms", False: "found"}
     told = [(row, what["false alarms" in row]) for row in rows]
     lines = [
@@ -137,7 +132,9 @@ def calibration() -> str:
 
 
 def patterns() -> str:
-    cases = [case for case in read("block_sparse_quality.json")["cases"] if case["case"]["inputs"] == "structured"]
+    cases = [
+        case for case in result("cpu/block_sparse_quality.json")["cases"] if case["case"]["inputs"] == "structured"
+    ]
     cells: dict[str, list[str]] = {}
     heading = ["pattern"]
     for case in cases:
@@ -149,7 +146,7 @@ def patterns() -> str:
 
 
 def report_size() -> str:
-    found = {row["records"]: row for row in read("report_size.json")["reports"]}
+    found = {row["records"]: row for row in result("cpu/report_size.json")["reports"]}
     most, some = found[10_000], found[5_000]
     return wrapped(
         f"A report of 10,000 records takes {most['seconds']:.1f} s, {most['peak_bytes'] / 1e9:.2f} GB and "
@@ -158,7 +155,7 @@ def report_size() -> str:
     )
 
 
-PAGES: dict[str, dict[str, tuple[str, Callable[[], str]]]] = {
+PAGES: Pages = {
     "README.md": {
         "bench": ("cpu/quick.jsonl", benched),
         "rules": ("cpu/gate_calibration.summary.json", rules),

@@ -50,10 +50,10 @@ def page_of(sources: Sequence[Source], again: Sequence[Source] = ()) -> Page:
 
 def blocks(page: Page, folder: Path, images: Path, root: Path = ROOT) -> dict[str, str]:
     """Name -> text of each block of the README."""
-    part = shown(page).parts[0]
+    front = shown(page)
     place = folder.relative_to(root).as_posix()
     files = hashlib.sha256(b"".join(read_bytes(folder))).hexdigest()[:12]
-    texts = {"ranking": ranking(part), "gallery": gallery(shown(page), place, images.relative_to(root).as_posix())}
+    texts = {"ranking": ranking(front.parts[0]), "gallery": gallery(front, place, images.relative_to(root).as_posix())}
     made = f"made by `make gallery` from {place} (sha256 {files})"
     return {name: marked(name, made, text) for name, text in texts.items()}
 

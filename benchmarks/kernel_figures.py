@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from marked_blocks import table
+from marked_blocks import Pages, result, table
 
-RESULTS = Path(__file__).parents[1] / "results/h200"
 SIZES = {"short": "128k", "long": "1M"}
-
-
-def read(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
 
 
 def dilated() -> str:
     """Every rate against the dense one of its pass."""
     rows = []
-    for dim, one in read("dilated.json")["dims"].items():
+    for dim, one in result("h200/dilated.json")["dims"].items():
         for name in ("forward", "train"):
             dense = one["dense"][name]
             rows.append([dim, name, "dense causal, cuDNN", "16k", *figures(dense), "100 %"])
@@ -37,14 +30,14 @@ def figures(taken: dict[str, Any]) -> list[str]:
 
 def steps() -> str:
     """Where a training step's device time goes."""
-    spent = read("dilated.json")["kernels_of_a_training_step_us"]
+    spent = result("h200/dilated.json")["kernels_of_a_training_step_us"]
     rows = [[f"`{name.partition('(')[0][:60]}`", f"{took / 1e3:.2f}"] for name, took in spent.items() if took > 100]
     return table(["kernel", "ms"], rows)
 
 
 def public() -> str:
     rows = []
-    for tokens, one in read("dilated_public.json")["tokens"].items():
+    for tokens, one in result("h200/dilated_public.json")["tokens"].items():
         more = one["our_pairs_over_theirs"]
         for name in ("forward", "train"):
             ms, faster = one[name]["ms"], one[name]["faster"]
@@ -55,7 +48,7 @@ def public() -> str:
 
 
 def block_sparse() -> str:
-    found = read("block_sparse.json")
+    found = result("h200/block_sparse.json")
     rows = []
     for part in ("forward", "backward"):
         for name, times in found["times"].items():
@@ -69,13 +62,13 @@ def block_sparse() -> str:
 def tiles() -> str:
     """Each tunable apart; the first row is the default of that run."""
     rows = []
-    for name, times in read("block_sparse.json")["tuning_ns"].items():
+    for name, times in result("h200/block_sparse.json")["tuning_ns"].items():
         changed = ", ".join(f"{key} {value}" for key, value in json.loads(name).items())
         rows.append([changed, f"{times['forward'] / 1e6:.2f}", f"{times['backward'] / 1e6:.2f}"])
     return table(["set to", "forward, ms", "backward, ms"], rows)
 
 
-PAGES: dict[str, dict[str, tuple[str, Callable[[], str]]]] = {
+PAGES: Pages = {
     "docs/kernels.md": {
         "dilated": ("h200/dilated.json", dilated),
         "dilated-kernels": ("h200/dilated.json", steps),

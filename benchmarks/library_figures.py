@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from math import exp, log
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import geometric_mean
 
-from marked_blocks import table
+from marked_blocks import Pages, result, table
 
 from attnbench.spec import Ok, Record
 from attnbench.store.runfile import read_run
@@ -22,10 +20,6 @@ PASSES = ("forward", "train")
 def timed(records: Sequence[Record]) -> dict[str, Ok]:
     """By workload."""
     return {r.workload.id: r for r in records if isinstance(r, Ok) and r.time is not None}
-
-
-def mean(values: Sequence[float]) -> float:
-    return exp(fmean(log(value) for value in values))
 
 
 def suite(name: str) -> str:
@@ -61,7 +55,7 @@ def against(mine: dict[str, Ok], base: dict[str, Ok]) -> list[str]:
 def spread(values: Sequence[float], form: str, unit: str = "") -> str:
     """Mean, least and most; one value alone has no spread."""
     ends = f" ({min(values):{form}}-{max(values):{form}})" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{unit}{ends}"
+    return f"{geometric_mean(values):{form}}{unit}{ends}"
 
 
 def limits(records: Sequence[Record], name: str) -> str:
@@ -85,7 +79,7 @@ def others() -> str:
 def models() -> str:
     """Flash on against off; what is compared is the whole module, projections and all."""
     rows = []
-    for name, one in json.loads((RESULTS / "gemma_models.json").read_text())["jax"].items():
+    for name, one in result("h200/gemma_models.json")["jax"].items():
         if "speedup" not in one:
             continue
         times = [f"{one[path]['ms']:.2f}" for path in ("off", "on")]
@@ -94,7 +88,7 @@ def models() -> str:
     return table(["what", "einsum, ms", "flash, ms", "faster", "temporaries, einsum", "flash"], rows)
 
 
-PAGES: dict[str, dict[str, tuple[str, Callable[[], str]]]] = {
+PAGES: Pages = {
     "docs/libraries.md": {
         "grid": ("h200/grid-gpu.jsonl", lambda: suite("grid-gpu.jsonl")),
         "gemma": ("h200/gemma.jsonl", lambda: suite("gemma.jsonl")),

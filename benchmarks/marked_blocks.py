@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).parents[1] / "results"
+Pages = dict[str, dict[str, tuple[str, Callable[[], str]]]]
+"""Page -> block -> the file of results/ that it is made from, and what makes it."""
 BLOCK = r"<!-- {name}: .*?<!-- end of {name} -->"
+
+
+def result(name: str) -> Any:
+    """A JSON file of results/."""
+    return json.loads((RESULTS / name).read_text())
 
 
 def marked(name: str, made: str, text: str) -> str:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from math import exp, log
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
 import msgspec
@@ -140,7 +139,7 @@ def judged(workload: Workload, parts: Parts, steps: Sequence[Record], refused: S
 
 
 def mean(ratios: Sequence[float]) -> float | None:
-    return exp(fmean(log(ratio) for ratio in ratios)) if ratios else None
+    return geometric_mean(ratios) if ratios else None
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -197,6 +197,11 @@ class Library(Struct, frozen=True, omit_defaults=True):
     shadowed: tuple[str, ...] = ()
 
 
+def other_versions(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Packages that both have, in two versions."""
+    return sorted(name for name, version in mine.items() if theirs.get(name, version) != version)
+
+
 class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a cell runs. The fields of `hard_key` decide whether two absolute times may be compared at all."""
 
@@ -236,8 +241,7 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Alike in everything of `hard_key` but packages that only one of them has."""
         mine, theirs = dict(self.hard_key), dict(other.hard_key)
         del mine["packages"], theirs["packages"]
-        versions = other.packages
-        return mine == theirs and all(versions.get(name, own) == own for name, own in self.packages.items())
+        return mine == theirs and not other_versions(self.packages, other.packages)
 
     @property
     def fingerprint(self) -> str:

@@ -12,7 +12,7 @@ from msgspec import Struct, field, structs
 from attnbench.policy.choices import Choice, Entry
 from attnbench.policy.constraints import Constraints
 from attnbench.policy.shapes import REACH, Shape, distance, shape_of
-from attnbench.spec import Environment, Pass, Workload
+from attnbench.spec import Environment, Pass, Workload, other_versions
 
 SCHEMA = 1
 IMMATERIAL = {"torch": {"numpy", "transformers"}, "jax": {"numpy", "ml_dtypes", "flax"}}
@@ -77,9 +77,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     def agrees(self, other: Place) -> bool:
         """One key but for packages that only one of them has: a library more or less changes nothing for the rest."""
         bare = (structs.replace(one, software={}).key for one in (self, other))
-        return next(bare) == next(bare) and all(
-            other.software.get(name, version) == version for name, version in self.software.items()
-        )
+        return next(bare) == next(bare) and not other_versions(self.software, other.software)
 
     @property
     def on_grid(self) -> Regret | None:
@@ -98,9 +96,8 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         if self.threads and self.threads != environment.threads:
             return f"measured with {self.threads} threads, here are {environment.threads}"
         changed = [
-            f"{name} {version} (here {environment.packages[name]})"
-            for name, version in sorted(self.software.items())
-            if environment.packages.get(name, version) != version
+            f"{name} {self.software[name]} (here {environment.packages[name]})"
+            for name in other_versions(self.software, environment.packages)
         ]
         return f"measured with {', '.join(changed)}" if changed else None
 
