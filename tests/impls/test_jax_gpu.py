@@ -34,6 +34,11 @@ def test_cudnn_masks_and_rows_without_keys(kind):
     on_gpu(CUDNN, Workload(**SHAPE, mask=MASKS[kind]))
 
 
+@pytest.mark.parametrize("kind", ["full", "causal", "prefix", "lengths"])
+def test_cudnn_odd_lengths(kind):
+    on_gpu(CUDNN, Workload(**SHAPE | {"q_len": 63}, mask=every_mask(tokens=63)[kind]))
+
+
 def test_cudnn_rectangle_is_bottom_right():
     on_gpu(CUDNN, Workload(**(SHAPE | {"q_len": 16}), kv_len=64, mask=masks.causal()))
 

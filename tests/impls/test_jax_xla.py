@@ -141,19 +141,43 @@ class TestTheTrapsAreStillThere:
             jax.jit(jax.nn.dot_product_attention)(q, k, k)
 
 
+class EvenXla(type(XLA)):
+    """cuDNN's way with odd lengths on a library that runs here."""
+
+    trains_even_only = True
+
+
+@pytest.mark.parametrize("kind", [kind for kind, mask in every_mask().items() if not mask.weighted])
+def test_odd_lengths_as_even_ones(kind):
+    check(EvenXla(), Workload(**SQUARE | {"q_len": 23}, mask=every_mask(tokens=23)[kind], pass_="train"), 3e-6)
+
+
+@pytest.mark.parametrize("sizes", [(1, 23), (23, 24), (24, 23)], ids=str)
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal("top-left"), masks.causal()], ids=str)
+def test_one_odd_length(mask, sizes):
+    shape = SQUARE | {"q_len": sizes[0], "kv_len": sizes[1]}
+    check(EvenXla(), Workload(**shape, mask=mask, pass_="train"), 3e-6, compiled=True)
+
+
+def test_odd_lengths_as_even_ones_with_a_window_and_lengths():
+    mask = masks.window(3, 0) & masks.lengths([23, 20])
+    check(EvenXla(), Workload(**SQUARE | {"q_len": 23}, mask=mask, pass_="train"), 3e-6, compiled=True)
+
+
 class TestCudnn:
     """cuDNN does not run without a GPU: what it is asked, and what is refused."""
 
     shape = {"batch": 2, "q_len": 16, "heads": 4, "head_dim": 64, "dtype": "bfloat16"}
 
-    def asked(self, monkeypatch, mask, **change):
-        """Keywords the library would receive."""
+    def asked(self, monkeypatch, mask, shapes=None, **change):
+        """Keywords the library would receive, with arrays of these shapes."""
         workload = Workload(**(self.shape | change), mask=mask)
         assert CUDNN.supports(workload, HOPPER) is None
         seen = {}
 
         def fake(q, k, v, **words):
             seen.update(words)
+            assert shapes is None or [x.shape for x in (q, k, v)] == shapes
             return q
 
         monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
@@ -199,7 +223,6 @@ class TestCudnn:
             ({"v_head_dim": 32}, "v_head_dim"),
             ({"softcap": 5.0}, "softcap"),
             ({"mask": masks.dense(np.zeros((16, 16), np.float32))}, "rounds"),
-            ({"q_len": 15, "kv_len": 15, "pass_": "train", "mask": masks.prefix(3)}, "even"),
         ],
     )
     def test_refusals(self, change, words):
@@ -211,9 +234,20 @@ class TestCudnn:
         ampere = Environment(device="cuda", device_name="test", capability=(8, 0))
         assert "128" in (CUDNN.supports(Workload(**(self.shape | {"head_dim": 256})), ampere) or "")
 
-    def test_odd_lengths_train_without_a_mask_array(self):
-        workload = Workload(**(self.shape | {"q_len": 15}), mask=masks.causal(), pass_="train")
-        assert CUDNN.supports(workload, HOPPER) is None
+    @pytest.mark.parametrize("mask", [masks.causal(), masks.full(), masks.window(5, 0), masks.prefix(3)], ids=str)
+    def test_odd_lengths_train_as_even_ones(self, monkeypatch, mask):
+        """JAX refuses them whatever the mask."""
+        words = self.asked(monkeypatch, mask, q_len=15, kv_len=15, pass_="train", shapes=[(2, 16, 4, 64)] * 3)
+        if "mask" in words:
+            assert words["mask"].shape == (2, 4, 16, 16)
+            assert not words["mask"][..., :15, 15].any()
+            assert words["mask"][..., 15, :].any(-1).all()
+        else:
+            assert words["key_value_seq_lengths"].tolist() == [15, 15]
+
+    def test_odd_lengths_without_gradients_stay(self, monkeypatch):
+        words = self.asked(monkeypatch, masks.full(), q_len=15, kv_len=15, shapes=[(2, 15, 4, 64)] * 3)
+        assert "key_value_seq_lengths" not in words
 
     def test_unavailable_without_cuda(self):
         assert "cuda" in (CUDNN.available(CPU) or "")

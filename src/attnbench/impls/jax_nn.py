@@ -3,7 +3,7 @@
 Traps handled here: its causal mask is top-left (bottom-right goes in as an array); a row without visible keys gives the
 mean of V (zeroed outside); softmax is float32 even for float64 (refused); the LSE is rounded to the input dtype, so it
 is offered for float32 only, and no gradient flows through it, so in training it is computed apart. cuDNN's left window
-without `is_causal` sees the whole future: the two always go together.
+without `is_causal` sees the whole future: the two always go together. It trains on even lengths only: see jax_even.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from attnbench.impls.conditions import (
     needs_head_dim,
     needs_no_softcap,
 )
+from attnbench.impls.jax_even import evened
 from attnbench.impls.jax_masks import mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
@@ -30,18 +31,26 @@ class JaxNn(Implementation):
     backend: str
     full_pairs = False
     """Whether array masks must be broadcast to every batch and head first."""
+    trains_even_only = False
 
     def _call(self, workload: Workload, with_lse: bool) -> Call:
         rows = rows_that_see(workload.visible_mask, workload.mask_shape)
         arguments = mask_arguments(workload)
+        padded = evened(workload) if self.trains_even_only and workload.needs_gradients else None
+        apart = with_lse and workload.needs_gradients
+        fixed = {"implementation": self.backend, "scale": workload.softmax_scale}
 
-        def call(q: Array, k: Array, v: Array) -> Any:
+        def library(q: Array, k: Array, v: Array) -> Any:
             import jax
 
+            if padded is not None:
+                words = padded.keywords(arguments, self.full_pairs)
+                return padded.cut(jax.nn.dot_product_attention(*padded.arrays(q, k, v), **fixed, **words))
             words = arguments.keywords(workload, self.full_pairs)
-            apart = with_lse and workload.needs_gradients
-            words |= {"implementation": self.backend, "return_residual": with_lse and not apart}
-            found: Any = jax.nn.dot_product_attention(q, k, v, scale=workload.softmax_scale, **words)
+            return jax.nn.dot_product_attention(q, k, v, return_residual=with_lse and not apart, **fixed, **words)
+
+        def call(q: Array, k: Array, v: Array) -> Any:
+            found = library(q, k, v)
             if not with_lse:
                 return zero_blind_rows(found, rows)
             if apart:
@@ -91,6 +100,7 @@ class Cudnn(JaxNn):
     name = "jax.cudnn"
     backend = "cudnn"
     full_pairs = True
+    trains_even_only = True
     expects = (r"(?i)cudnn|flash|sdpa|fprop|bprop",)
 
     def available(self, environment: Environment) -> str | None:
@@ -107,7 +117,6 @@ class Cudnn(JaxNn):
             needs_head_dim(workload, 256 if hopper else 128, multiple_of=8),
             needs_no_softcap(workload),
             _exact_bias(workload),
-            _even_lengths(workload),
         )
 
     def passes(self, workload: Workload, config: Config) -> Passes:
@@ -122,12 +131,6 @@ def _exact_bias(workload: Workload) -> str | None:
         return f"takes its bias in {workload.dtype}, which rounds the mask's weights"
     return None
 
-
-def _even_lengths(workload: Workload) -> str | None:
-    odd = workload.q_len % 2 or workload.kv_len % 2
-    if odd and workload.needs_gradients and mask_arguments(workload).needs_array:
-        return f"needs even q_len and kv_len to train with a mask array, not {workload.q_len} and {workload.kv_len}"
-    return None
 
 
 XLA = Xla()

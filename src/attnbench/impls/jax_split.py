@@ -1,9 +1,9 @@
 """jax.cudnn-split and jax.xla-split: a block_causal, documents or prefix mask as a few calls without a mask array.
 
 pi0's training mask (816 prefix tokens, a state token, 50 actions) is three calls: queries of a block see exactly the
-keys up to its end. cuDNN then needs no bias, whose array it would want for every batch and head, and odd lengths
-train. A causal piece that does not start at its first key (the text after pi0-FAST's prefix) goes as an array in
-`jax.nn.dot_product_attention`, so it is refused.
+keys up to its end. cuDNN then needs no bias, whose array it would want for every batch and head. A causal piece that
+does not start at its first key (the text after pi0-FAST's prefix) goes as an array in `jax.nn.dot_product_attention`,
+so it is refused.
 """
 
 from __future__ import annotations
