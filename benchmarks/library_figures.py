@@ -88,11 +88,25 @@ def models() -> str:
     return table(["what", "einsum, ms", "flash, ms", "faster", "temporaries, einsum", "flash"], rows)
 
 
+def pairs() -> str:
+    """Training steps: the best library alone, the best pair, and what was chosen by the parts measured apart."""
+    rows = []
+    for one in result("h200/pairs.json")["shapes"]:
+        took, alone = one["train_ms"], one["best_alone"]
+        pair = min((name for name in took if " + " in name), key=lambda name: took[name])
+        shape = one["workload"].removesuffix("-bfloat16-train")
+        best = [f"{name} {took[name]:.2f}" for name in (alone, pair)]
+        rows.append([shape, *best, f"{took[alone] / took[pair]:.3f} x", one["chosen"], f"{one['over_best']:.3f} x"])
+    columns = ["shape", "best library alone, ms", "best pair, ms", "pair faster", "chosen", "gain over the best alone"]
+    return table(columns, rows)
+
+
 PAGES: Pages = {
     "docs/libraries.md": {
         "grid": ("h200/grid-gpu.jsonl", lambda: suite("grid-gpu.jsonl")),
         "gemma": ("h200/gemma.jsonl", lambda: suite("gemma.jsonl")),
         "others": ("h200/earlier/all-implementations.jsonl", others),
     },
+    "docs/pairs.md": {"pairs": ("h200/pairs.json", pairs)},
     "docs/gemma.md": {"models": ("h200/gemma_models.json", models)},
 }
