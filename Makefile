@@ -11,7 +11,7 @@ bench: $(STAMP)
 	$(BIN)/attnbench report latest
 
 test: $(STAMP) chromium
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # The report of results/h200, the charts in docs/gallery, and what the README says of both.
 gallery: $(STAMP)

@@ -13,13 +13,15 @@ from attnbench.run.instructions import isa_cap
 
 os.environ.update(isa_cap())  # before torch is first imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would its children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its children
+HERE = Path(__file__).parent
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-os.environ["ATTNBENCH_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / f"attnbench-{WORKER}")
+os.environ["ATTNBENCH_CACHE"] = str(HERE.parent / ".pytest_cache" / f"attnbench-{WORKER}")
 """Of its own for each test process: who tests side by side must not find the other's lock."""
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.parent != HERE)  # whole programs first: no core waits for the last of them
     have_gpu = _have_gpu() if any("gpu" in item.keywords for item in items) else False
     for item in items:
         if "gpu" in item.keywords and not have_gpu:
