@@ -13,9 +13,7 @@ from attnbench.run.instructions import isa_cap
 
 os.environ.update(isa_cap())  # before torch is first imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background job ignores it, and so would its children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would its children
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 os.environ["ATTNBENCH_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / f"attnbench-{WORKER}")
 """Of its own for each test process: who tests side by side must not find the other's lock."""

@@ -23,7 +23,7 @@ LEAST = 8
 MOST_NAMES = 4
 ANSWER, ADVICE, REASONS = 10, 5, 5
 """Lines of a section at most, where it is not the one that says which to use."""
-ORDER = ("excellent", "good", "measured", "no significant difference", "investigate")
+ORDER = ("excellent", "good", "measured", "no significant difference", "cannot tell", "investigate")
 REST = (
     "Every cell, every sentence with its figures, growth with length: performance.json, memory.json and "
     "correctness.json beside this file."

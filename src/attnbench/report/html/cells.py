@@ -120,7 +120,7 @@ def _cell(row: Row, families: Families, baselines: Sequence[str], others: Mappin
     cell = _identity(record, families) | {"status": record.status, "reason": row.reason or None, "rank": row.rank}
     if isinstance(record, Ok):
         cell |= _timing(record) | _resources(record) | _correctness(record)
-        cell |= _speedups(row, record, baselines, others)
+        cell |= _speedups(record, baselines, others)
     return cell
 
 
@@ -203,7 +203,7 @@ def _correctness(record: Ok) -> Cell:
     }
 
 
-def _speedups(row: Row, record: Ok, baselines: Sequence[str], others: Mapping[str, Ok | None]) -> Cell:
+def _speedups(record: Ok, baselines: Sequence[str], others: Mapping[str, Ok | None]) -> Cell:
     cell: Cell = {}
     if not is_timed(record):
         return cell
@@ -211,9 +211,8 @@ def _speedups(row: Row, record: Ok, baselines: Sequence[str], others: Mapping[st
         other = others.get(name)
         if other is None or clock_of(other) != clock_of(record):
             continue
-        ratio = (row.speedup if place == 0 else None) or paired_ratio(record, other)
-        certain = category(paired_ratio(record, other, RANK_LEVEL))
-        word = "baseline" if record.implementation == name and not record.config else certain
+        ratio = paired_ratio(record, other, RANK_LEVEL)
+        word = "baseline" if record.implementation == name and not record.config else category(ratio)
         cell |= {
             f"gain{place}": ratio.value,
             f"gain{place}_low": ratio.low,

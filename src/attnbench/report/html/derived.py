@@ -7,13 +7,16 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from attnbench.analyse.ranking import RANK_LEVEL, Row, is_timed, label
+from attnbench.analyse.ranking import RANK_LEVEL, Row, is_timed, label, sign
 from attnbench.analyse.ratios import paired_ratio
+from attnbench.analyse.wording import CANNOT_TELL, counted, vague
 from attnbench.report.html.cells import Cells, framework_of
 from attnbench.report.html.families import Families
 from attnbench.spec import Cost, Ok, Record
 
 Rows = list[dict[str, Any]]
+SIDES = {1: "torch", -1: "JAX", 0: "too close to call"}
+"""Who is faster for certain."""
 MOST_KERNELS = 12
 MOST_NAMES = 8
 LONGEST_REASON = 400
@@ -38,6 +41,7 @@ def side_by_side(cells: Cells) -> Rows:
             "gain": ratio.value,
             "gain_low": ratio.low,
             "gain_high": ratio.high,
+            "side": CANNOT_TELL if vague(ratio) else SIDES[sign(ratio)],
         }
     return list(rows.values())
 
@@ -81,7 +85,7 @@ def why_nothing(records: Iterable[Record]) -> str:
     """The reasons that most cells without a result have."""
     reasons = Counter(record.reason for record in records if not isinstance(record, Ok))
     told = [
-        f"{' '.join(reason.split())[:SHORT_REASON].rstrip('.')} ({count} cell{'' if count == 1 else 's'})"
+        f"{' '.join(reason.split())[:SHORT_REASON].rstrip('.')} ({counted(count, 'cell')})"
         for reason, count in reasons.most_common(MOST_REASONS)
     ]
     return "Nothing was timed." + (f" The reasons given most often: {'; '.join(told)}." if told else "")

@@ -100,7 +100,8 @@ def _part(section: Section, title: str, cells: Cells, views: list[View], against
     newest = cells.newest
     notes = [*_whose_time(newest), *count_notes(newest), *_mixed_clocks(section)]
     if cells.repeated:
-        notes.append(f"{cells.repeated} cells were measured in more than one of these runs: the newest is shown")
+        cells_were = "1 cell was" if cells.repeated == 1 else f"{cells.repeated} cells were"
+        notes.append(f"{cells_were} measured in more than one of these runs: the newest is shown")
     if cells.pooled:
         shapes = "1 shape holds" if cells.pooled == 1 else f"{cells.pooled} shapes hold"
         notes.append(

@@ -39,5 +39,6 @@ function currentFilter() {
 function tellCount(passes) {
   const rows = SECTIONS.flatMap((section) => section.rows);
   const shown = rows.filter(passes).length;
-  document.getElementById("count").value = shown === rows.length ? `${shown} cells` : `${shown} of ${rows.length} cells`;
+  const noun = rows.length === 1 ? "cell" : "cells";
+  document.getElementById("count").value = shown === rows.length ? `${shown} ${noun}` : `${shown} of ${rows.length} ${noun}`;
 }
