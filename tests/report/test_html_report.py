@@ -201,11 +201,11 @@ class TestAnswers:
         assert which.title == "Which one"
         (answer,) = which.folded
         assert answer.shapes == "4 heads of 32 · causal · float32 · forward"
-        assert [one.framework for one in answer.told] == ["PyTorch", "JAX"]
+        assert [one.framework for one in answer.told] == ["Overall", "PyTorch", "JAX"]
         assert answer.told[0].text.startswith("use torch.sdpa, 4.0")
         assert "time of torch.eager / torch.sdpa 4.0" in answer.told[0].basis
         assert which.table is not None
-        assert which.table.frameworks == ["PyTorch", "JAX"]
+        assert which.table.frameworks == ["Overall", "PyTorch", "JAX"]
         ((shapes, (torch, jax)),) = which.table.rows
         assert shapes == answer.shapes
         assert torch is not None

@@ -41,15 +41,17 @@ def closing(
     against: Sequence[str] = (),
     focus: Sequence[str] = (),
     ranked: Sequence[Sequence[Row]] | None = None,
+    wrong: bool = True,
 ) -> str:
     """The sentence that answers the question, after what must be said first about ones that are never right.
 
     `focus` names what the user came to look at: where it is not in front, how far behind it is. `ranked` are the
     records ranked workload by workload, where that was done already; of several runs each workload by one of them.
+    Without `wrong` the sentences about wrong results are left to the caller.
     """
     groups = by_workload(records)
     kept = [r for group in groups.values() for r in group]
-    before, after = wrong_sentences(kept, focus)
+    before, after = wrong_sentences(kept, focus) if wrong else ([], [])
     before += _lost_sentences(kept, focus)
     found = map(rank, groups.values()) if ranked is None else ranked
     ordered = ([row for row in rows if row.rank is not None] for rows in found)

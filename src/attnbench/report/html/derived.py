@@ -11,7 +11,7 @@ from attnbench.analyse.ranking import RANK_LEVEL, Row, is_timed, label, sign
 from attnbench.analyse.ratios import paired_ratio
 from attnbench.analyse.wording import CANNOT_TELL, counted, vague
 from attnbench.report.html.cells import Cells, framework_of
-from attnbench.report.html.families import Families
+from attnbench.report.html.families import Families, kind_words
 from attnbench.spec import Cost, Ok, Record
 
 Rows = list[dict[str, Any]]
@@ -53,7 +53,12 @@ def _fastest(group: Iterable[Row], framework: str) -> Ok | None:
 
 def _shape(record: Record, families: Families) -> dict[str, Any]:
     workload = record.workload
-    return {"shape": families.shape(workload), "workload": workload.id, "pass": workload.pass_}
+    return {
+        "shape": families.shape(workload),
+        "workload": workload.id,
+        "kind": kind_words(workload),
+        "pass": workload.pass_,
+    }
 
 
 def kv_cache(cells: Cells) -> Rows:

@@ -12,7 +12,6 @@ from attnbench.report.html.cells import Cells
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.growth import growth_rows
 from attnbench.report.html.history import History, how_looked, of_section, point_rows, trend_rows, which_runs, why_none
-from attnbench.report.html.map import column_title
 from attnbench.report.html.picks import family_choices
 from attnbench.report.html.podium import shapes_of
 from attnbench.report.html.sections import Section
@@ -95,8 +94,9 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         "winners",
         "Winner map",
         "The fastest exact implementation at each batch and length; ≈ and a dashed frame where it is too close to "
-        "call. Names of one kernel count once. Regret is the extra time that another choice costs.",
-        [charts.winner_map(labels, _winners(cells), column_title(cells.rows))],
+        "call. Names of one kernel count once. Regret is the extra time that another choice costs. Kinds of shapes "
+        "measured at one batch and length only are in the table.",
+        [charts.winner_map(labels, _winners(cells), one) for one in cells.maps],
         tables.WINNERS,
     )
     regret = View(

@@ -2,6 +2,7 @@
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const PAPER = matchMedia("print");
 const MANY = 1500;
+const PHONE = 480;
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 const near = new IntersectionObserver(
   (entries) => entries.forEach((entry) => { if (entry.isIntersecting) entry.target.chart.draw(); }),
@@ -32,8 +33,8 @@ class LazyChart {
   }
 
   rows() {
-    const { needs } = this.chart;
-    return this.all.filter((row) => row[needs] !== undefined && this.passes(row) && (!this.picker || this.picker.accepts(row)));
+    const { needs, map } = this.chart;
+    return this.all.filter((row) => row[needs] !== undefined && (map === null || row.map === map) && this.passes(row) && (!this.picker || this.picker.accepts(row)));
   }
 
   // Vega writes on what it is given: each chart gets its own objects, which read through to the shared rows.
@@ -51,7 +52,7 @@ class LazyChart {
   }
 
   labels() {
-    const rows = this.chart.name === "winners" ? DERIVED.winners(this.rows()) : this.rows();
+    const rows = this.chart.map !== null ? DERIVED.winners(this.rows()) : this.rows();
     return rows.map((row) => row.label);
   }
 
@@ -63,7 +64,8 @@ class LazyChart {
 
   height() {
     const { lines, step, spec } = this.chart;
-    return lines ? step * Math.max(1, new Set(this.rows().map((row) => row[lines])).size) : spec.height;
+    const high = this.chart.map !== null && this.box.clientWidth < PHONE ? 2 * step : step;
+    return lines ? high * Math.max(1, new Set(this.rows().map((row) => row[lines])).size) : spec.height;
   }
 
   draw() {
@@ -121,7 +123,7 @@ function fitted(node, width) {
   if (Array.isArray(node)) return node.map((one) => fitted(one, width));
   const copy = {};
   for (const [key, value] of Object.entries(node)) {
-    if (width < 480 && key in NARROW) copy[key] = NARROW[key];
+    if (width < PHONE && key in NARROW && typeof value === "number") copy[key] = NARROW[key];
     else copy[key] = key === "legend" ? null : key === "values" ? value : fitted(value, width);
   }
   return copy;
