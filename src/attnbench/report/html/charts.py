@@ -40,7 +40,7 @@ ONE_NAME = "!isValid(datum.kernel) || datum.plain == datum.plainest"
 """Of names of one kernel that are as fast, the plainest."""
 NARROW = "bandwidth('x') < 50"
 """Columns too narrow for a title across."""
-LONG_ROWS = "(width < 300 || length(rows[0]) > 56)"
+LONG_ROWS = "(width < 300 || length(rows[0] || '') > 56)"
 """Names of rows that are long, or stand beside a narrow map: word by word below each other."""
 ROW_NAME = f"{LONG_ROWS} ? split(datum.label, ' · ') : datum.label"
 ABOVE: dict[str, Any] = {"orient": "top", "ticks": False, "domain": False}
