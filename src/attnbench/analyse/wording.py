@@ -39,4 +39,4 @@ def _times(value: float) -> str:
 
 
 def _digits(value: float) -> int:
-    return 2 if value < 10 else 1 if value < 100 else 0
+    return 3 if value < 0.1 else 2 if value < 10 else 1 if value < 100 else 0

@@ -213,7 +213,8 @@ def _frameworks(cells: Cells) -> View | None:
     rows = derived.side_by_side(cells)
     note = (
         "The best exact implementation of each on the same shape, measured in interleaved rounds, with 99 % intervals. "
-        f"One is faster where the whole interval lies more than {100 * (LEAST_DIFFERENCE - 1):.0f} % from 1."
+        f"One is faster where the whole interval lies more than {100 * (LEAST_DIFFERENCE - 1):.0f} % from 1; grey is "
+        "too close to call, or cannot be told."
     )
     drawn = [charts_own.side_by_side(rows)] if 0 < len(rows) <= MOST_LINES else []
     table = own(tables.FRAMEWORKS, rows, "gain", True)

@@ -81,8 +81,15 @@ class LazyChart {
     this.box.dataset.drawn = "no";
   }
 
+  // Whether titles of columns must stand upright to have room.
+  tight() {
+    const titles = this.chart.map === null ? [] : this.listed("column");
+    const longest = Math.max(0, ...titles.map((title) => title.length));
+    return titles.length * (10 + 5.5 * longest) > this.box.clientWidth - (this.box.clientWidth < PHONE ? 150 : 220);
+  }
+
   async embed() {
-    const spec = { ...fitted(this.chart.spec, this.box.clientWidth), datasets: { rows: this.values() } };
+    const spec = { ...fitted(this.chart.spec, this.box.clientWidth, this.tight()), datasets: { rows: this.values() } };
     spec.height = this.height();
     const renderer = this.section.rows.length > MANY ? "canvas" : "svg";
     const options = { actions: false, ast: true, logLevel: 1, renderer, config: chartConfig(), tooltip: { theme: theme() } };
@@ -115,16 +122,18 @@ class LazyChart {
   }
 }
 
+const TURNED = { labelAngle: [0, -90], labelAlign: ["center", "left"] };
 const NARROW = { labelLimit: 150, labelAngle: -90 };
 
 // The page has its own legends; on a phone, labels of axes must leave room for the chart.
-function fitted(node, width) {
+function fitted(node, width, tight) {
   if (node === null || typeof node !== "object") return node;
-  if (Array.isArray(node)) return node.map((one) => fitted(one, width));
+  if (Array.isArray(node)) return node.map((one) => fitted(one, width, tight));
   const copy = {};
   for (const [key, value] of Object.entries(node)) {
     if (width < PHONE && key in NARROW && typeof value === "number") copy[key] = NARROW[key];
-    else copy[key] = key === "legend" ? null : key === "values" ? value : fitted(value, width);
+    else if (key in TURNED && typeof value === "object") copy[key] = TURNED[key][Number(tight)];
+    else copy[key] = key === "legend" ? null : key === "values" ? value : fitted(value, width, tight);
   }
   return copy;
 }

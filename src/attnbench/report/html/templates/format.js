@@ -19,7 +19,7 @@ const LONGEST_NAME = 48;
 const NUMERIC = new Set(["of", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain"]);
 
 function ratioText(value, low, high) {
-  const digitsOf = (one) => (one < 10 ? 2 : one < 100 ? 1 : 0);
+  const digitsOf = (one) => (one < 0.1 ? 3 : one < 10 ? 2 : one < 100 ? 1 : 0);
   if (high > 10 * low) {
     if (low <= 1 && high >= 1) return "cannot tell";
     return low > 1 ? `more than ${low.toFixed(digitsOf(low))}x` : `less than ${high.toFixed(digitsOf(high))}x`;
@@ -49,7 +49,7 @@ const FORMATS = {
   ns: (value) => withUnit(value, TIMES),
   bytes: (value) => withUnit(value, SIZES),
   number: (value) => (Number.isInteger(value) ? value.toLocaleString("en") : significant(value)),
-  ratio: (value) => significant(value),
+  ratio: (value) => (Math.abs(value) < 0.005 ? "0.00" : significant(value)),
   percent: percentText,
   half: (value) => (value > 1 ? ">100 %" : `±${percentText(value)}`),
   error: (value) => (value > 1e300 ? "inf" : value.toExponential(1)),
