@@ -202,12 +202,15 @@ class TestAnswers:
         (answer,) = which.folded
         assert answer.shapes == "4 heads of 32 · causal · float32 · forward"
         assert [one.framework for one in answer.told] == ["Overall", "PyTorch", "JAX"]
-        assert answer.told[0].text.startswith("use torch.sdpa, 4.0")
+        assert answer.told[0].text.startswith("use torch.sdpa, 2.0")
+        assert answer.told[1].text.startswith("use torch.sdpa, 4.0")
         assert "time of torch.eager / torch.sdpa 4.0" in answer.told[0].basis
         assert which.table is not None
         assert which.table.frameworks == ["Overall", "PyTorch", "JAX"]
-        ((shapes, (torch, jax)),) = which.table.rows
+        ((shapes, (overall, torch, jax)),) = which.table.rows
         assert shapes == answer.shapes
+        assert overall is not None
+        assert overall.name == "torch.sdpa"
         assert torch is not None
         assert (torch.name, torch.equal, torch.led, torch.of) == ("torch.sdpa", "", 2, 2)
         assert torch.over_next.startswith("4.0")
