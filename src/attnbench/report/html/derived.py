@@ -9,7 +9,8 @@ from typing import Any
 
 from attnbench.analyse.ranking import RANK_LEVEL, Row, is_timed, label, sign
 from attnbench.analyse.ratios import paired_ratio
-from attnbench.analyse.wording import CANNOT_TELL, counted, vague
+from attnbench.analyse.speedup import category
+from attnbench.analyse.wording import CANNOT_TELL, counted
 from attnbench.report.html.cells import Cells, framework_of
 from attnbench.report.html.families import Families, kind_words
 from attnbench.spec import Cost, Ok, Record
@@ -41,7 +42,7 @@ def side_by_side(cells: Cells) -> Rows:
             "gain": ratio.value,
             "gain_low": ratio.low,
             "gain_high": ratio.high,
-            "side": CANNOT_TELL if vague(ratio) else SIDES[sign(ratio)],
+            "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[sign(ratio)],
         }
     return list(rows.values())
 
