@@ -56,7 +56,7 @@ def test_the_threshold_is_where_the_best_of_both_sides_take_as_long():
     assert at.low is not None
     assert at.high is not None
     assert at.low <= at.value <= at.high
-    assert "fused attention (flash) pays with batch 1 from about " in found.text
+    assert "with batch 1, fused attention (flash) pays from about " in found.text
     assert found.text.startswith("PyTorch · 4 heads of 32 · causal · float32 · forward: ")
     assert len(found.workloads) == len(LENGTHS)
 
@@ -86,13 +86,13 @@ def test_batches_that_disagree_are_told_one_by_one():
         *fused(lambda n: 50 * n, shape={"batch": 8}),
     ]
     (found,) = flash(records)
-    assert "with batch 1 not at 256, 512, 1,024, 2,048 and 4,096" in found.text
-    assert "with batch 8 at 256, 512, 1,024, 2,048 and 4,096" in found.text
+    assert "with batch 1, fused attention (flash) does not pay at 256, 512, 1,024, 2,048 and 4,096" in found.text
+    assert "; with batch 8, it pays at 256, 512, 1,024, 2,048 and 4,096" in found.text
 
 
 def test_no_difference_is_no_gain():
     (found,) = flash([*plain(lambda n: 100 * n), *fused(lambda n: 100 * n)])
-    assert "nothing at 256" in found.text
+    assert "fused attention (flash) makes no certain difference at 256" in found.text
 
 
 def test_few_queries_are_part_of_the_shape():

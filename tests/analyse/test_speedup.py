@@ -18,8 +18,9 @@ from attnbench.analyse.speedup import category, speedups
         (Ratio(1.19, 1.1, 1.3), "measured"),
         (Ratio(1.01, 1.005, 1.02), "measured"),
         (Ratio(0.9, 0.8, 0.99), "investigate"),
-        (Ratio(1.6, 0.99, 2.5), "no significant difference"),
-        (Ratio(0.9, 0.8, 1.0), "no significant difference"),
+        (Ratio(1.6, 0.99, 2.5), "cannot tell"),
+        (Ratio(0.9, 0.8, 1.0), "cannot tell"),
+        (Ratio(1.0, 0.9, 1.1), "no significant difference"),
         (Ratio(30, 2, 300), "excellent"),
         (Ratio(5, 1.9, 20), "excellent"),
     ],
@@ -45,6 +46,8 @@ def test_each_cell_against_the_baseline_of_its_workload():
     assert found["torch.fast"].ratio.value == pytest.approx(3, rel=0.02)
     assert found["torch.fast"].workload == workload().id
     assert found["torch.same"].category == "no significant difference"
+    for one in found.values():
+        assert category(one.ratio) == one.category
     assert found["torch.rough"].approximate
 
 

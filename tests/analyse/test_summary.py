@@ -113,7 +113,7 @@ def test_closing_when_nothing_is_ok():
     failed = Failed(implementation="b", workload=workload(), reason="raised")
     assert closing([unsupported("a", "no"), failed]) == "Nothing could be measured (1 unsupported, 1 failed)."
     assert closing([]) == "Nothing could be measured (no cells)."
-    assert closing([ok("a")]) == "1 cells verified, none was timed."
+    assert closing([ok("a")]) == "1 cell verified, none was timed."
 
 
 def test_wrong_ones_are_named_before_the_answer():

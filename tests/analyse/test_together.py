@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
+from length_factory import GPU, along
 from record_factory import noisy, ok, timing, workload
 
 from attnbench.analyse.clocks import clock_of, on_one_clock
@@ -8,7 +10,7 @@ from attnbench.analyse.ranking import rank
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.speedup import speedups
 from attnbench.analyse.summary import closing
-from attnbench.analyse.together import newest, timed_together
+from attnbench.analyse.together import across_frameworks, newest, timed_together
 from attnbench.spec import Ok, Throughput
 
 
@@ -77,3 +79,16 @@ class TestClocks:
     def test_one_clock_is_left_alone(self):
         records = [ok("a", noisy(1e6, 1)), ok("b", noisy(2e6, 2), workload())]
         assert on_one_clock(records) == records
+
+
+def test_frameworks_are_held_against_each_other_only_where_one_run_timed_both():
+    jax = msgspec.structs.replace(GPU, framework="jax")
+    torch_run = along("torch.sdpa", float, (256, 512))
+    jax_run = along("jax.cudnn", float, (512, 1024), environment=jax)
+    assert across_frameworks([torch_run, jax_run]) == {}
+    ((kind, members),) = across_frameworks([[*torch_run, *jax_run]]).items()
+    assert kind.title.startswith("Overall · ")
+    assert {(record.implementation, record.workload.q_len) for record in members} == {
+        ("torch.sdpa", 512),
+        ("jax.cudnn", 512),
+    }

@@ -12,7 +12,8 @@ import pytest
 from page_factory import BREAKER, HOSTILE, JAX, page_of, section_of, source, timed, two_frameworks
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.ratios import condensed, paired_ratio
+from attnbench.analyse.ratios import Ratio, condensed, paired_ratio
+from attnbench.analyse.speedup import category
 from attnbench.errors import AttnBenchError
 from attnbench.spec import Cost, Errors, Incorrect, Memory
 
@@ -200,13 +201,16 @@ class TestAnswers:
         assert which.title == "Which one"
         (answer,) = which.folded
         assert answer.shapes == "4 heads of 32 · causal · float32 · forward"
-        assert [one.framework for one in answer.told] == ["PyTorch", "JAX"]
-        assert answer.told[0].text.startswith("use torch.sdpa, 4.0")
+        assert [one.framework for one in answer.told] == ["Overall", "PyTorch", "JAX"]
+        assert answer.told[0].text.startswith("use torch.sdpa, 2.0")
+        assert answer.told[1].text.startswith("use torch.sdpa, 4.0")
         assert "time of torch.eager / torch.sdpa 4.0" in answer.told[0].basis
         assert which.table is not None
-        assert which.table.frameworks == ["PyTorch", "JAX"]
-        ((shapes, (torch, jax)),) = which.table.rows
+        assert which.table.frameworks == ["Overall", "PyTorch", "JAX"]
+        ((shapes, (overall, torch, jax)),) = which.table.rows
         assert shapes == answer.shapes
+        assert overall is not None
+        assert overall.name == "torch.sdpa"
         assert torch is not None
         assert (torch.name, torch.equal, torch.led, torch.of) == ("torch.sdpa", "", 2, 2)
         assert torch.over_next.startswith("4.0")
@@ -273,6 +277,19 @@ class TestDerived:
         (row,) = derived.side_by_side(cells)
         assert (row["torch"], row["jax"]) == ("torch.sdpa", "jax.xla")
         assert row["gain"] == pytest.approx(2, rel=0.05)
+        assert row["side"] == "torch"
+
+    def test_what_is_shown_of_a_speedup_is_what_decides(self):
+        for cell in make_cells(section_of(*two_frameworks())).rows:
+            if cell.get("gain0_is", "baseline") != "baseline":
+                shown = Ratio(*(cell[f"gain0{edge}"] for edge in ("", "_low", "_high")))
+                assert category(shown) == cell["gain0_is"]
+
+    def test_one_sample_cannot_tell_who_is_faster(self):
+        here = {"torch.sdpa": CPU, "jax.xla": JAX}
+        records = [ok(name, time=timing([1e6]), environment=place) for name, place in here.items()]
+        (row,) = derived.side_by_side(make_cells(section_of(*records)))
+        assert row["side"] == "cannot tell"
 
     def test_kernels_of_several_shapes_share_a_row(self):
         rows = derived.kernels(make_cells(section_of(*two_frameworks())))
@@ -397,6 +414,7 @@ def test_every_family_of_shapes_has_its_own_images(tmp_path: Path):
 class TestMarkdown:
     def test_the_answer_and_the_winners(self):
         text = summarise(page_of(*two_frameworks()))
+        assert "incorrect, 1 cell: mine" in text
         assert "torch.sdpa" in text
         assert "| 1 x 256 | torch.sdpa | 4" in text
         assert "needs a GPU" in text

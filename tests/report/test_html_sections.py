@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from page_factory import JAX, section_of, source, timed, two_frameworks
 from record_factory import CPU, unsupported, workload
 
 from attnbench.report.html.environment import environment_facts
 from attnbench.report.html.families import find_families
-from attnbench.report.html.map import column_title, lay_out
+from attnbench.report.html.map import lay_out
 from attnbench.report.html.sections import gather
 from attnbench.workloads import masks
 
@@ -85,14 +87,14 @@ class TestShapes:
     def test_only_what_varies_is_said(self):
         shapes = [workload(128), workload(256, pass_="train")]
         families = find_families(shapes)
-        assert families.constant == "4 heads · width 32 · causal · float32"
+        assert families.constant == "4 heads of 32 · causal · float32"
         assert families.shape(shapes[1]) == "1 x 256 · train"
         assert families.family(shapes[0]) == "forward"
 
     def test_masks_of_arrays_go_by_their_kind_unless_two_would_read_alike(self):
         ids = [masks.block_causal([[0] * 64 + [n] * 64]) for n in (1, 2)]
         short = find_families([workload(128, mask=ids[0]), workload(128)])
-        assert short.shape(workload(128, mask=ids[0])) == "1 x 128 · blockcausal"
+        assert short.shape(workload(128, mask=ids[0])) == "1 x 128 · block_causal"
         both = find_families([workload(128, mask=mask) for mask in ids])
         assert len({both.shape(workload(128, mask=mask)) for mask in ids}) == 2
 
@@ -101,39 +103,53 @@ class TestShapes:
         shapes = [workload(128, **model), workload(256)]
         assert find_families(shapes).shape(shapes[0]) == "1 x 128 · pi0 train"
         alike = [workload(128, **model), workload(128, heads=8, **model)]
-        assert find_families(alike).shape(alike[1]) == "1 x 128 · 8 heads"
+        assert find_families(alike).shape(alike[1]) == "1 x 128 · 8 heads of 32"
 
     def test_words_agree_with_their_number(self):
         shapes = [workload(1, kv_len=64, heads=1), workload(2, kv_len=64)]
         families = find_families(shapes)
-        assert families.family(shapes[0]) == "1 query · 1 head"
-        assert families.shape(shapes[1]) == "1 x 2 x 64 · 4 heads"
+        assert families.family(shapes[0]) == "1 query · 1 head of 32"
+        assert families.shape(shapes[1]) == "1 x 2 x 64 · 4 heads of 32"
 
     def test_one_family_has_a_name(self):
         assert find_families([workload(128)]).family(workload(128)) == "all shapes"
 
-    def test_few_combinations_become_columns(self):
-        cells = [{"family": "f", "track": f"batch {b} · f", "batch": b, "len": n, "length": f"{n}"}
-                 for b, n in ((16, 512), (4, 1024))]  # fmt: skip
-        lay_out(cells)
-        assert [(cell["row"], cell["column"]) for cell in cells] == [("f", "16 x 512"), ("f", "4 x 1024")]
+
+def map_cell(family: str, batch: int, n: int, **more: str) -> dict[str, Any]:
+    return {"family": family, "batch": batch, "len": n, "length": f"{n}", "workload": f"{family} {batch} {n}"} | more
+
+
+class TestMaps:
+    def test_families_of_the_same_few_combinations_share_a_map(self):
+        cells = [map_cell(family, b, n) for family in "fg" for b, n in ((16, 512), (4, 1024))]
+        (one,) = lay_out(cells)
+        assert (one.title, one.columns) == ("", "Batch x length (tokens)")
+        assert [(cell["row"], cell["column"]) for cell in cells[:2]] == [("f", "16 x 512"), ("f", "4 x 1024")]
+
+    def test_families_of_other_combinations_have_a_map_each_the_largest_first(self):
+        small = [map_cell("f", 1, n) for n in (64, 128)]
+        large = [map_cell("g", 1, n) for n in (64, 256, 512)]
+        assert len(lay_out([*small, *large])) == 2
+        assert {cell["map"] for cell in large} == {0}
+        assert {cell["map"] for cell in small} == {1}
+
+    def test_a_family_of_one_shape_is_on_no_map(self):
+        cells = [map_cell("f", 1, 64), map_cell("g", 1, 64), map_cell("h", 1, 128), map_cell("h", 1, 256)]
+        assert len(lay_out(cells)) == 1
+        assert ["map" in cell for cell in cells] == [False, False, True, True]
 
     def test_many_combinations_make_a_row_per_batch_in_numerical_order(self):
-        cells = [{"family": "f", "track": f"batch {b}", "batch": b, "len": n, "length": f"{n}"}
-                 for b in (16, 4, 1) for n in (64, 128, 256, 512, 1024)]  # fmt: skip
-        lay_out(cells)
+        cells = [map_cell("f", b, n) for b in (16, 4, 1) for n in (64, 128, 256, 512, 1024)]
+        (one,) = lay_out(cells)
+        assert (one.title, one.columns) == ("f", "Length (tokens)")
         ordered = sorted(cells, key=lambda cell: (cell["row_place"], cell["column_place"]))
         assert list(dict.fromkeys(cell["row"] for cell in ordered)) == ["batch 1", "batch 4", "batch 16"]
         assert ordered[0]["column"] == "64"
 
     def test_shapes_of_models_have_rows_of_their_own_and_no_column(self):
-        grid = [{"family": "f", "track": "", "batch": 1, "len": n, "length": f"{n}"} for n in (64, 128)]
-        models = [
-            {"family": "g", "track": "", "batch": 1, "len": n, "length": f"{n}", "model": f"m{n}"} for n in (7, 9)
-        ]
-        lay_out(cells := [*models, *grid])
+        models = [map_cell("g", 1, n, model=f"m{n}") for n in (7, 9)]
+        grid = [map_cell("f", 1, n) for n in (64, 128)]
+        maps = lay_out(cells := [*models, *grid])
         assert [cell["row"] for cell in cells] == ["m7 · 1 x 7", "m9 · 1 x 9", "f", "f"]
-        assert [cell["row_place"] for cell in cells] == [1, 2, 0, 0]
         assert [cell.get("column") for cell in cells] == [None, None, "1 x 64", "1 x 128"]
-        assert column_title(cells) == "Batch x length (tokens)"
-        assert column_title(models) == ""
+        assert sorted(one.columns for one in maps) == ["", "Batch x length (tokens)"]

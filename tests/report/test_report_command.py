@@ -146,6 +146,50 @@ class TestTrouble:
         assert "attnbench[report]" in capsys.readouterr().err
 
 
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("run", "options"),
+        [
+            ("copy.jsonl", ["-o", "copy.jsonl"]),
+            ("copy.html", []),
+            ("texts/summary.txt", ["-o", "page.html", "--summaries", "texts"]),
+            ("charts/time.png", ["-o", "page.html", "--png", "charts"]),
+        ],
+    )
+    def test_to_write_over_a_run(
+        self, run: str, options: list[str], run_file: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        copy = Path(run)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(run_file.read_bytes())
+        assert execute(["report", str(run_file), run, *options] if options else ["report", run]) == 2
+        assert f"{run} is the run itself" in capsys.readouterr().err
+        assert copy.read_bytes() == run_file.read_bytes()
+
+    @pytest.mark.parametrize("command", ["report", "show"])
+    @pytest.mark.parametrize(
+        ("wanted", "told"),
+        [
+            ("torch.egaer", 'no implementation in these runs called "torch.egaer". Near: torch.eager'),
+            ("nobody", "There is: jax.xla, mine, torch.eager, torch.fa3, torch.fa4, torch.sdpa."),
+            ("torch.fa3", "nothing can be compared with torch.fa3: it was timed on no shape in these runs."),
+        ],
+    )
+    def test_a_baseline_that_is_not_there(
+        self, command: str, wanted: str, told: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        assert execute([command, str(run_file), "--against", wanted]) == 2
+        assert told in capsys.readouterr().err
+        assert not run_file.with_suffix(".html").exists()
+
+    @pytest.mark.parametrize("word", ["--out", "--output", "-o"])
+    def test_neither_word_for_where(self, word: str, run_file: Path):
+        assert execute(["report", str(run_file), word, "page.html"]) == 0
+        assert execute(["export", str(run_file), "--format", "csv", word, "run.csv"]) == 0
+        assert Path("page.html").is_file()
+        assert Path("run.csv").is_file()
+
+
 class TestHistory:
     def test_commits_are_in_the_order_of_git(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -85,7 +85,7 @@ def test_summary_answers_first_and_names_what_is_missing(folder: Path):
     parts = [
         "Test GPU · torch",
         "13 cells: 10 ok, 1 out of memory, 1 unsupported, 1 incorrect",
-        "mine is not ranked: gradient of K is wrong.",
+        "Wrong: mine is not ranked: gradient of K is wrong.",
         "Which one",
         "4 heads of 32 · causal · float32 · forward: PyTorch: by shape, most often torch.",
         "From which length",
@@ -95,7 +95,7 @@ def test_summary_answers_first_and_names_what_is_missing(folder: Path):
         "Without a result",
         "unsupported: torch.fa3: needs cuda",
         "Speed-up against torch.eager",
-        "performance.json, memory.json and correctness.json beside this file.",
+        "performance.json, memory.json and correctness.json, which `attnbench report` writes with this file.",
     ]
     places = [" ".join(text.split()).index(part) for part in parts]
     assert places == sorted(places)
@@ -142,6 +142,25 @@ def test_no_more_lines_than_a_person_reads(machines: int, tmp_path: Path):
         assert "more are in correctness.json" in text
     if machines > 7:
         assert "more machines or sets of packages are in performance.json." in text
+
+
+@pytest.mark.parametrize("machines", [1, 2, 40])
+@pytest.mark.parametrize("wrong", [2, 12])
+def test_what_is_wrong_is_always_told(machines: int, wrong: int, tmp_path: Path):
+    bad = [incorrect(f"torch.bad-{n}", "gradient of Q " * 30, workload(256)) for n in range(wrong)]
+    parts = [measured([*many(kinds=30, reasons=30), *bad], title=f"machine {n}") for n in range(machines)]
+    write_summaries(parts, tmp_path, left=["run.jsonl ended early"] * 5)
+    text = (tmp_path / "summary.txt").read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    for one in bad:
+        assert one.implementation in text.partition("Which one")[0]
+
+
+def test_the_published_summary_tells_what_is_wrong_and_claims_no_file_that_is_not_kept():
+    text = (RESULTS / "h200/report-summary/summary.txt").read_text()
+    assert "Wrong: jax.tokamax-triton is not ranked on 13 shapes" in text
+    assert "Wrong: torch.fa4 is not ranked on 1 shape" in text
+    assert "beside this file" not in text
 
 
 @pytest.mark.parametrize("run", ["cpu/quick", "h200/grid-gpu", "h200/gemma"])

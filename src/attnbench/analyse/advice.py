@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from attnbench.analyse.ratios import Ratio
-from attnbench.analyse.summary import format_ratio
+from attnbench.analyse.wording import counted, format_ratio
 
 Kind = Literal["overall", "winner", "tie", "mixed", "flash", "threshold", "launch-bound", "memory"]
 SIGNIFICANT = 2
@@ -92,7 +92,7 @@ def rounded(count: float) -> int:
 
 def workloads(count: int) -> str:
     """1 workload, 2 workloads."""
-    return f"{count} workload{'' if count == 1 else 's'}"
+    return counted(count, "workload")
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -17,6 +17,8 @@ from attnbench.spec import Record, Workload
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
 SIZED = ("window", "prefix", "dilated")
 """Kinds of masks whose sizes a family leaves open."""
+OVERALL = "Overall"
+"""In place of a framework: whichever ran."""
 NO_MASK = "full"
 HIDES_NOTHING = " that hides nothing"
 
@@ -41,9 +43,13 @@ class Family(Struct, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """One line for people, without the device."""
-        framework = FRAMEWORKS.get(self.framework, self.framework)
-        heads = f"{self.heads} heads of {self.head_dim}"
-        facts = [framework, self.shape, heads, self.mask, self.dtype, self.pass_, self.extras]
+        return f"{FRAMEWORKS.get(self.framework, self.framework)} · {self.shapes}"
+
+    @property
+    def shapes(self) -> str:
+        """The same without the framework."""
+        heads = head_words(self.heads, self.head_dim)
+        facts = [self.shape, heads, self.mask, self.dtype, self.pass_, self.extras]
         return " · ".join(fact for fact in facts if fact)
 
 
@@ -67,6 +73,11 @@ Tracks = dict[Track, dict[str, list[Record]]]
 """Track -> name of the implementation -> its records, shortest first, one per length."""
 
 
+def head_words(heads: str, width: str) -> str:
+    """32:8 heads of 128."""
+    return f"1 head of {width}" if heads == "1" else f"{heads} heads of {width}"
+
+
 def length(workload: Workload) -> int:
     """Tokens that grow along a track: keys, and queries with them unless those are fixed."""
     return workload.kv_len
@@ -74,10 +85,21 @@ def length(workload: Workload) -> int:
 
 def family_of(record: Record) -> Family:
     """The family a record belongs to."""
-    w, environment = record.workload, record.environment
+    environment = record.environment
+    device = "" if environment is None else environment.device_name
+    framework = (environment.framework if environment else "") or record.implementation.partition(".")[0]
+    return _family(record.workload, device, framework)
+
+
+def kind_of(workload: Workload) -> str:
+    """What a family says of its shapes, whoever ran them."""
+    return _family(workload).shapes
+
+
+def _family(w: Workload, device: str = "", framework: str = "") -> Family:
     return Family(
-        device="" if environment is None else environment.device_name,
-        framework=(environment.framework if environment else "") or record.implementation.partition(".")[0],
+        device=device,
+        framework=framework,
         dtype=w.dtype,
         heads=f"{w.heads}" if w.heads == w.kv_heads else f"{w.heads}:{w.kv_heads}",
         head_dim=f"{w.head_dim}" if w.head_dim == w.value_dim else f"{w.head_dim}/{w.value_dim}",

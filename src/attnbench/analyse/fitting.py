@@ -44,7 +44,7 @@ def _limit(name: str, records: Sequence[Record]) -> tuple[str, list[Figure]] | N
     if fit is None or limit is None or growth(fit.local.exponent) not in ("between", "O(n^2)"):
         return None
     span = f" ({limit.low:,}-{limit.high:,})" if limit.high > limit.low else ""
-    memory = f"{limit.memory_bytes / 1e9:.3g} GB"
+    memory = _memory_words(limit.memory_bytes, records)
     grows = f"peak memory ~ n^{fit.local.exponent:.2f}"
     told = f"{name} stops fitting {memory} at about {limit.length:,} tokens{span}, {grows}"
     if limit.out_of_memory_at is not None:
@@ -54,6 +54,14 @@ def _limit(name: str, records: Sequence[Record]) -> tuple[str, list[Figure]] | N
         Figure(name=f"{name} fits until", value=limit.length, unit="tokens", **edges),
         Figure(name=f"exponent of {name}'s peak memory", value=fit.local.exponent),
     ]
+
+
+def _memory_words(count: int, records: Sequence[Record]) -> str:
+    """JAX knows what its allocator may take, which is less than the device has."""
+    told = f"{count / 1e9:.3g} GB"
+    known = [record.environment for record in records if record.environment is not None]
+    of_jax = any(one.framework == "jax" and one.device != "cpu" for one in known)
+    return f"the {told} that JAX's allocator may take of the device" if of_jax else told
 
 
 def _seen(name: str, records: Sequence[Record]) -> tuple[str, list[Figure]] | None:

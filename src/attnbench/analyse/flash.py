@@ -12,7 +12,7 @@ from attnbench.analyse.families import Family, Track, length
 from attnbench.analyse.fronts import exact
 from attnbench.analyse.ranking import label
 from attnbench.analyse.ratios import Ratio
-from attnbench.analyse.summary import format_ratio
+from attnbench.analyse.wording import format_ratio
 from attnbench.spec import Ok, Record
 from attnbench.workloads.cost import demand
 
@@ -107,8 +107,9 @@ def _gain(at: Place, fused_leads: bool) -> str:
 
 
 def _here_and_there(turns: Mapping[Track, Turn]) -> str:
-    told = [f"with {track.title} {_where(turn.crossover)}" for track, turn in turns.items()]
-    return f"{FUSED} pays {listed(told)}"
+    subjects = [FUSED, *["it"] * (len(turns) - 1)]
+    told = zip(turns.items(), subjects)
+    return "; ".join(f"with {track.title}, {who} {_where(turn.crossover)}" for (track, turn), who in told)
 
 
 def _lengths(turns: Mapping[Track, Turn]) -> list[Figure]:
@@ -129,10 +130,10 @@ def _lengths(turns: Mapping[Track, Turn]) -> list[Figure]:
 def _where(found: Crossover) -> str:
     if found.interval is not None:
         low, high = (f"{edge:,.0f}" for edge in found.interval)
-        word = "from" if found.kind == "from" else "only up to"
+        word = "pays from" if found.kind == "from" else "pays only up to"
         if found.point is None:
             return f"{word} somewhere between {low} and {high} tokens"
         return f"{word} about {tokens(found.point)} tokens ({low}-{high})"
     lengths = listed([f"{n:,}" for n in found.lengths])
-    words = {"always": f"at {lengths}", "never": f"not at {lengths}", "same": f"nothing at {lengths}"}
-    return words.get(found.kind, f"now and then ({lengths})")
+    words = {"always": "pays", "never": "does not pay", "same": "makes no certain difference"}
+    return f"{words.get(found.kind, 'pays now and then')} at {lengths}"

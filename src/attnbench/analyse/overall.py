@@ -10,6 +10,7 @@ from attnbench.analyse.families import FRAMEWORKS, Family
 from attnbench.analyse.fronts import Front
 from attnbench.analyse.twins import named, plainest, twins_of
 from attnbench.analyse.winners import against_rival, champion_of, over_plain
+from attnbench.analyse.wording import all_of
 from attnbench.spec import PASSES
 
 MOST_OTHERS = 3
@@ -63,7 +64,7 @@ def _sentence(key: Key, front: Front, against: Sequence[str]) -> Recommendation:
 
 
 def _lead(led: int, every: int, alone: bool) -> str:
-    shapes = "the one shape" if every == 1 else f"all {every} shapes" if led == every else f"{led} of {every} shapes"
+    shapes = all_of(every, "shape") if every == 1 or led == every else f"{led} of {every} shapes"
     return f"is the only one that was timed, on {shapes}" if alone else f"leads on {shapes}"
 
 

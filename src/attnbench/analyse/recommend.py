@@ -16,7 +16,7 @@ from attnbench.analyse.from_length import threshold_of
 from attnbench.analyse.fronts import front_of
 from attnbench.analyse.launch_bound import launch_bound_of
 from attnbench.analyse.overall import overall_of
-from attnbench.analyse.together import families_together, newest
+from attnbench.analyse.together import across_frameworks, families_together, newest
 from attnbench.analyse.winners import winner_of
 from attnbench.spec import Record
 
@@ -33,6 +33,7 @@ def recommend(*runs: Sequence[Record], against: Sequence[str] = ()) -> list[Reco
     within, waiting = _by_family(lines), _by_family(every)
     found = [
         *overall_of(fronts, against),
+        *(winner_of(kind, front_of(members)) for kind, members in across_frameworks(runs).items()),
         *(winner_of(family, front) for family, front in fronts.items()),
         *(flash_of(family, members) for family, members in within.items()),
         *(threshold_of(track, names, fronts[track.family]) for track, names in lines.items()),

@@ -12,7 +12,7 @@ from attnbench.analyse.ranking import RANK_LEVEL, by_workload, is_timed, label
 from attnbench.analyse.ratios import Ratio, paired_ratio
 from attnbench.spec import Ok, Record
 
-Category = Literal["excellent", "good", "measured", "investigate", "no significant difference"]
+Category = Literal["excellent", "good", "measured", "investigate", "no significant difference", "cannot tell"]
 EXCELLENT, GOOD = 1.5, 1.2
 
 
@@ -24,23 +24,25 @@ class Speedup(Struct, frozen=True, kw_only=True):
     baseline: str
     device: str
     ratio: Ratio
-    """Time of the baseline / time of this one."""
+    """Time of the baseline / time of this one, with the interval that the category goes by: the ranking's."""
     category: Category
     approximate: bool = False
 
 
 def category(ratio: Ratio) -> Category:
-    """Of a time of the baseline over a time of this one: what is certain, so a gain goes by its low edge."""
+    """Of a time of the baseline over a time of this one: what is certain, so a gain goes by its low edge.
+
+    An interval around 1 that reaches a good gain, or as large a loss, says nothing: more rounds would.
+    """
     if ratio.low <= 1 <= ratio.high:
-        return "no significant difference"
+        return "no significant difference" if ratio.low > 1 / GOOD and ratio.high < GOOD else "cannot tell"
     if ratio.high < 1:
         return "investigate"
     return "excellent" if ratio.low > EXCELLENT else "good" if ratio.low >= GOOD else "measured"
 
 
 def speedups(records: Iterable[Record], base: str) -> list[Speedup]:
-    """Every timed record against the baseline's of the same workload, device and clock, where there is one; the
-    category at the level of the ranking."""
+    """Every timed record against the baseline's of the same workload, device and clock, where there is one."""
     devices: dict[str, dict[str, Record]] = {}
     for record in records:
         device = "" if record.environment is None else record.environment.device_name
@@ -59,13 +61,13 @@ def speedups(records: Iterable[Record], base: str) -> list[Speedup]:
 
 
 def _speedup(record: Ok, reference: Ok, base: str, device: str) -> Speedup:
-    ratio = paired_ratio(record, reference)
+    ratio = paired_ratio(record, reference, RANK_LEVEL)
     return Speedup(
         implementation=label(record),
         workload=record.workload.id,
         baseline=base,
         device=device,
         ratio=ratio,
-        category=category(paired_ratio(record, reference, RANK_LEVEL)),
+        category=category(ratio),
         approximate=record.approximate,
     )

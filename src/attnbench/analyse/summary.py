@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from attnbench.analyse.ranking import NOT_TIMED, Row, baseline, by_workload, is_timed, label, rank
-from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.verdicts import judge
+from attnbench.analyse.wording import counted, format_ratio, vague
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 __all__ = [
@@ -32,8 +32,6 @@ ADVICE = {
 """The closed list of honest warnings: how a note begins -> what to do about it."""
 
 
-HOPELESS = 10.0
-"""An interval this many times as high as low says nothing that a figure could."""
 Rankings = dict[str, list[Row]]
 """Workload id -> its ranked rows."""
 
@@ -43,15 +41,17 @@ def closing(
     against: Sequence[str] = (),
     focus: Sequence[str] = (),
     ranked: Sequence[Sequence[Row]] | None = None,
+    wrong: bool = True,
 ) -> str:
     """The sentence that answers the question, after what must be said first about ones that are never right.
 
     `focus` names what the user came to look at: where it is not in front, how far behind it is. `ranked` are the
     records ranked workload by workload, where that was done already; of several runs each workload by one of them.
+    Without `wrong` the sentences about wrong results are left to the caller.
     """
     groups = by_workload(records)
     kept = [r for group in groups.values() for r in group]
-    before, after = wrong_sentences(kept, focus)
+    before, after = wrong_sentences(kept, focus) if wrong else ([], [])
     before += _lost_sentences(kept, focus)
     found = map(rank, groups.values()) if ranked is None else ranked
     ordered = ([row for row in rows if row.rank is not None] for rows in found)
@@ -136,7 +136,8 @@ def _comparison(champion: str, other: str, rankings: Rankings) -> str:
     ratio, (least, most) = verdict.ratio, verdict.span
     shapes = _shapes(len(rankings)) if len(pairs) == len(rankings) else f"{len(pairs)} of {_shapes(len(rankings))}"
     if not verdict.sign:
-        return f"{champion} and {other} cannot be told apart ({format_ratio(ratio)}) over {shapes}"
+        why = "their times vary too much" if vague(ratio) else format_ratio(ratio)
+        return f"{champion} and {other} cannot be told apart ({why}) over {shapes}"
     if verdict.sign < 0:
         told = format_ratio(ratio.inverse) if verdict.on_average else f"{1 / most:.2f}x to {1 / least:.2f}x"
         return f"{champion} is {told} slower than {other} over {shapes}"
@@ -144,22 +145,14 @@ def _comparison(champion: str, other: str, rankings: Rankings) -> str:
     return f"{champion} is {told} faster than {other} over {shapes}"
 
 
-def format_ratio(ratio: Ratio) -> str:
-    """1.96x (1.94-1.98), with as many digits as the size deserves."""
-    if ratio.high > HOPELESS * ratio.low:
-        return "cannot tell"
-    digits = 2 if ratio.value < 10 else 1 if ratio.value < 100 else 0
-    return f"{ratio.value:.{digits}f}x ({ratio.low:.{digits}f}-{ratio.high:.{digits}f})"
-
-
 def _shapes(count: int) -> str:
-    return f"{count} shape{'' if count == 1 else 's'}"
+    return counted(count, "shape")
 
 
 def _nothing_timed(records: Sequence[Record]) -> str:
     verified = sum(isinstance(r, Ok) for r in records)
     if verified:
-        return f"{verified} cells verified, none was timed."
+        return f"{counted(verified, 'cell')} verified, none was timed."
     counts = Counter(r.status.replace("_", " ") for r in records)
     told = ", ".join(f"{n} {status}" for status, n in counts.most_common())
     return f"Nothing could be measured ({told or 'no cells'})."
@@ -201,7 +194,7 @@ def count_notes(records: Iterable[Record]) -> list[str]:
         if isinstance(record, Ok):
             notes = [note for note in record.notes if not note.startswith(NOT_TIMED)]
             counts.update({next((k for k in ADVICE if note.startswith(k)), note) for note in notes})
-    cells = ((note, f"{n} cell{'' if n == 1 else 's'}") for note, n in counts.most_common())
+    cells = ((note, counted(n, "cell")) for note, n in counts.most_common())
     return [f"{note}: {many}" + (f" ({ADVICE[note]})" if note in ADVICE else "") for note, many in cells]
 
 

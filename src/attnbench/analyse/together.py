@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import structs
+
 from attnbench.analyse.clocks import without_other_clocks
-from attnbench.analyse.families import Family, by_family
+from attnbench.analyse.families import OVERALL, Family, by_family, family_of
 from attnbench.analyse.ranking import by_workload, is_timed
 from attnbench.spec import Ok, Record
 
@@ -27,6 +29,25 @@ def timed_together(runs: Runs) -> list[Ok]:
             if found and len(found) >= len(best.get(key, ())):
                 best[key] = found
     return [record for group in best.values() for record in group]
+
+
+def across_frameworks(runs: Runs) -> dict[Family, list[Record]]:
+    """The same of every kind of shapes that several frameworks timed in one run, all of them together."""
+    found: dict[Family, list[list[Record]]] = {}
+    for run in runs:
+        kinds: dict[Family, list[Record]] = {}
+        for family, members in by_family(run).items():
+            kinds.setdefault(structs.replace(family, framework=OVERALL), []).extend(members)
+        for kind, members in kinds.items():
+            found.setdefault(kind, []).append(members)
+    together = {kind: timed_together(members) for kind, members in found.items()}
+    return {kind: _shared(members) for kind, members in together.items() if _shared(members)}
+
+
+def _shared(records: list[Ok]) -> list[Record]:
+    """Records of workloads that more than one framework ran."""
+    groups = by_workload(records).values()
+    return [record for group in groups if len({family_of(one).framework for one in group}) > 1 for record in group]
 
 
 def families_together(runs: Runs) -> dict[Family, list[Record]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from attnbench.cli.inputs import spare_runs
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ def export(
     output: Annotated[
         str | None,
         Parameter(
-            name=["--output", "-o"],
+            name=["--output", "--out", "-o"],
             allow_leading_hyphen=True,
-            help="The file; - is stdout, the default of everything that is text.",
+            help="The file. Without one, text goes to stdout (also -), parquet and sqlite to RUN.parquet and "
+            "RUN.sqlite in the working directory.",
         ),
     ] = None,
     words: Annotated[
@@ -57,8 +59,7 @@ def export(
             raise UsageError(f"{form} is no text: name a file with -o.")
         sys.stdout.write(export_text(sources, form))
         return 0
-    if any(Path(target).resolve() == path.resolve() for path in paths):
-        raise UsageError(f"{target} is the run itself: name another file with -o.")
+    spare_runs([Path(target)], paths, "-o")
     export_file(sources, form, Path(target))
     _say(f"wrote {target}")
     return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from attnbench.cli.inputs import check_against, spare_runs
 from attnbench.cli.options import Json, Many
 from attnbench.errors import UsageError
 
@@ -24,7 +25,9 @@ NEEDED = ("altair", "jinja2", "vl_convert")
 
 def report(
     *runs: Annotated[str, Parameter(help="Run files, parts of their names, or `latest` (when none is given).")],
-    out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="The page; beside the first run file.")] = None,
+    out: Annotated[
+        Path | None, Parameter(name=["--out", "--output", "-o"], help="The page; beside the first run file.")
+    ] = None,
     png: Annotated[Path | None, Parameter(help="Folder for every chart as PNG and SVG.")] = None,
     markdown: Annotated[
         bool, Parameter(negative="", help="Also print a summary for a pull request or a job's page.")
@@ -50,13 +53,15 @@ def report(
     from attnbench.report.summaries import folder_of
 
     paths, sources = _read(runs or ("latest",))
+    path = paths[0].with_suffix(".html") if out is None else out
+    folder = summaries or folder_of(path)
+    _spare(paths, path, folder, png)
+    check_against(against, (record for source in sources for record in source.run.records))
     page = compose(sources, against, _history(sources))
     _warn(page.left)
     if not page.parts:
         raise UsageError(f"{paths[0]} holds no records: `attnbench run --quick` makes some.")
-    path = paths[0].with_suffix(".html") if out is None else out
     _write(path, render(page))
-    folder = summaries or folder_of(path)
     texts = _summarise(page, folder, against, path)
     images = [] if png is None else write_images(page, png)
     if markdown:
@@ -96,6 +101,15 @@ def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
     sources = [Source(path.name, read_run(path), str(path)) for path in paths]
     _warn(warning for source in sources for warning in source.run.warnings)
     return paths, sorted(sources, key=lambda source: source.run.header.created)
+
+
+def _spare(runs: Sequence[Path], page: Path, folder: Path, png: Path | None) -> None:
+    from attnbench.report.summaries import FILES
+
+    spare_runs([page], runs, "-o")
+    spare_runs([folder / name for name in FILES], runs, "--summaries")
+    if png is not None:
+        spare_runs([png, *(png / run.name for run in runs if run.suffix in (".png", ".svg"))], runs, "--png")
 
 
 def _warn(warnings: Iterable[str]) -> None:

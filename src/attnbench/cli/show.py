@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from attnbench.cli.inputs import check_against
 from attnbench.cli.options import Json, Many
 from attnbench.errors import UsageError
 
@@ -41,6 +42,7 @@ def show(
     records = [r for r in found.records if all(word in r.cell.id for word in words.split())]
     if not records:
         raise UsageError(f'{path} holds no cell with "{words}" in its id.' if words else f"{path} holds no records.")
+    check_against(against, records)
     sentence = closing(records, against)
     if json:
         print_json({"header": found.header, **document(path, records, sentence, against)})

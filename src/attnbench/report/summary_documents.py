@@ -30,7 +30,7 @@ class Measured(Struct, frozen=True):
     runs: Sequence[Sequence[Record]]
     """The oldest first; rounds are paired within a run only."""
     answer: Sequence[str]
-    """Sentences."""
+    """Sentences; what is wrong is told without them."""
     advice: Sequence[Recommendation]
     against: Sequence[str] = ()
 

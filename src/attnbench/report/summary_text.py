@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec import Struct
 
 from attnbench.analyse.advice import Kind, Pick
+from attnbench.analyse.losses import name_wrong
 from attnbench.analyse.ranking import label
-from attnbench.analyse.summary import count_notes
+from attnbench.analyse.summary import count_notes, wrong_sentences
 from attnbench.report.detail import environment_line
 from attnbench.report.html.answers import GROUPS, WHICH, pick_table
 from attnbench.report.summary_documents import Document, Measured
@@ -20,14 +21,18 @@ MOST_LINES = 60
 WIDTH = 110
 LEAST = 8
 """Lines that the part of one machine needs to say anything."""
+ROOMY = 20
+"""With fewer lines for each machine, what is wrong is told once for all of them."""
 MOST_NAMES = 4
 ANSWER, ADVICE, REASONS = 10, 5, 5
 """Lines of a section at most, where it is not the one that says which to use."""
-ORDER = ("excellent", "good", "measured", "no significant difference", "investigate")
+ORDER = ("excellent", "good", "measured", "no significant difference", "cannot tell", "investigate")
 REST = (
     "Every cell, every sentence with its figures, growth with length: performance.json, memory.json and "
-    "correctness.json beside this file."
+    "correctness.json, which `attnbench report` writes with this file."
 )
+MOST_WRONG = 3
+"""Wrong implementations that are told with their reason where there is little room; the others by name."""
 
 
 class Block(Struct, frozen=True):
@@ -43,22 +48,25 @@ def summary_text(parts: Sequence[Measured], speed: Document, left: Sequence[str]
     """At most `MOST_LINES` lines, shared by the machines; `speed` is the document of performance, `left` tells of runs
     that ended early."""
     tail = [*_wrapped(REST), *_early(left)]
-    room = MOST_LINES - len(tail)
+    scarce = MOST_LINES // max(1, len(parts)) < ROOMY
+    lines = _named_wrong([record for part in parts for record in part.records]) if scarce else []
+    room = MOST_LINES - len(tail) - len(lines)
     shown = parts[: max(1, room // LEAST)]
-    lines: list[str] = []
     for part in shown:
-        lines += _fitted(_blocks(part, speed, titled=len(parts) > 1), room // len(shown) - 1)
+        blocks = _blocks(part, speed, titled=len(parts) > 1, wrong=not scarce)
+        lines += _fitted(blocks, room // len(shown) - 1)
     if len(shown) < len(parts):
         lines[-1] = f"{len(parts) - len(shown)} more machines or sets of packages are in performance.json."
     text = "\n".join([*lines, *tail]) + "\n"
     return "".join(one for one in text if one.isprintable() or one == "\n")
 
 
-def _blocks(part: Measured, speed: Document, titled: bool) -> Iterator[Block]:
+def _blocks(part: Measured, speed: Document, titled: bool, wrong: bool) -> Iterator[Block]:
     """In the order in which they are read, and given up from the end."""
     shown = part.records
     heading = [part.title, "=" * len(part.title)] if titled else _machines(shown)
     yield Block("", [*heading, _counts(shown)], ANSWER)
+    yield Block("", _wrong(shown) if wrong else [], MOST_LINES)
     yield Block("", part.answer, ANSWER)
     table = pick_table(part.advice)
     picks = [f"{shapes}: {_told(table.frameworks, row)}" for shapes, row in table.rows]
@@ -70,6 +78,23 @@ def _blocks(part: Measured, speed: Document, titled: bool) -> Iterator[Block]:
     rows = [row for row in speed["speedups"] if row["section"] == part.title]
     yield Block(f"Speed-up against {part.baseline}", _categories(rows), ADVICE)
     yield Block("Notes", count_notes(shown), ADVICE)
+
+
+def _wrong(records: Sequence[Record]) -> list[str]:
+    """Everybody who computed something else: the first with their reasons, the others by name; none is left out."""
+    sentences = [sentence for told in wrong_sentences(records) for sentence in told]
+    if len(sentences) <= MOST_WRONG:
+        return [f"Wrong: {textwrap.shorten(one, 2 * WIDTH, placeholder=' ...')}" for one in sentences]
+    return [_all_wrong(records)]
+
+
+def _named_wrong(records: Sequence[Record]) -> list[str]:
+    """The same by name only, in lines of its own before the machines."""
+    return [*_wrapped(_all_wrong(records)), ""] if name_wrong(records) else []
+
+
+def _all_wrong(records: Sequence[Record]) -> str:
+    return f"Wrong, and not ranked there: {name_wrong(records)}; why is in correctness.json."
 
 
 def _early(left: Sequence[str]) -> list[str]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from math import floor, log10
+
 DASH = "–"
+SMALL, TINY = 0.01, 1e-6
+"""Below the one three decimals say too little, below the other no decimals help."""
+MANY_TIMES = 10
 
 
 def duration(ns: float | None) -> str:
@@ -26,17 +31,23 @@ def size(count: int | None) -> str:
 
 
 def significant(value: float | None) -> str:
-    """Three significant digits without an exponent."""
+    """Three significant digits without an exponent; of what is very small two."""
     if value is None:
         return DASH
     magnitude = abs(value)
-    digits = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.1 else 3
+    if 0 < magnitude < SMALL:
+        return f"{value:.{1 - floor(log10(magnitude))}f}" if magnitude >= TINY else f"{value:.1e}"
+    digits = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.1 or not magnitude else 3
     return f"{value:.{digits}f}"
 
 
 def percent(share: float | None) -> str:
-    """A share of one."""
-    return DASH if share is None else f"{100 * share:.{1 if share < 0.1 else 0}f} %"
+    """A share of one; beyond 1000 % as a multiple."""
+    if share is None:
+        return DASH
+    if abs(share) >= MANY_TIMES:
+        return f"{significant(share)}x"
+    return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f} %".replace("-0.0 %", "0.0 %")
 
 
 def error(value: float | None) -> str:

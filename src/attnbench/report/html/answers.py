@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from attnbench.analyse.advice import Kind, Pick, Recommendation
-from attnbench.analyse.families import FRAMEWORKS
+from attnbench.analyse.families import FRAMEWORKS, OVERALL
 
 WHICH = "Which one"
 GROUPS: Mapping[str, tuple[int, tuple[Kind, ...]]] = {
@@ -48,7 +48,17 @@ class PickTable(Struct, frozen=True):
     """Kinds of shapes -> which one in each framework."""
 
     frameworks: list[str]
+    """The winner of all first, where several ran."""
     rows: list[tuple[str, list[Pick | None]]]
+    common: str = ""
+    """What all kinds of shapes share, in words."""
+
+    @property
+    def short_rows(self) -> list[tuple[str, list[Pick | None]]]:
+        """The same without what they share."""
+        shared = self.common.split(" · ")
+        told = ([word for word in shapes.split(" · ") if word not in shared] for shapes, _ in self.rows)
+        return [(" · ".join(words), picks) for words, (_, picks) in zip(told, self.rows)]
 
 
 def group_advice(advice: Iterable[Recommendation]) -> list[Group]:
@@ -70,11 +80,18 @@ def pick_table(advice: Iterable[Recommendation]) -> PickTable:
             framework, _, shapes = one.family.partition(" · ")
             rows.setdefault(shapes, {})[framework] = one.pick
     names = sorted({name for row in rows.values() for name in row}, key=_place)
-    return PickTable(names, [(shapes, [row.get(name) for name in names]) for shapes, row in rows.items()])
+    told = [(shapes, [row.get(name) for name in names]) for shapes, row in rows.items()]
+    return PickTable(names, told, _common([shapes.split(" · ") for shapes in rows]))
+
+
+def _common(kinds: Sequence[Sequence[str]]) -> str:
+    """Words of all of several kinds; one kind shares nothing."""
+    first, *others = kinds or [[]]
+    return " · ".join(word for word in first if others and all(word in one for one in others))
 
 
 def _place(framework: str) -> int:
-    return [*FRAMEWORKS.values(), framework].index(framework)
+    return [OVERALL, *FRAMEWORKS.values(), framework].index(framework)
 
 
 def _answers(advice: Iterable[Recommendation]) -> list[Answer]:

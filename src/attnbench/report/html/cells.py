@@ -13,8 +13,8 @@ from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.analyse.speedup import category
 from attnbench.analyse.together import newest
 from attnbench.report.html.baselines import choose_baselines
-from attnbench.report.html.families import Families, find_families, length_text
-from attnbench.report.html.map import lay_out
+from attnbench.report.html.families import Families, find_families, kind_words, length_text
+from attnbench.report.html.map import WinnerMap, lay_out
 from attnbench.report.html.picks import set_beside
 from attnbench.report.html.sections import Section
 from attnbench.spec import Ok, Record
@@ -36,6 +36,7 @@ class Cells(Struct, frozen=True):
     baselines: list[str]
     runs: list[list[Record]]
     """Run by run, the oldest first, with a sample per round, in the order of the rankings."""
+    maps: list[WinnerMap] = []
     repeated: int = 0
     """Cells that several runs hold; only the newest of each is shown."""
     pooled: int = 0
@@ -87,12 +88,12 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
             kept[record.cell.id]["samples"] = len(record.time.samples_ns)
     _number_kernels(records, kept)
     rows = list(kept.values())
-    lay_out(rows)
+    maps = lay_out([row for row in rows if row.get("ns") is not None and row["exact"]])
     set_beside(rows)
     groups = [group for run in ranked for group in run]
     by_run = [[row.record for group in run for row in group] for run in ranked]
     repeated = len(section.records) - len(records)
-    return Cells(rows, groups, records, families, baselines, by_run, repeated, pooled)
+    return Cells(rows, groups, records, families, baselines, by_run, maps, repeated, pooled)
 
 
 def _number_kernels(records: Iterable[Record], cells: Mapping[str, Cell]) -> None:
@@ -120,7 +121,7 @@ def _cell(row: Row, families: Families, baselines: Sequence[str], others: Mappin
     cell = _identity(record, families) | {"status": record.status, "reason": row.reason or None, "rank": row.rank}
     if isinstance(record, Ok):
         cell |= _timing(record) | _resources(record) | _correctness(record)
-        cell |= _speedups(row, record, baselines, others)
+        cell |= _speedups(record, baselines, others)
     return cell
 
 
@@ -133,6 +134,7 @@ def _identity(record: Record, families: Families) -> Cell:
         "shape": families.shape(workload),
         "family": families.family(workload),
         "track": families.track(workload),
+        "kind": kind_words(workload),
         "model": families.model(workload) or None,
         "pass": workload.pass_,
         "batch": workload.batch,
@@ -203,7 +205,7 @@ def _correctness(record: Ok) -> Cell:
     }
 
 
-def _speedups(row: Row, record: Ok, baselines: Sequence[str], others: Mapping[str, Ok | None]) -> Cell:
+def _speedups(record: Ok, baselines: Sequence[str], others: Mapping[str, Ok | None]) -> Cell:
     cell: Cell = {}
     if not is_timed(record):
         return cell
@@ -211,9 +213,8 @@ def _speedups(row: Row, record: Ok, baselines: Sequence[str], others: Mapping[st
         other = others.get(name)
         if other is None or clock_of(other) != clock_of(record):
             continue
-        ratio = (row.speedup if place == 0 else None) or paired_ratio(record, other)
-        certain = category(paired_ratio(record, other, RANK_LEVEL))
-        word = "baseline" if record.implementation == name and not record.config else certain
+        ratio = paired_ratio(record, other, RANK_LEVEL)
+        word = "baseline" if record.implementation == name and not record.config else category(ratio)
         cell |= {
             f"gain{place}": ratio.value,
             f"gain{place}_low": ratio.low,

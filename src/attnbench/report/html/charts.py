@@ -28,6 +28,7 @@ from attnbench.report.html.encodings import (
     shortened,
     symbol,
 )
+from attnbench.report.html.map import WinnerMap
 from attnbench.report.html.picks import Choice
 
 NEAR_ROOFS = 1.15
@@ -39,6 +40,9 @@ ONE_NAME = "!isValid(datum.kernel) || datum.plain == datum.plainest"
 """Of names of one kernel that are as fast, the plainest."""
 NARROW = "bandwidth('x') < 50"
 """Columns too narrow for a title across."""
+LONG_ROWS = "(width < 300 || length(rows[0] || '') > 56)"
+"""Names of rows that are long, or stand beside a narrow map: word by word below each other."""
+ROW_NAME = f"{LONG_ROWS} ? split(datum.label, ' · ') : datum.label"
 ABOVE: dict[str, Any] = {"orient": "top", "ticks": False, "domain": False}
 LENGTHS = "lengths"
 """Parameter of the charts over length."""
@@ -63,12 +67,18 @@ class Chart(Struct, frozen=True):
     its ticks, or what it is made of."""
     rows: dict[str, Any] | None = None
     """Rows of its own, packed; else it shows the cells of the section."""
+    map: int | None = None
+    """Shows the cells that lie on this map only."""
+    title: str = ""
+    """What it shows, where the view has several."""
 
 
-def winner_map(labels: Sequence[str], winners: Sequence[str], title: str) -> Chart:
-    """Which one is fastest at each batch and length, and what the next best would cost; a model's shape has one."""
-    spec = _winner_spec(tuple(labels), tuple(winners), title)
-    return Chart("winners", spec, lines="row", step=30, axes={"rows": "row", "columns": "column"})
+def winner_map(labels: Sequence[str], winners: Sequence[str], place: WinnerMap) -> Chart:
+    """Which one is fastest at each batch and length, and what the next best would cost."""
+    spec = _winner_spec(tuple(labels), tuple(winners), place.columns)
+    name = f"winners-{place.number + 1}" if place.number else "winners"
+    axes = {"rows": "row", "columns": "column"}
+    return Chart(name, spec, lines="row", step=34, axes=axes, map=place.number, title=place.title)
 
 
 @drawn_once
@@ -102,7 +112,15 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
                 "row:O",
                 title=None,
                 scale=alt.Scale(domain=alt.ExprRef("rows")),
-                axis=alt.Axis(labelLimit=300, labelPadding=8, ticks=False, domain=False),
+                axis=alt.Axis(
+                    labelExpr=ROW_NAME,
+                    labelLineHeight=11,
+                    labelOffset=alt.ExprRef(f"{LONG_ROWS} ? -11 : 0"),
+                    labelLimit=330,
+                    labelPadding=8,
+                    ticks=False,
+                    domain=False,
+                ),
             ),
             opacity=FADED,
             tooltip=[
@@ -121,7 +139,7 @@ def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
         title=title,
         scale=alt.Scale(domain=alt.ExprRef("columns")),
         axis=alt.Axis(
-            labelAngle=alt.ExprRef(f"{NARROW} ? -45 : 0"),
+            labelAngle=alt.ExprRef(f"{NARROW} ? -90 : 0"),
             labelAlign=alt.ExprRef(f"{NARROW} ? 'left' : 'center'"),
             **ABOVE,
         ),

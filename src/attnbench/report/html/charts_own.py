@@ -7,7 +7,6 @@ from typing import Any
 
 import altair as alt
 
-from attnbench.analyse.ranking import LEAST_DIFFERENCE
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.encodings import KEYED, ROWS, Labels, Spec, colour, drawn_once, finish, log_axis, symbol
 from attnbench.report.html.packing import pack
@@ -15,7 +14,7 @@ from attnbench.report.html.picks import series_choices
 
 GREY = "#888888"
 GAINS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 2, 3, 4, 5, 7, 10, 20, 50]
-SIDES = {"too close to call": GREY, "torch is faster": "#e0703a", "JAX is faster": "#3b8fd0"}
+SIDES = {"torch": "#e0703a", "JAX": "#3b8fd0", "too close to call": GREY, "cannot tell": "#bdbdbd"}
 """On light and on dark ground."""
 
 
@@ -83,12 +82,9 @@ def _side_spec() -> Spec:
     side = alt.Color(
         "side:N",
         scale=alt.Scale(domain=list(SIDES), range=list(SIDES.values())),
-        legend=alt.Legend(title=None, orient="top"),
+        legend=alt.Legend(title="faster", orient="top", titleOrient="left"),
     )
-    near, torch, jax = SIDES
-    ahead, behind = f"datum.gain_low > {LEAST_DIFFERENCE}", f"datum.gain_high < {1 / LEAST_DIFFERENCE}"
-    leads = f"{ahead} ? '{torch}' : {behind} ? '{jax}' : '{near}'"
-    base = alt.Chart(ROWS).transform_calculate(side=leads).encode(y=y, color=side)
+    base = alt.Chart(ROWS).encode(y=y, color=side)
     spread = base.mark_rule(strokeWidth=2).encode(x=alt.X("gain_low:Q", title=title), x2="gain_high:Q")
     points = base.mark_point(filled=True, size=60, shape="circle").encode(
         x=x,
@@ -97,6 +93,9 @@ def _side_spec() -> Spec:
             alt.Tooltip("torch:N", title="best of torch"),
             alt.Tooltip("jax:N", title="best of JAX"),
             alt.Tooltip("gain:Q", title="torch is so many times as fast", format=".3~g"),
+            alt.Tooltip("gain_low:Q", title="99 % from", format=".3~g"),
+            alt.Tooltip("gain_high:Q", title="99 % to", format=".3~g"),
+            alt.Tooltip("side:N", title="faster"),
         ],
     )
     one = alt.Chart(alt.InlineData(values=[{"gain": 1}])).mark_rule(strokeDash=[4, 3], color=GREY).encode(x=x)

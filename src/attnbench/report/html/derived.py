@@ -7,13 +7,17 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from attnbench.analyse.ranking import RANK_LEVEL, Row, is_timed, label
+from attnbench.analyse.ranking import RANK_LEVEL, Row, is_timed, label, sign
 from attnbench.analyse.ratios import paired_ratio
+from attnbench.analyse.speedup import category
+from attnbench.analyse.wording import CANNOT_TELL, counted
 from attnbench.report.html.cells import Cells, framework_of
-from attnbench.report.html.families import Families
+from attnbench.report.html.families import Families, kind_words
 from attnbench.spec import Cost, Ok, Record
 
 Rows = list[dict[str, Any]]
+SIDES = {1: "torch", -1: "JAX", 0: "too close to call"}
+"""Who is faster for certain."""
 MOST_KERNELS = 12
 MOST_NAMES = 8
 LONGEST_REASON = 400
@@ -38,6 +42,7 @@ def side_by_side(cells: Cells) -> Rows:
             "gain": ratio.value,
             "gain_low": ratio.low,
             "gain_high": ratio.high,
+            "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[sign(ratio)],
         }
     return list(rows.values())
 
@@ -49,7 +54,12 @@ def _fastest(group: Iterable[Row], framework: str) -> Ok | None:
 
 def _shape(record: Record, families: Families) -> dict[str, Any]:
     workload = record.workload
-    return {"shape": families.shape(workload), "workload": workload.id, "pass": workload.pass_}
+    return {
+        "shape": families.shape(workload),
+        "workload": workload.id,
+        "kind": kind_words(workload),
+        "pass": workload.pass_,
+    }
 
 
 def kv_cache(cells: Cells) -> Rows:
@@ -81,7 +91,7 @@ def why_nothing(records: Iterable[Record]) -> str:
     """The reasons that most cells without a result have."""
     reasons = Counter(record.reason for record in records if not isinstance(record, Ok))
     told = [
-        f"{' '.join(reason.split())[:SHORT_REASON].rstrip('.')} ({count} cell{'' if count == 1 else 's'})"
+        f"{' '.join(reason.split())[:SHORT_REASON].rstrip('.')} ({counted(count, 'cell')})"
         for reason, count in reasons.most_common(MOST_REASONS)
     ]
     return "Nothing was timed." + (f" The reasons given most often: {'; '.join(told)}." if told else "")

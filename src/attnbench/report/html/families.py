@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+from attnbench.analyse.families import head_words, kind_of
 from attnbench.spec import Workload
 
 DIGEST = re.compile(r"[-+][0-9a-f]{8}\b")
@@ -70,17 +71,30 @@ def axis_words(workload: Workload, digests: bool = True) -> dict[str, str]:
     width = f"{workload.head_dim}"
     if workload.value_dim != workload.head_dim:
         width += f"/{workload.value_dim}"
-    mask = workload.visible_mask.id
+    mask = _mask_words(workload)
     queries = "1 query" if workload.q_len == 1 else f"{workload.q_len} queries"
     words = {
         "pass": workload.pass_,
         "queries": "" if workload.q_len == workload.kv_len else queries,
-        "heads": "1 head" if heads == "1" else f"{heads} heads",
-        "width": f"width {width}",
+        "heads": head_words(heads, width),
         "mask": mask if digests else DIGEST.sub("", mask),
         "dtype": workload.dtype,
     }
     return words | {"extras": " ".join(f"{name} {value}" for name, value in workload.extras.items())}
+
+
+def kind_words(workload: Workload) -> str:
+    """The kind of shapes in the words of the answer, for the filter."""
+    return f"batch {workload.batch} · {kind_of(workload)}"
+
+
+def _mask_words(workload: Workload) -> str:
+    """The id of the mask, its kinds spelled as everywhere else: block_causal, which ids write as one word."""
+    mask = workload.visible_mask
+    told = mask.id
+    for kind in mask.kinds:
+        told = re.sub(rf"\b{kind.replace('_', '')}(?![a-z])", kind, told)
+    return told
 
 
 def length_text(workload: Workload) -> str:

@@ -16,7 +16,7 @@ from attnbench.analyse.scaling import (
     memory_points,
     time_points,
 )
-from attnbench.report.html.families import Families
+from attnbench.report.html.families import Families, kind_words
 from attnbench.spec import Ok, Record
 
 CEILINGS = {"always": "compute", "never": "memory"}
@@ -44,7 +44,7 @@ def _identity(name: str, track: Track, records: Sequence[Record], families: Fami
         "framework": track.family.framework,
         "pass": track.family.pass_,
         "track": families.track(shapes[0]),
-        "words": "\n".join(f"{workload.id} {families.shape(workload)}" for workload in shapes),
+        "words": "\n".join(f"{w.id} {families.shape(w)} {kind_words(w)}" for w in shapes),
     }
 
 

@@ -17,7 +17,7 @@ from attnbench.analyse.history import Source as Measured
 from attnbench.analyse.history import gather as gather_series
 from attnbench.analyse.steps import LEAST_POINTS, THRESHOLD, detector_missing
 from attnbench.report.history import SHORT, since, size
-from attnbench.report.html.families import Families
+from attnbench.report.html.families import Families, kind_words
 from attnbench.report.html.sections import Section, Source
 
 LEAST_RUNS = 2
@@ -148,6 +148,7 @@ def _identities(trends: Sequence[Trend], families: Families) -> Rows:
                 "label": key.implementation,
                 "framework": framework if framework in FRAMEWORKS else None,
                 "workload": workload.id,
+                "kind": kind_words(workload),
                 "shape": shape,
                 "pass": workload.pass_,
             }

@@ -87,7 +87,10 @@ def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choi
     A chart of lines names few of them; the others are grey, under them, and counted.
     """
     mine = [row for row in unpack(chart.rows or pack(rows)) if row.get(chart.needs) is not None]
+    mine = [row for row in mine if chart.map in (None, row.get("map"))]
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}
+    if chart.title:
+        spec["title"] = {"text": chart.title, "fontWeight": "normal", "anchor": "start"}
     if chart.choices:
         shown = choice or chart.choices[0]
         mine = [row for row in mine if shown.accepts(row)]

@@ -1,48 +1,84 @@
-"""Where each shape lies on the winner map."""
+"""Where each shape lies on the winner maps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Struct
+
 MOST_COLUMNS = 12
+MOST_MAPS = 12
+"""What is left stands in the table, as a family of one shape does."""
+MODELS = "models"
+Cell = dict[str, Any]
+Combination = tuple[int, str, int]
+"""Length as a number and as text, batch: what places are sorted by."""
 
 
-def lay_out(cells: Sequence[dict[str, Any]]) -> None:
-    """Give every cell its row and column.
+class WinnerMap(Struct, frozen=True):
+    """One map: cells with its number in `map` lie on it."""
 
-    Few combinations of batch and length make columns of their own, a row per family: no empty map where a sweep varies
-    both at once. Many make a row per family and batch, a column per length. A model's shape has a row to itself and no
-    column: it lies on no grid.
+    number: int
+    title: str
+    """The family, where it is of one; else its rows say it."""
+    columns: str
+    """What its columns are; nothing where there are none."""
+
+
+def lay_out(cells: Sequence[Cell]) -> list[WinnerMap]:
+    """Give every cell that lies on a map its row and column; the largest map first.
+
+    Families that were measured at the same few combinations of batch and length share a map, with a row for each. One
+    of many combinations has a map to itself, a row per batch. Shapes of models lie on no grid: a map of rows without
+    columns.
     """
-    grid = [cell for cell in cells if not cell.get("model")]
-    dense = len({(cell["length"], cell["batch"]) for cell in grid}) <= MOST_COLUMNS
-    for axis, mine, key in (("row", cells, _row), ("column", grid, _column)):
-        keys = [key(cell, dense) for cell in mine]
-        places = {one: place for place, one in enumerate(sorted(set(keys)))}
-        for cell, one in zip(mine, keys):
-            cell |= {axis: one[-1], f"{axis}_place": places[one]}
+    found = sorted(_groups(cells).items(), key=lambda item: -len({cell["workload"] for cell in item[1]}))
+    maps = []
+    for number, (title, members) in enumerate(found[:MOST_MAPS]):
+        grid = [cell for cell in members if not cell.get("model")]
+        dense = len(set(map(_combination, grid))) <= MOST_COLUMNS
+        alone = len({cell["family"] for cell in grid}) == 1
+        _place("row", members, [_row(cell, dense) for cell in members])
+        _place("column", grid, [_column(cell, dense) for cell in grid])
+        for cell in members:
+            cell["map"] = number
+        columns = "" if not grid else "Batch x length (tokens)" if dense else "Length (tokens)"
+        maps.append(WinnerMap(number, title if alone and not dense else "", columns))
+    return maps
 
 
-def column_title(cells: Sequence[dict[str, Any]]) -> str:
-    """What the columns of the map are."""
-    grid = [cell for cell in cells if "column" in cell]
-    if not grid:
-        return ""
-    return "Batch x length (tokens)" if any(cell["column"] != cell["length"] for cell in grid) else "Length (tokens)"
+def _groups(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Title -> the cells of a map with two shapes or more."""
+    families: dict[str, list[Cell]] = {}
+    for cell in cells:
+        families.setdefault(MODELS if cell.get("model") else cell["family"], []).append(cell)
+    groups: dict[Any, tuple[str, list[Cell]]] = {}
+    for title, members in families.items():
+        combinations = frozenset(map(_combination, members))
+        shared = len(combinations) <= MOST_COLUMNS and title != MODELS
+        groups.setdefault(combinations if shared else title, (title, []))[1].extend(members)
+    return {title: members for title, members in groups.values() if len(set(map(_combination, members))) > 1}
 
 
-def _row(cell: dict[str, Any], dense: bool) -> tuple[Any, ...]:
+def _combination(cell: Cell) -> Combination:
+    return cell["len"], cell["length"], cell["batch"]
+
+
+def _place(axis: str, cells: Sequence[Cell], keys: Sequence[tuple[Any, ...]]) -> None:
+    places = {one: place for place, one in enumerate(sorted(set(keys)))}
+    for cell, one in zip(cells, keys):
+        cell |= {axis: one[-1], f"{axis}_place": places[one]}
+
+
+def _row(cell: Cell, dense: bool) -> tuple[Any, ...]:
     """What rows are sorted by; the title last."""
     if cell.get("model"):
-        return (True, cell["model"], cell["batch"], f"{cell['model']} · {cell['batch']} x {cell['length']}")
-    return (
-        (False, cell["family"], 0, cell["family"]) if dense else (False, cell["family"], cell["batch"], cell["track"])
-    )
+        return (cell["model"], cell["batch"], f"{cell['model']} · {cell['batch']} x {cell['length']}")
+    return (cell["family"],) if dense else (cell["batch"], f"batch {cell['batch']}")
 
 
-def _column(cell: dict[str, Any], dense: bool) -> tuple[Any, ...]:
+def _column(cell: Cell, dense: bool) -> tuple[Any, ...]:
     """What columns are sorted by; the title last."""
-    if dense:
-        return (cell["len"], cell["length"], cell["batch"], f"{cell['batch']} x {cell['length']}")
-    return (cell["len"], cell["length"], 0, cell["length"])
+    length, text, batch = _combination(cell)
+    return (length, text, batch, f"{batch} x {text}") if dense else (length, text, text)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from attnbench.analyse.twins import named
+from attnbench.analyse.wording import counted
 from attnbench.report.gate_markdown import LIMIT, clean
 from attnbench.report.html.derived import not_run
 from attnbench.report.html.page import Page, Part
 from attnbench.report.html.podium import Podium, shapes_of
-from attnbench.report.units import duration, half_interval
+from attnbench.report.units import duration, half_interval, percent
 
 MOST_ADVICE = 20
 MOST_SHAPES = 60
@@ -61,7 +62,7 @@ def _winner(one: Podium) -> list[str]:
     if second is None:
         return [*first, "–", "–"]
     close = " (too close to call)" if one.close else ""
-    return [*first, second["label"], f"{100 * (second['ns'] / best['ns'] - 1):.1f} %{close}"]
+    return [*first, second["label"], f"{percent(max(0.0, second['ns'] / best['ns'] - 1))}{close}"]
 
 
 def _left_out(part: Part) -> list[str]:
@@ -69,10 +70,11 @@ def _left_out(part: Part) -> list[str]:
     if not rows:
         return []
     lines = [
-        f"- {row['status']}, {row['cells']} cells: {clean(row['labels'])}: {clean(row['reason'])}"
+        f"- {row['status']}, {counted(row['cells'], 'cell')}: {clean(row['labels'])}: {clean(row['reason'])}"
         for row in rows[:MOST_REASONS]
     ]
     left = len(rows) - MOST_REASONS
     lines += [f"- {left} more reasons are in the report."] if left > 0 else []
     count = sum(row["cells"] for row in rows)
-    return ["\n".join([f"<details><summary>{count} cells without a result</summary>", "", *lines, "", "</details>"])]
+    title = f"<details><summary>{counted(count, 'cell')} without a result</summary>"
+    return ["\n".join([title, "", *lines, "", "</details>"])]

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.clocks import clock_of
+from attnbench.analyse.losses import tell_not_run
 from attnbench.analyse.ranking import by_workload, is_timed
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.summary import closing, count_notes, wrong_sentences
@@ -48,12 +49,21 @@ class Part(Struct, frozen=True):
     headline: list[Recommendation]
     """One per framework and pass; none where there was no choice."""
     remarks: list[str]
-    """Of what is not ranked; without a headline, what else can be said."""
+    """Without a headline, what else can be said."""
+    wrong: list[str]
+    """A sentence for each implementation that computed something else."""
+    not_run: str
+    """How much did not run and why, in one line; empty where everything did."""
     advice: list[Recommendation]
     notes: list[str]
 
     @property
     def answer(self) -> list[str]:
+        """What is wrong and the verdicts."""
+        return [*self.wrong, *self.verdicts]
+
+    @property
+    def verdicts(self) -> list[str]:
         """Headline and remarks, sentence by sentence."""
         return [*(one.text for one in self.headline), *self.remarks]
 
@@ -100,7 +110,8 @@ def _part(section: Section, title: str, cells: Cells, views: list[View], against
     newest = cells.newest
     notes = [*_whose_time(newest), *count_notes(newest), *_mixed_clocks(section)]
     if cells.repeated:
-        notes.append(f"{cells.repeated} cells were measured in more than one of these runs: the newest is shown")
+        cells_were = "1 cell was" if cells.repeated == 1 else f"{cells.repeated} cells were"
+        notes.append(f"{cells_were} measured in more than one of these runs: the newest is shown")
     if cells.pooled:
         shapes = "1 shape holds" if cells.pooled == 1 else f"{cells.pooled} shapes hold"
         notes.append(
@@ -110,8 +121,9 @@ def _part(section: Section, title: str, cells: Cells, views: list[View], against
     advice = recommend(*cells.runs, against=against)
     headline = [one for one in advice if one.kind == "overall"]
     before, after = wrong_sentences(newest)
-    remarks = [*before, *after] if headline else [closing(newest, against, ranked=cells.deciding)]
-    return Part(section, title, cells, views, headline, remarks, advice, notes)
+    remarks = [] if headline else [closing(newest, against, ranked=cells.deciding, wrong=False)]
+    wrong = [*before, *after]
+    return Part(section, title, cells, views, headline, remarks, wrong, tell_not_run(newest), advice, notes)
 
 
 def _whose_time(records: Sequence[Record]) -> list[str]:
@@ -138,7 +150,7 @@ def _mixed_clocks(section: Section) -> list[str]:
 
 def measured(page: Page, against: Sequence[str] = ()) -> list[Measured]:
     """What the summaries beside the page are made of."""
-    return [Measured(part.title, part.cells.runs, part.answer, part.advice, against) for part in page.parts]
+    return [Measured(part.title, part.cells.runs, part.verdicts, part.advice, against) for part in page.parts]
 
 
 def render(page: Page) -> str:
@@ -155,10 +167,17 @@ def render(page: Page) -> str:
         policy=_policy(scripts),
         data=Markup(script_json(_data(page))),
         facts=[environment_facts(part.section) for part in page.parts],
+        days=_days(page.sources),
         places=list(dict.fromkeys(part.section.title for part in page.parts)),
         timed=sum(is_timed(record) for part in page.parts for record in part.cells.records),
         asked=sum(len(part.cells.records) for part in page.parts),
     )
+
+
+def _days(sources: Sequence[Source]) -> str:
+    """When they began: a day, or the first and the last."""
+    days = sorted({source.run.header.created[:10] for source in sources})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 def _capital(text: str) -> str:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from attnbench.report.html.packing import pack
 
-Kind = Literal["text", "label", "ns", "bytes", "number", "ratio", "percent", "error", "gain", "list", "of"]
+Kind = Literal["text", "label", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain", "list", "of"]
 
 
 class Column(Struct, frozen=True):
@@ -80,8 +80,8 @@ SPEEDUPS = Table(
         SHAPE,
         LABEL,
         Column("ns", "time", "ns"),
-        Column("half", "95 %", "percent"),
-        Column("gain", "times as fast", "gain"),
+        Column("half", "95 %", "half"),
+        Column("gain", "times as fast (99 %)", "gain"),
         Column("gain_is", "category"),
         Column("tflops", "TFLOP/s", "number"),
         Column("tokens", "tokens/s", "number"),
@@ -183,7 +183,8 @@ FRAMEWORKS = [
     Column("torch_ns", "time", "ns"),
     Column("jax", "best of JAX", "label"),
     Column("jax_ns", "time", "ns"),
-    Column("gain", "torch is so many times as fast", "gain"),
+    Column("gain", "torch is so many times as fast (99 %)", "gain"),
+    Column("side", "faster"),
 ]
 CACHE = [
     SHAPE,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from attnbench.analyse.ranking import LEAST_DIFFERENCE
 from attnbench.report.html import charts, charts_own, derived, tables
 from attnbench.report.html.cells import Cells
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.growth import growth_rows
 from attnbench.report.html.history import History, how_looked, of_section, point_rows, trend_rows, which_runs, why_none
-from attnbench.report.html.map import column_title
 from attnbench.report.html.picks import family_choices
 from attnbench.report.html.podium import shapes_of
 from attnbench.report.html.sections import Section
@@ -94,8 +94,9 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         "winners",
         "Winner map",
         "The fastest exact implementation at each batch and length; ≈ and a dashed frame where it is too close to "
-        "call. Names of one kernel count once. Regret is the extra time that another choice costs.",
-        [charts.winner_map(labels, _winners(cells), column_title(cells.rows))],
+        "call. Names of one kernel count once. Regret is the extra time that another choice costs. Kinds of shapes "
+        "measured at one batch and length only are in the table.",
+        [charts.winner_map(labels, _winners(cells), one) for one in cells.maps],
         tables.WINNERS,
     )
     regret = View(
@@ -113,8 +114,9 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
     speedups = View(
         "speedups",
         "Speed-up",
-        "Excellent above 1.5 times, good from 1.2, measured from 1.0, investigate below; "
-        "no significant difference where the interval covers 1.",
+        "By the edge of the 99 % interval that is nearer to 1: excellent above 1.5 times, good from 1.2, measured from "
+        "1.0, investigate below. Where the interval covers 1, no significant difference if it stays within 1.2 times "
+        "either way, else it cannot tell: more rounds would.",
         table=tables.SPEEDUPS,
     )
     nothing = derived.why_nothing(cells.records)
@@ -164,8 +166,8 @@ def _growth(cells: Cells) -> list[View | None]:
                  own(tables.GROWTH_TIME, time, "track"),
                  "Nothing was timed at three lengths of one batch size, or at two that are 4 times apart."),
         own_view("growth-memory", "Growth of memory with length",
-                 f"{fitted} Where it stops fitting the device is said of those that store the scores, up to 8 times "
-                 "the longest length measured.",
+                 f"{fitted} Where it stops fitting the device (JAX: what its allocator may take of it) is said of "
+                 "those that store the scores, up to 8 times the longest length measured.",
                  own(tables.GROWTH_MEMORY, memory, "track")),
     ]  # fmt: skip
 
@@ -210,7 +212,9 @@ def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
 def _frameworks(cells: Cells) -> View | None:
     rows = derived.side_by_side(cells)
     note = (
-        "The best exact implementation of each on the same shape, measured in interleaved rounds, with 99 % intervals."
+        "The best exact implementation of each on the same shape, measured in interleaved rounds, with 99 % intervals. "
+        f"One is faster where the whole interval lies more than {100 * (LEAST_DIFFERENCE - 1):.0f} % from 1; grey is "
+        "too close to call, or cannot be told."
     )
     drawn = [charts_own.side_by_side(rows)] if 0 < len(rows) <= MOST_LINES else []
     table = own(tables.FRAMEWORKS, rows, "gain", True)

@@ -2,6 +2,7 @@
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const PAPER = matchMedia("print");
 const MANY = 1500;
+const PHONE = 480;
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 const near = new IntersectionObserver(
   (entries) => entries.forEach((entry) => { if (entry.isIntersecting) entry.target.chart.draw(); }),
@@ -32,8 +33,8 @@ class LazyChart {
   }
 
   rows() {
-    const { needs } = this.chart;
-    return this.all.filter((row) => row[needs] !== undefined && this.passes(row) && (!this.picker || this.picker.accepts(row)));
+    const { needs, map } = this.chart;
+    return this.all.filter((row) => row[needs] !== undefined && (map === null || row.map === map) && this.passes(row) && (!this.picker || this.picker.accepts(row)));
   }
 
   // Vega writes on what it is given: each chart gets its own objects, which read through to the shared rows.
@@ -51,7 +52,7 @@ class LazyChart {
   }
 
   labels() {
-    const rows = this.chart.name === "winners" ? DERIVED.winners(this.rows()) : this.rows();
+    const rows = this.chart.map !== null ? DERIVED.winners(this.rows()) : this.rows();
     return rows.map((row) => row.label);
   }
 
@@ -63,7 +64,8 @@ class LazyChart {
 
   height() {
     const { lines, step, spec } = this.chart;
-    return lines ? step * Math.max(1, new Set(this.rows().map((row) => row[lines])).size) : spec.height;
+    const high = this.chart.map !== null && this.box.clientWidth < PHONE ? 2 * step : step;
+    return lines ? high * Math.max(1, new Set(this.rows().map((row) => row[lines])).size) : spec.height;
   }
 
   draw() {
@@ -79,8 +81,15 @@ class LazyChart {
     this.box.dataset.drawn = "no";
   }
 
+  // Whether titles of columns must stand upright to have room.
+  tight() {
+    const titles = this.chart.map === null ? [] : this.listed("column");
+    const longest = Math.max(0, ...titles.map((title) => title.length));
+    return titles.length * (10 + 5.5 * longest) > this.box.clientWidth - (this.box.clientWidth < PHONE ? 150 : 220);
+  }
+
   async embed() {
-    const spec = { ...fitted(this.chart.spec, this.box.clientWidth), datasets: { rows: this.values() } };
+    const spec = { ...fitted(this.chart.spec, this.box.clientWidth, this.tight()), datasets: { rows: this.values() } };
     spec.height = this.height();
     const renderer = this.section.rows.length > MANY ? "canvas" : "svg";
     const options = { actions: false, ast: true, logLevel: 1, renderer, config: chartConfig(), tooltip: { theme: theme() } };
@@ -113,16 +122,18 @@ class LazyChart {
   }
 }
 
+const TURNED = { labelAngle: [0, -90], labelAlign: ["center", "left"] };
 const NARROW = { labelLimit: 150, labelAngle: -90 };
 
 // The page has its own legends; on a phone, labels of axes must leave room for the chart.
-function fitted(node, width) {
+function fitted(node, width, tight) {
   if (node === null || typeof node !== "object") return node;
-  if (Array.isArray(node)) return node.map((one) => fitted(one, width));
+  if (Array.isArray(node)) return node.map((one) => fitted(one, width, tight));
   const copy = {};
   for (const [key, value] of Object.entries(node)) {
-    if (width < 480 && key in NARROW) copy[key] = NARROW[key];
-    else copy[key] = key === "legend" ? null : key === "values" ? value : fitted(value, width);
+    if (width < PHONE && key in NARROW && typeof value === "number") copy[key] = NARROW[key];
+    else if (key in TURNED && typeof value === "object") copy[key] = TURNED[key][Number(tight)];
+    else copy[key] = key === "legend" ? null : key === "values" ? value : fitted(value, width, tight);
   }
   return copy;
 }

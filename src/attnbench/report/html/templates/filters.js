@@ -21,23 +21,46 @@ function fillFilters() {
   }
 }
 
+// Words that belong together, such as 1 x 512, are one.
+function joined(text) {
+  return text.toLowerCase().replace(/(\d) x (?=\d)/g, "$1x").replace(/\b(of|batch) (?=\d)/g, "$1")
+    .replace(/(\d) (?=heads?\b|quer(?:y|ies)\b)/g, "$1");
+}
+
+const KNOWN_WORDS = new Map();
+
+// Every word of a text, alone and with those it belongs to.
+function wordsOf(text) {
+  if (!KNOWN_WORDS.has(text)) {
+    const parts = `${text.toLowerCase()} ${joined(text)}`.split(/[\s·,]+/);
+    KNOWN_WORDS.set(text, [...new Set(parts.flatMap((part) => [part, ...part.split(/[-&]/)]))]);
+  }
+  return KNOWN_WORDS.get(text);
+}
+
+// A number is meant whole; of a name its beginning is enough.
+function knows(words, wanted) {
+  return words.some((word) => word === wanted || (/[a-z_:]$/.test(wanted) && word.startsWith(wanted)));
+}
+
 function currentFilter() {
   const { framework, pass, words } = form.elements;
   const ticks = [...form.querySelectorAll("input[name=label]")];
   const hidden = new Set(ticks.filter((tick) => !tick.checked).map((tick) => tick.value));
-  const wanted = words.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const wanted = joined(words.value.replaceAll("·", " ").replace(/\s+/g, " ")).split(/[\s,]+/).filter(Boolean);
   return (row) => {
     if (framework.value && row.framework !== undefined && row.framework !== framework.value) return false;
     if (pass.value && row.pass !== undefined && row.pass !== pass.value) return false;
     if (row.label !== undefined && hidden.has(row.label)) return false;
     if (!wanted.length) return true;
-    const shapes = (row.words ?? `${row.workload} ${row.shape}`).toLowerCase().split("\n");
-    return shapes.some((shape) => wanted.every((word) => shape.includes(word)));
+    const shapes = (row.words ?? `${row.workload} ${row.shape} ${row.kind}`).split("\n");
+    return shapes.some((shape) => wanted.every((word) => knows(wordsOf(shape), word)));
   };
 }
 
 function tellCount(passes) {
   const rows = SECTIONS.flatMap((section) => section.rows);
   const shown = rows.filter(passes).length;
-  document.getElementById("count").value = shown === rows.length ? `${shown} cells` : `${shown} of ${rows.length} cells`;
+  const noun = rows.length === 1 ? "cell" : "cells";
+  document.getElementById("count").value = shown === rows.length ? `${shown} ${noun}` : `${shown} of ${rows.length} ${noun}`;
 }

@@ -4,7 +4,8 @@ const DASH = "–";
 function significant(value) {
   const size = Math.abs(value);
   if (size >= 99.95) return Math.round(value).toLocaleString("en");
-  return value.toFixed(size >= 9.995 ? 1 : size >= 0.1 ? 2 : 3);
+  if (size >= 0.01 || !size) return value.toFixed(size >= 9.995 ? 1 : size >= 0.1 || !size ? 2 : 3);
+  return size >= 1e-6 ? value.toFixed(1 - Math.floor(Math.log10(size))) : value.toExponential(1);
 }
 
 function withUnit(value, units) {
@@ -15,13 +16,23 @@ function withUnit(value, units) {
 const TIMES = [["s", 1e9], ["ms", 1e6], ["us", 1e3], ["ns", 1]];
 const SIZES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
 const LONGEST_NAME = 48;
-const NUMERIC = new Set(["of", "ns", "bytes", "number", "ratio", "percent", "error", "gain"]);
+const NUMERIC = new Set(["of", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain"]);
 
 function ratioText(value, low, high) {
-  if (high > 10 * low) return "cannot tell";
-  const digits = value < 10 ? 2 : value < 100 ? 1 : 0;
-  const [middle, least, most] = [value, low, high].map((one) => one.toFixed(digits));
+  const digitsOf = (one) => (one < 0.1 ? 3 : one < 10 ? 2 : one < 100 ? 1 : 0);
+  if (high > 10 * low) {
+    if (low <= 1 && high >= 1) return "cannot tell";
+    return low > 1 ? `more than ${low.toFixed(digitsOf(low))}x` : `less than ${high.toFixed(digitsOf(high))}x`;
+  }
+  const [middle, least, most] = [value, low, high].map((one) => one.toFixed(digitsOf(value)));
   return `${middle}x (${least}-${most})`;
+}
+
+// Beyond 1000 % as a multiple; never -0.0.
+function percentText(share) {
+  if (Math.abs(share) >= 10) return `${significant(share)}x`;
+  const text = (100 * share).toFixed(Math.abs(share) < 0.1 ? 1 : 0);
+  return `${Number(text) === 0 ? text.replace("-", "") : text} %`;
 }
 
 // A long name without its middle; where it stands, its title is the whole.
@@ -38,8 +49,9 @@ const FORMATS = {
   ns: (value) => withUnit(value, TIMES),
   bytes: (value) => withUnit(value, SIZES),
   number: (value) => (Number.isInteger(value) ? value.toLocaleString("en") : significant(value)),
-  ratio: (value) => significant(value),
-  percent: (value) => `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)} %`,
+  ratio: (value) => (Math.abs(value) < 0.005 ? "0.00" : significant(value)),
+  percent: percentText,
+  half: (value) => (value > 1 ? ">100 %" : `±${percentText(value)}`),
   error: (value) => (value > 1e300 ? "inf" : value.toExponential(1)),
   gain: (value, row) => ratioText(value, row.gain_low, row.gain_high),
 };

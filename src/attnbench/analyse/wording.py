@@ -1,0 +1,42 @@
+"""Figures in sentences: ratios with their intervals, counts with their nouns."""
+
+from __future__ import annotations
+
+from attnbench.analyse.ratios import Ratio
+
+HOPELESS = 10.0
+"""An interval this many times as high as low says nothing that a figure could but on which side of 1 it lies."""
+CANNOT_TELL = "cannot tell"
+
+
+def format_ratio(ratio: Ratio) -> str:
+    """1.96x (1.94-1.98), with as many digits as the size deserves; of a hopeless interval its nearer edge."""
+    if vague(ratio):
+        return CANNOT_TELL
+    if ratio.high > HOPELESS * ratio.low:
+        return f"more than {_times(ratio.low)}" if ratio.low > 1 else f"less than {_times(ratio.high)}"
+    digits = _digits(ratio.value)
+    return f"{_times(ratio.value)} ({ratio.low:.{digits}f}-{ratio.high:.{digits}f})"
+
+
+def vague(ratio: Ratio) -> bool:
+    """Whether the interval is hopeless and on both sides of 1: too few rounds, or times that vary too much."""
+    return ratio.low <= 1 <= ratio.high and ratio.high > HOPELESS * ratio.low
+
+
+def counted(count: int, noun: str) -> str:
+    """1 shape, 2 shapes."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def all_of(count: int, noun: str) -> str:
+    """The one shape, both shapes, all 3 shapes."""
+    return f"the one {noun}" if count == 1 else f"both {noun}s" if count == 2 else f"all {counted(count, noun)}"
+
+
+def _times(value: float) -> str:
+    return f"{value:.{_digits(value)}f}x"
+
+
+def _digits(value: float) -> int:
+    return 3 if value < 0.1 else 2 if value < 10 else 1 if value < 100 else 0
