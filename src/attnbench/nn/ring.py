@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from attnbench.errors import UsageError
+from attnbench.impls.arrays import fitting
 from attnbench.impls.ring.function import global_lengths, rank_and_world, ring_attention
 from attnbench.impls.ring.layouts import check_layout, positions
 from attnbench.nn.dilated import DilatedAttention, Lengths
@@ -47,6 +48,7 @@ class RingDilatedAttention(DilatedAttention):
         """[b, tokens of this rank, h, d]; with `return_lse` also the LSE [b, h, tokens of this rank], float32."""
         if kv_lengths is not None:
             raise UsageError("ring attention has no kv_lengths: cut the padding off before the sequence is sharded.")
+        fitting(q, k, v)
         lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device)
         return ring_attention(
             q,

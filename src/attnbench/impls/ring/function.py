@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attnbench.errors import UsageError
+from attnbench.impls.arrays import fitting
 from attnbench.impls.ring.dilated_work import DilatedWork, Pattern
 from attnbench.impls.ring.engine import Engine
 from attnbench.impls.ring.kernels import Kernels
@@ -48,9 +49,11 @@ def ring_attention(
     global positions; `detached` takes its mixing weights for constants in the backward pass. `blocks` drops the pairs
     whose block, by global position, its block mask does not keep.
     """
+    if detached and dilated is None:
+        raise UsageError("detached is about mixing the branches of a dilated pattern: give dilated=, or leave it out.")
+    shape = shape_of(q, k, v, scale, softcap)
     rank, world = rank_and_world(process_group)
     q_len, kv_len = lengths or global_lengths((q.shape[1], k.shape[1]), layout, process_group, q.device)
-    shape = shape_of(q, k, v, scale, softcap)
     problem = Problem(q_len, kv_len, world, layout, causal, kv_len - q_len)
     check_shard((q.shape[1], k.shape[1]), problem, rank)
     pattern = _pattern(q, k, (q_len, kv_len), dilated, detached, blocks)
@@ -136,15 +139,16 @@ def check_shard(local: tuple[int, int], problem: Problem, rank: int) -> None:
 
 
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, softcap: float | None) -> Workload:
-    """What a kernel must know besides lengths and mask."""
+    """What a kernel must know besides lengths and mask; raises where the arrays do not go together."""
+    of_q, of_k, of_v, dtype = fitting(q, k, v)
     return Workload(
-        batch=q.shape[0],
+        batch=of_q.batch,
         q_len=1,
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        dtype=str(q.dtype).rpartition(".")[2],
+        heads=of_q.heads,
+        kv_heads=of_k.heads,
+        head_dim=of_q.dim,
+        v_head_dim=of_v.dim,
+        dtype=dtype,
         pass_="train" if any(x.requires_grad for x in (q, k, v)) else "forward",
         scale=scale,
         softcap=softcap,
