@@ -1,4 +1,4 @@
-"""Live arrays -> (framework, device, layout bshd, Workload), by shape and type alone."""
+"""Live arrays -> framework, device, pass, and views of them in another layout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from typing import Any
 
 from attnbench import frameworks
 from attnbench.errors import InvalidWorkload
-from attnbench.impls.arrays import LAYOUTS as LAYOUTS
-from attnbench.impls.arrays import dtype_name as dtype_name
-from attnbench.impls.arrays import workload_of as workload_of
 from attnbench.spec import Array, Pass
 
 

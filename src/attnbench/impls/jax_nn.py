@@ -132,5 +132,6 @@ def _exact_bias(workload: Workload) -> str | None:
     return None
 
 
+
 XLA = Xla()
 CUDNN = Cudnn()

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from attnbench.dispatch.arrays import workload_of
 from attnbench.errors import UsageError
+from attnbench.impls.arrays import workload_of
 from attnbench.impls.dilated.conditions import problem_of
 from attnbench.impls.dilated.task import Task
 from attnbench.impls.dilated.torch_function import dilated
