@@ -174,6 +174,11 @@ def test_three_ranks_give_what_one_device_gives(told, what):
         assert max(values) < 1e-13, f"rank {rank}: {values}"
 
 
+def test_the_gradient_of_the_lse_is_one_devices_even_where_one_rank_alone_asks_for_it(told):
+    for rank, found in enumerate(told):
+        assert max(found["lse"]) < 1e-6, f"rank {rank}: {found['lse']}"
+
+
 def test_a_wrong_shard_is_refused_by_every_rank(told):
     for found in told:
         assert found["wrong"] == "ranks hold 16, 17, 16 queries; laid out zigzag, 49 make 17, 16, 16."

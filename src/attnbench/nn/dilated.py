@@ -82,7 +82,8 @@ class DilatedAttention(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[b, s, h, d]; keys from kv_lengths[b] on are padding; with `return_lse` also the LSE [b, h, s], float32.
 
-        A row that sees no key is 0 with LSE -inf. No gradient flows through the LSE. Lengths on a GPU are waited for.
+        A row that sees no key is 0 with LSE -inf. A gradient through the LSE costs a second backward pass. Lengths on a
+        GPU are waited for.
         """
         lengths = None if kv_lengths is None else masks.lengths(torch.as_tensor(kv_lengths).cpu().numpy())
         forms = tuple([_Form(x.shape, x.dtype) for x in (q, k, v)])

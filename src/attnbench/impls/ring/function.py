@@ -15,7 +15,7 @@ from attnbench.impls.ring.engine import Engine
 from attnbench.impls.ring.kernels import Kernels
 from attnbench.impls.ring.layouts import check_layout, sizes
 from attnbench.impls.ring.schedule import Problem
-from attnbench.impls.ring.transport import GroupTransport
+from attnbench.impls.ring.torch_passes import autograd_function
 from attnbench.impls.ring.work import DenseWork
 from attnbench.spec import Workload
 from attnbench.workloads.masks import Blocks, Dilated, MaskShape
@@ -44,10 +44,10 @@ def ring_attention(
     """The rank's rows [b, tokens, heads, dim] of attention over all ranks' keys; differentiable.
 
     A causal mask of unequal lengths is aligned bottom-right. `lengths` are the global numbers of queries and keys:
-    given, ranks need not ask each other at every call. `inner` names the kernel, or "auto". LSE [b, heads, tokens]
-    carries no gradient. Without an initialised process group there is one rank. `dilated` is LongNet's pattern over the
-    global positions; `detached` takes its mixing weights for constants in the backward pass. `blocks` drops the pairs
-    whose block, by global position, its block mask does not keep.
+    given, ranks need not ask each other at every call. `inner` names the kernel, or "auto". Without an initialised
+    process group there is one rank. `dilated` is LongNet's pattern over the global positions; `detached` takes its
+    mixing weights for constants in the backward pass. `blocks` drops the pairs whose block, by global position, its
+    block mask does not keep. A gradient through the LSE [b, heads, tokens] costs all ranks a second backward pass.
     """
     if detached and dilated is None:
         raise UsageError("detached is about mixing the branches of a dilated pattern: give dilated=, or leave it out.")
@@ -58,7 +58,7 @@ def ring_attention(
     check_shard((q.shape[1], k.shape[1]), problem, rank)
     pattern = _pattern(q, k, (q_len, kv_len), dilated, detached, blocks)
     engine = engine_of(problem, rank, shape, inner, q.device, pattern)
-    out, lse = _autograd_function().apply(q, k, v, engine, process_group)
+    out, lse = autograd_function().apply(q, k, v, engine, process_group, return_lse)
     return (out, lse.float()) if return_lse else out
 
 
@@ -153,33 +153,3 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | N
         scale=scale,
         softcap=softcap,
     )
-
-
-@lru_cache(maxsize=1)
-def _autograd_function() -> Any:
-    import torch
-
-    class Ring(torch.autograd.Function):
-        """Forward sends K and V round, backward sends them again with the sums of their gradients."""
-
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any, engine: Engine, group: Any) -> Any:
-            transport = _transport(engine, group)
-            out, lse, *own = engine.forward(q, k, v, transport)
-            ctx.save_for_backward(q, k, v, out, lse, *own)
-            ctx.engine, ctx.group = engine, group
-            ctx.mark_non_differentiable(lse)
-            return out, lse
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            q, k, v, *results = ctx.saved_tensors
-            transport = _transport(ctx.engine, ctx.group)
-            return *ctx.engine.backward((q, k, v), results, grads[0], transport), None, None
-
-    return Ring
-
-
-def _transport(engine: Engine, group: Any) -> Any:
-    """None for one rank, which never sends."""
-    return GroupTransport(group) if engine.problem.world > 1 else None
