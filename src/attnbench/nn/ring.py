@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from attnbench.errors import UsageError
 from attnbench.impls.arrays import fitting
-from attnbench.impls.ring.function import global_lengths, rank_and_world, ring_attention
+from attnbench.impls.ring.function import global_lengths, key_lengths, rank_and_world, ring_attention
 from attnbench.impls.ring.layouts import check_layout, positions
 from attnbench.nn.dilated import DilatedAttention, Lengths
 from attnbench.nn.multihead import MultiheadDilatedAttention
@@ -45,11 +44,13 @@ class RingDilatedAttention(DilatedAttention):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """[b, tokens of this rank, h, d]; with `return_lse` also the LSE [b, h, tokens of this rank], float32."""
-        if kv_lengths is not None:
-            raise UsageError("ring attention has no kv_lengths: cut the padding off before the sequence is sharded.")
+        """[b, tokens of this rank, h, d]; with `return_lse` also the LSE [b, h, tokens of this rank], float32.
+
+        Keys from position kv_lengths[b] of the whole sequence on are padding; every rank gives the same lengths.
+        """
         fitting(q, k, v)
-        lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device)
+        limits = key_lengths(kv_lengths)
+        lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device, limits)
         return ring_attention(
             q,
             k,
@@ -63,6 +64,7 @@ class RingDilatedAttention(DilatedAttention):
             dilated=self.pattern,
             detached=self.mix_grad == "detached",
             blocks=self.blocks(lengths[0], q.shape[2]),
+            kv_lengths=limits,
             return_lse=return_lse,
         )
 
