@@ -43,7 +43,7 @@ def test_multihead():
     "lengths, words",
     [
         ([5], "names 1 batch rows"),
-        ([5, 99], "must lie in 0 ... 53"),
+        ([5, 99], "lie in 0 ... 53"),
         ([5, -1], "negative"),
         ([5, 2.5], "whole numbers"),
     ],
