@@ -96,7 +96,7 @@ def test_closing_names_a_baseline_with_tunables_and_what_another_clock_timed():
     )
     fast, slow = ({"world": world} for world in (2, 4))
     both = [ok("torch.ring", noisy(1e6, 1), config=fast), ok("torch.ring", noisy(3e6, 2), config=slow)]
-    assert closing(both).startswith("torch.ring[world=2] is 3.0")
+    assert closing(both).startswith("torch.ring[world=2] is 2.99x")
     assert "faster than torch.ring[world=4] over 1 shape" in closing(both)
 
 

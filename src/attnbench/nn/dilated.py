@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
+from math import isfinite
 from operator import and_
 from typing import Any, Literal, NamedTuple
 
@@ -74,6 +75,10 @@ class DilatedAttention(nn.Module):
             raise UsageError(f"dilated attention has no dropout on its weights: leave out dropout={dropout:g}.")
         if mix_grad not in ("full", "detached"):
             raise UsageError(f'mix_grad is "full" or "detached" (torchscale), not "{mix_grad}".')
+        if not isinstance(causal, bool):
+            raise UsageError(f"causal is True or False, not {causal!r}.")
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not isfinite(scale)):
+            raise UsageError(f"scale is a finite number, or None for head_dim ** -0.5, not {scale!r}.")
         self.pattern = masks.dilated(segment_lengths, dilation_rates, offset)
         self.causal, self.scale, self.mix_grad = causal, scale, mix_grad
 
