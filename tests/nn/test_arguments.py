@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ pytestmark = pytest.mark.torch
 
 from attnbench.errors import UsageError  # noqa: E402
 from attnbench.nn import (  # noqa: E402
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     ImprovedDilatedAttention,
     ImprovedMultiheadDilatedAttention,
@@ -23,6 +27,17 @@ PLAIN = pytest.mark.parametrize("kind", [DilatedAttention, ImprovedDilatedAttent
 MULTIHEAD = pytest.mark.parametrize(
     "kind", [MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention]
 )
+
+MODULES = [
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    RingDilatedAttention,
+    BlockSparseRingDilatedAttention,
+    MultiheadDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    RingMultiheadDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+]
 
 
 @PLAIN
@@ -100,3 +115,31 @@ def test_x(kind):
         module(x[0])
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_every_argument_has_a_name_of_its_own(kind):
+    parameters = inspect.signature(kind).parameters.values()
+    assert not [p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_every_argument_does_something(kind):
+    """What a signature names reaches the attention, whichever class has it."""
+    base = [32, 4] if "Multihead" in kind.__name__ else []
+    given = {"causal": True, "offset": "group", "scale": 0.5, "mix_grad": "detached", "layout": "striped"}
+    given = {name: value for name, value in given.items() if name in inspect.signature(kind).parameters}
+    sparse = (
+        {"sparsity": 0.5, "pattern": "random", "seed": 3, "block_size": 4} if "BlockSparse" in kind.__name__ else {}
+    )
+    module = kind(*base, [8, 16], [1, 2], **given, **sparse)
+    attention = module.attention if base else module
+    assert (attention.pattern.segment_lengths, attention.pattern.offset) == ((8, 16), "group")
+    for name, value in {**given, **sparse}.items():
+        if name not in ("offset", "pattern"):
+            assert getattr(attention, name) == value
+    assert not sparse or attention.block_pattern == "random"
+    with pytest.raises(UsageError, match="no dropout"):
+        kind(*base, [8], [1], dropout=0.1)
+    with pytest.raises(TypeError, match="memory_pool"):
+        kind(*base, [8], [1], memory_pool=True)

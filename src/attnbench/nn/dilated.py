@@ -80,7 +80,8 @@ class DilatedAttention(nn.Module):
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not isfinite(scale)):
             raise UsageError(f"scale is a finite number, or None for head_dim ** -0.5, not {scale!r}.")
         self.pattern = masks.dilated(segment_lengths, dilation_rates, offset)
-        self.causal, self.scale, self.mix_grad = causal, scale, mix_grad
+        self.causal, self.scale = causal, scale
+        self.mix_grad: Literal["full", "detached"] = mix_grad
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False

@@ -35,8 +35,13 @@ class RingDilatedAttention(DilatedAttention):
         *,
         process_group: Any = None,
         layout: Layout = "zigzag",
-        **options: Any,
+        causal: bool = False,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
     ) -> None:
+        options = {"causal": causal, "offset": offset, "scale": scale, "mix_grad": mix_grad, "dropout": dropout}
         super().__init__(segment_lengths, dilation_rates, **options)
         check_layout(layout)
         self.process_group, self.layout = process_group, layout
@@ -80,23 +85,58 @@ class RingDilatedAttention(DilatedAttention):
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """x of [b, tokens of this rank, embed_dim] in, the same rows out; parameters are the same on every rank."""
 
-    ring_class: type[RingDilatedAttention] = RingDilatedAttention
-    ring_options: tuple[str, ...] = ("process_group", "layout")
-    """Options beyond those of MultiheadDilatedAttention."""
-
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
-        **options: Any,
+        *,
+        process_group: Any = None,
+        layout: Layout = "zigzag",
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        ring = {name: options.pop(name) for name in self.ring_options if name in options}
-        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **options)
-        plain = self.attention
-        shared = {"causal": plain.causal, "scale": plain.scale, "mix_grad": plain.mix_grad}
-        self.attention = self.ring_class(segment_lengths, dilation_rates, offset=plain.pattern.offset, **shared, **ring)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            segment_lengths,
+            dilation_rates,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            bias=bias,
+            offset=offset,
+            scale=scale,
+            mix_grad=mix_grad,
+            dropout=dropout,
+            device=device,
+            dtype=dtype,
+        )
+        self.attention = self._over_ranks(RingDilatedAttention, process_group, layout)
+
+    def _over_ranks(
+        self, ring_class: type[RingDilatedAttention], process_group: Any, layout: Layout, **more: Any
+    ) -> RingDilatedAttention:
+        """The attention that was checked, over the ranks of a group."""
+        of = self.attention
+        return ring_class(
+            of.pattern.segment_lengths,
+            of.pattern.dilation_rates,
+            process_group=process_group,
+            layout=layout,
+            causal=of.causal,
+            offset=of.pattern.offset,
+            scale=of.scale,
+            mix_grad=of.mix_grad,
+            **more,
+        )
 
 
 def shard(x: torch.Tensor, layout: Layout = "zigzag", process_group: Any = None, dim: int = 1) -> torch.Tensor:

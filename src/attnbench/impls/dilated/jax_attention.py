@@ -87,8 +87,9 @@ def _check(
     traced = isinstance(kv_lengths, Tracer)
     if traced and kv_lengths.shape != q.shape[:1]:
         raise UsageError(f"kv_lengths has one length a batch row, {q.shape[0]} in all, not {kv_lengths.shape}.")
-    limits = masks.full() if kv_lengths is None or traced else masks.lengths(kv_lengths)
-    workload_of(q, k, v, mask=pattern & limits, scale=None if isinstance(scale, Tracer) else scale)
+    asked = workload_of(q, k, v, mask=pattern, scale=None if isinstance(scale, Tracer) else scale)
+    if kv_lengths is not None and not traced:
+        masks.lengths(kv_lengths).check(asked.mask_shape)
 
 
 def _cut(pattern: Dilated, branch: int, tokens: int, heads: int) -> _Branch:

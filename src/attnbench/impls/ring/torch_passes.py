@@ -40,16 +40,16 @@ def autograd_function() -> Any:
             q, k, v, out, lse, *own = ctx.saved_tensors
             transport = _transport(ctx.engine, ctx.group)
             of_out, of_lse = _asked(dout, dlse, ctx.engine, ctx.group, q.device) if ctx.with_lse else (True, False)
-            dq, dk, dv = None, None, None
+            grads: Any = (None, None, None)
             if of_out:
                 dout = torch.zeros_like(out) if dout is None else dout
-                dq, dk, dv = ctx.engine.backward((q, k, v), (out, lse, *own), dout, transport)
+                grads = ctx.engine.backward((q, k, v), (out, lse, *own), dout, transport)
             if of_lse:
                 dlse = torch.zeros_like(lse) if dlse is None else dlse
                 backward = ctx.engine.under_whole(transport)
-                more_dq, more_dk, zeros = through_lse(backward, "bshd", q, k, v, out, lse, dlse)
-                dq, dk, dv = (dq + more_dq, dk + more_dk, dv) if of_out else (more_dq, more_dk, zeros)
-            return dq, dk, dv, None, None, None
+                dq, dk, dv = through_lse(backward, "bshd", q, k, v, out, lse, dlse)
+                grads = (grads[0] + dq, grads[1] + dk, grads[2]) if of_out else (dq, dk, dv)
+            return *grads, None, None, None
 
     return Ring
 
