@@ -25,6 +25,10 @@ class UsageError(AttnBenchError):
     """The request itself is wrong."""
 
 
+SHORT_LIST = 8
+"""So many names are told even where one of them is near."""
+
+
 class UnknownName(UsageError):
     """A name nobody registered; `see` is the command that lists those there are, none where they are told at once."""
 
@@ -32,7 +36,8 @@ class UnknownName(UsageError):
         known = list(known)
         near = get_close_matches(name, known, n=3, cutoff=0.6)
         hint = f" Near: {', '.join(near)}." if near else ""
-        listed = f" There is: {', '.join(known)}." if known and not near else ""
+        short = len(known) <= SHORT_LIST
+        listed = f" There is: {', '.join(known)}." if known and (short or not near) else ""
         super().__init__(f'no {what} called "{name}".{hint}{f" See `{see}`." if see else listed}')
         self.near = near
 

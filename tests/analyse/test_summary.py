@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
-from record_factory import incorrect, noisy, ok, unsupported, workload
+from record_factory import incorrect, noisy, ok, timing, unsupported, workload
 
 from attnbench.analyse.ranking import baseline, rank
 from attnbench.analyse.summary import closing, count_notes, not_run
@@ -85,6 +85,19 @@ def test_closing_names_nobody_who_is_certainly_behind():
     records = [ok(name, same * factor) for name, factor in (("a", 1), ("b", 1.008), ("c", 1.016))]
     assert [row.rank for row in rank(records)] == [1, 1, 1]
     assert closing(records) == "No confident winner over 1 shape: a is within the noise of b."
+
+
+def test_closing_names_a_baseline_with_tunables_and_what_another_clock_timed():
+    ring = ok("torch.ring", time=timing([1e6] * 8, clock="ranks"), config={"world": 2})
+    alone = closing([ring, ok("torch.sdpa", time=timing([1e6] * 8))])
+    assert alone == (
+        "torch.ring[world=2] is the only one that was ranked, over 1 shape. "
+        "torch.sdpa was timed by another clock (wall; the others by ranks): not compared."
+    )
+    fast, slow = ({"world": world} for world in (2, 4))
+    both = [ok("torch.ring", noisy(1e6, 1), config=fast), ok("torch.ring", noisy(3e6, 2), config=slow)]
+    assert closing(both).startswith("torch.ring[world=2] is 2.99x")
+    assert "faster than torch.ring[world=4] over 1 shape" in closing(both)
 
 
 def test_closing_when_the_baseline_wins_compares_with_the_next():

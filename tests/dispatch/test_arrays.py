@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from attnbench import frameworks
-from attnbench.dispatch.arrays import device_of, dtype_name, framework_of, to_layout, workload_of
+from attnbench.dispatch.arrays import device_of, framework_of, to_layout
+from attnbench.impls.arrays import dtype_name, workload_of
 from attnbench.spec import Workload
 from attnbench.workloads import masks
 

@@ -66,3 +66,26 @@ def test_blocks_and_detached_weights(monkeypatch):
     same(out, want)
     for got, expected in zip(grads, torch.autograd.grad(want, leaves, dout)):
         same(got, expected)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"mix_grad": "x"}, "mix_grad is"),
+        ({"kv_lengths": [99]}, r"lie in 0 \.\.\. 8"),
+        ({"kv_lengths": [8, 8]}, "names 2 batch rows"),
+        ({"causal": "no"}, "causal is True or False"),
+        ({"segment_lengths": [4.5]}, "whole number, not 4.5"),
+        ({"scale": "big"}, "scale must be a finite number"),
+        ({"k": np.zeros((1, 7, 2, 4), np.float32)}, "do not go together"),
+        ({"v": np.zeros((1, 8, 1, 4), np.float32)}, "do not go together"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused(given, words):
+    from attnbench.errors import UsageError
+
+    x = np.zeros((1, 8, 2, 4), np.float32)
+    arrays = {"q": x, "k": x, "v": x, "segment_lengths": [4], "dilation_rates": [1]}
+    with pytest.raises(UsageError, match=words):
+        dilated_attention(**(arrays | given))

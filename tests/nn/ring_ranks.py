@@ -16,6 +16,7 @@ from dilated_oracle import attention, detached, visible_counts
 
 from attnbench.errors import UsageError
 from attnbench.impls.ring.function import ring_attention
+from attnbench.impls.ring.layouts import positions
 from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     MultiheadDilatedAttention,
@@ -67,6 +68,35 @@ def block_sparse(layout, causal, per_head):
     count = visible_counts(arrays[0], SEGMENTS, RATES, "mod", causal)
     every = kept.repeat_interleave(8, -2).repeat_interleave(8, -1)[..., :TOKENS, :TOKENS]
     return compare(module, arrays, count * every, layout)
+
+
+def lse_gradients(layout, by_all, out_too, mix_grad="full"):
+    """Of a loss in which all ranks' LSEs have a part, or rank 0's alone; it is float32, and so is its gradient."""
+    q, k, v, dout = draw(6, 2)
+    module = RingDilatedAttention(SEGMENTS, RATES, causal=True, layout=layout, mix_grad=mix_grad)
+    dlse = torch.randn(2, 6, TOKENS, dtype=torch.float64)
+    mine = shard(torch.arange(TOKENS), layout, dim=0)
+    if not by_all:
+        of_rank_0 = torch.from_numpy(positions(layout, TOKENS, dist.get_world_size(), 0))
+        dlse[..., [n for n in range(TOKENS) if n not in of_rank_0]] = 0
+    leaves = [shard(x, layout).clone().requires_grad_() for x in (q, k, v)]
+    out, lse = module(*leaves, return_lse=True)
+    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    want_out, want_lse = attention(*exact, visible_counts(q, SEGMENTS, RATES, causal=True))
+    if mix_grad == "detached":
+        want_out = detached(*exact, SEGMENTS, RATES, True)
+    seen = want_lse.isfinite()
+    told, want = [], (want_lse[seen] * dlse[seen]).sum()
+    if by_all or dist.get_rank() == 0:
+        told.append((lse[seen[..., mine]] * dlse[..., mine][seen[..., mine]]).sum())
+    if out_too or not told:
+        told.append((out * shard(dout, layout)).sum() * out_too)
+        want = want + (want_out * dout).sum() * out_too
+    sum(told).backward()
+    want.backward()
+    got = [x.grad if x.grad is not None else torch.zeros_like(x) for x in leaves]
+    errors = [apart(a, shard(b.grad, layout)) for a, b in zip(got, exact) if b.grad is not None]
+    return max(errors)
 
 
 def torchscale_gradients():
@@ -136,6 +166,11 @@ def main():
             ring("contiguous", False, 6, 3, "mod"),
         ],
         "block sparse": [block_sparse("zigzag", True, True), block_sparse("striped", False, False)],
+        "lse": [
+            lse_gradients("zigzag", True, True), lse_gradients("striped", True, False),
+            lse_gradients("contiguous", False, True), lse_gradients("zigzag", False, False),
+            lse_gradients("zigzag", True, True, "detached"),
+        ],
         "detached": torchscale_gradients(),
         "multihead": multihead(),
         "dense": dense(),

@@ -14,10 +14,14 @@ import dilated_oracle as oracle  # noqa: E402
 import attnbench as ab  # noqa: E402
 from attnbench.errors import UnknownName, UsageError  # noqa: E402
 from attnbench.nn import (  # noqa: E402
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     ImprovedDilatedAttention,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
     create_dilated_attention,
     create_multihead_dilated_attention,
 )
@@ -108,6 +112,9 @@ KINDS = {
     "auto": (ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention),
     "improved": (ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention),
     "standard": (DilatedAttention, MultiheadDilatedAttention),
+    "ring": (RingDilatedAttention, RingMultiheadDilatedAttention),
+    "distributed": (RingDilatedAttention, RingMultiheadDilatedAttention),
+    "block_sparse_ring": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
 }
 
 
@@ -128,9 +135,14 @@ def test_no_option_is_dropped_silently():
         create_multihead_dilated_attention("standard", 24, 6, *PATTERN, memory_pool=True)
 
 
-def test_an_unknown_kind_names_the_nearest():
-    with pytest.raises(UnknownName, match="improved"):
-        create_multihead_dilated_attention("improve", 24, 6, *PATTERN)
+@pytest.mark.parametrize("kind, near", [("improve", "Near: improved."), ("spiral", ""), (None, "")])
+def test_an_unknown_kind_names_the_nearest_and_all_there_are(kind, near):
+    every = "There is: standard, improved, ring, block_sparse_ring, auto, distributed."
+    for make in (create_dilated_attention, lambda *given: create_multihead_dilated_attention(kind, 24, 6, *given[1:])):
+        with pytest.raises(UnknownName) as caught:
+            make(kind, *PATTERN)
+        assert near in str(caught.value)
+        assert every in str(caught.value)
 
 
 def test_the_readmes_example_runs():

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,6 +11,7 @@ pytestmark = pytest.mark.torch
 from dilated_oracle import attention, counts, visible_counts  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from ranks_of_torchrun import told_by_ranks  # noqa: E402
 
 import attnbench as ab  # noqa: E402
 from attnbench.errors import InvalidWorkload, UsageError  # noqa: E402
@@ -31,7 +26,6 @@ from attnbench.nn import (  # noqa: E402
 )
 from attnbench.workloads import masks  # noqa: E402
 
-HERE = Path(__file__).parent
 PATTERN = ([8, 16, 48], [1, 2, 3])
 WORLD = 3
 
@@ -41,13 +35,14 @@ def problems(draw):
     branches = draw(st.lists(st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 3, 6])), min_size=1, max_size=3))
     sizes = draw(st.integers(1, 40)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     blocks = draw(st.none() | st.integers(1, 12))
-    return branches, sizes, draw(st.sampled_from(layouts.LAYOUTS)), draw(st.booleans()), blocks
+    limit = draw(st.none() | st.integers(0, sizes[0]))
+    return branches, sizes, draw(st.sampled_from(layouts.LAYOUTS)), draw(st.booleans()), blocks, limit
 
 
 @given(problems())
 @settings(max_examples=150, deadline=None)
 def test_all_ranks_together_compute_each_pair_as_often_as_it_meets(problem):
-    branches, (tokens, heads, world), layout, causal, size = problem
+    branches, (tokens, heads, world), layout, causal, size, limit = problem
     segments, rates = zip(*branches)
     pattern = masks.dilated(segments, rates)
     want = counts(tokens, heads, segments, rates).numpy().astype(int)
@@ -58,17 +53,19 @@ def test_all_ranks_together_compute_each_pair_as_often_as_it_meets(problem):
         kept = np.random.default_rng(0).random((heads, n, n)) < 0.5
         blocks = masks.blocks(kept, size)
         want = want * kept.repeat(size, 1).repeat(size, 2)[:, :tokens, :tokens]
+    want[:, :, tokens if limit is None else limit :] = 0
     found = np.zeros_like(want)
     held = [layouts.runs(layout, tokens, world, rank) for rank in range(world)]
+    seen = held if limit is None else [layouts.before(runs, limit) for runs in held]
     places = [layouts.positions(layout, tokens, world, rank) for rank in range(world)]
     for rank in range(world):
         for source in range(world):
-            for call in calls(pattern, heads, held[rank], held[source], causal, blocks):
+            for call in calls(pattern, heads, held[rank], seen[source], causal, blocks):
                 assert len(np.unique(call.rows)) == call.rows.size, "a row that occurs twice would lose one of them"
                 for rows, keys in zip(call.rows, call.keys):
                     m, n = len(rows), len(keys)
-                    seen = np.tri(m, n, dtype=int) if call.causal else 1
-                    found[np.ix_(call.heads, places[rank][rows], places[source][keys])] += seen
+                    pairs = np.tri(m, n, dtype=int) if call.causal else 1
+                    found[np.ix_(call.heads, places[rank][rows], places[source][keys])] += pairs
     assert (found == want).all()
 
 
@@ -137,7 +134,6 @@ def test_multihead_kinds_share_parameters_and_numbers():
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, pattern="learned"), "no block pattern"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=np.ones((2, 1, 3, 3), bool)), "all batch rows"),
         (lambda: RingDilatedAttention(*PATTERN, dropout=0.1), "dropout"),
-        (lambda: RingDilatedAttention(*PATTERN)(*draw()[:3], kv_lengths=[5, 5]), "no kv_lengths"),
     ],
 )  # fmt: skip
 def test_what_is_not_done_is_refused(make, words):
@@ -153,18 +149,7 @@ def test_an_unknown_option_is_an_error():
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What each of three ranks found, started by torchrun."""
-    folder = tmp_path_factory.mktemp("ranks")
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-    done = subprocess.run(
-        [*command, HERE / "ring_ranks.py", folder],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return told_by_ranks("ring_ranks.py", WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("what", ["ring", "block sparse", "detached", "multihead", "dense", "subgroup"])
@@ -172,6 +157,11 @@ def test_three_ranks_give_what_one_device_gives(told, what):
     for rank, found in enumerate(told):
         values = found[what] if isinstance(found[what], list) else [found[what]]
         assert max(values) < 1e-13, f"rank {rank}: {values}"
+
+
+def test_the_gradient_of_the_lse_is_one_devices_even_where_one_rank_alone_asks_for_it(told):
+    for rank, found in enumerate(told):
+        assert max(found["lse"]) < 1e-6, f"rank {rank}: {found['lse']}"
 
 
 def test_a_wrong_shard_is_refused_by_every_rank(told):

@@ -81,7 +81,17 @@ def test_markup_in_reasons_is_printed_as_it_is():
 
 def test_mixed_clocks_are_said():
     records = [ok("a", time=timing([1e6] * 8, clock="events")), ok("b", time=timing([1e6] * 8, clock="wall"))]
-    assert "different clocks (events, wall)" in text_of(print_rankings, records)
+    lines = [line.rstrip() for line in text_of(print_rankings, records).splitlines()]
+    assert "  –  b  timed by another clock (wall; the others by events): not compared" in lines
+    assert next(line.split()[:2] for line in lines if " b  " in line) == ["–", "b"], "~ is for approximate ones"
+
+
+def test_a_baseline_that_was_timed_under_tunables_is_called_by_them():
+    records = [ok("torch.ring", noisy(2e6, 1), config={"world": 2}), ok("torch.sdpa", noisy(1e6, 2))]
+    text = text_of(print_rankings, records)
+    assert "against torch.ring[world=2]" in text
+    (line,) = [line.split() for line in text.splitlines() if line.lstrip().startswith("2  torch.ring[world=2]")]
+    assert line[-1] == "1", "the baseline itself has no ratio"
 
 
 def test_detail_of_an_ok_cell():

@@ -20,6 +20,8 @@ ANCHOR = "anchor."
 NOT_TIMED = "verified, not timed"
 """How the note begins of a record that may be checked but not timed (an interpreter, say)."""
 
+OTHER_CLOCK = "timed by another clock"
+
 
 class Row(Struct, frozen=True, kw_only=True):
     """One line of a ranking. `rank` is None for what is not ranked: `reason` says why."""
@@ -73,6 +75,12 @@ def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | No
     return next((name for name in BASELINES if name in choices), min(choices, default=None))
 
 
+def labelled(base: str | None, records: Sequence[Record]) -> str | None:
+    """The baseline as tables call it: the plain one, or, where only some under tunables were timed, their first."""
+    labels = [label(record) for record in records if is_timed(record) and record.implementation == base]
+    return base if base in labels else next(iter(labels), base)
+
+
 def matches(name: str, wanted: str) -> bool:
     """Whether an implementation is the one named, or one of the framework or family named."""
     return name == wanted or name.startswith((f"{wanted}.", f"{wanted}-"))
@@ -83,14 +91,15 @@ def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
     shown = on_one_clock(r for r in records if not r.implementation.startswith(ANCHOR))
     timed = sorted((r for r in without_other_clocks(shown) if is_timed(r)), key=_order)
     clock = clock_of(timed[0]) if timed else ""
-    reference = next((r for r in timed if r.implementation == base), None)
+    named = [r for r in timed if label(r) == base] or [r for r in timed if r.implementation == base]
+    reference = next(iter(named), None)
     rows = _ranked([r for r in timed if not r.approximate], reference)
     for record in timed:
         if record.approximate:
             rows.append(_row(record, reference, reason="approximate: not ranked among exact ones"))
     for record in shown:
         if is_timed(record) and clock_of(record) != clock:
-            reason = f"timed by another clock ({clock_of(record)}; the others by {clock}): not compared"
+            reason = f"{OTHER_CLOCK} ({clock_of(record)}; the others by {clock}): not compared"
             rows.append(Row(implementation=label(record), record=record, reason=reason))
     for record in shown:
         if not is_timed(record):

@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from attnbench.analyse.ranking import NOT_TIMED, Row, baseline, by_workload, is_timed, label, rank
+from attnbench.analyse.ranking import (
+    NOT_TIMED,
+    OTHER_CLOCK,
+    Row,
+    baseline,
+    by_workload,
+    is_timed,
+    label,
+    labelled,
+    rank,
+)
 from attnbench.analyse.verdicts import judge
 from attnbench.analyse.wording import counted, format_ratio, vague
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
@@ -53,13 +63,14 @@ def closing(
     kept = [r for group in groups.values() for r in group]
     before, after = wrong_sentences(kept, focus) if wrong else ([], [])
     before += _lost_sentences(kept, focus)
-    found = map(rank, groups.values()) if ranked is None else ranked
+    found = [rank(group) for group in groups.values()] if ranked is None else ranked
     ordered = ([row for row in rows if row.rank is not None] for rows in found)
     rankings = {rows[0].record.workload.id: rows for rows in ordered if rows}
     if not rankings:
         return " ".join([*before, _nothing_timed(kept), *after])
     ranked_records = [row.record for rows in rankings.values() for row in rows]
-    return " ".join([*before, _verdict(rankings, baseline(ranked_records, against), focus), *after])
+    base = labelled(baseline(ranked_records, against), ranked_records)
+    return " ".join([*before, _verdict(rankings, base, focus), *_by_other_clocks(found), *after])
 
 
 def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
@@ -79,6 +90,17 @@ def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
     if not alone[champion]:
         return f"{_no_winner(first, champion, rankings, base)}{tail}."
     return f"{_against_baseline(champion, rankings, base)}{tail}."
+
+
+def _by_other_clocks(found: Iterable[Sequence[Row]]) -> list[str]:
+    """One sentence for each reason, of those that were ranked nowhere."""
+    rows = [row for group in found for row in group]
+    ranked = {row.implementation for row in rows if row.rank is not None}
+    told: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.reason.startswith(OTHER_CLOCK) and row.implementation not in ranked:
+            told.setdefault(row.reason, {})[row.implementation] = None
+    return [f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} {why}." for why, names in told.items()]
 
 
 def _total_gain(rankings: Rankings, name: str) -> float:

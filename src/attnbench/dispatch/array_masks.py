@@ -20,11 +20,12 @@ import numpy as np
 
 from attnbench import policy, registry
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.arrays import device_of, framework_of, pass_of, to_layout, workload_of
+from attnbench.dispatch.arrays import device_of, framework_of, pass_of, to_layout
 from attnbench.dispatch.order import TAKE_ARRAYS, Demand
 from attnbench.dispatch.plan import Plan, Plans, chosen
 from attnbench.dispatch.traced import Outline, specialised
 from attnbench.errors import InvalidWorkload, Unsupported
+from attnbench.impls.arrays import workload_of
 from attnbench.spec import Array, Pass, Workload
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads import masks

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any, NamedTuple
 
-from attnbench.dispatch.arrays import device_of, framework_of, to_layout, workload_of
+from attnbench.dispatch.arrays import device_of, framework_of, to_layout
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.lse_guard import guarded
 from attnbench.dispatch.misses import report
 from attnbench.dispatch.order import Demand, Form
+from attnbench.impls.arrays import workload_of
 from attnbench.spec import Array, Call, Implementation
 from attnbench.workloads.masks import AnyMask
 

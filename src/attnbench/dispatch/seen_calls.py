@@ -8,9 +8,9 @@ from operator import and_
 from typing import Any, NamedTuple
 
 from attnbench import frameworks
-from attnbench.dispatch.arrays import workload_of
 from attnbench.dispatch.recognise import recognise
 from attnbench.errors import InvalidWorkload
+from attnbench.impls.arrays import workload_of
 from attnbench.spec import Array, Workload
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask, MaskShape

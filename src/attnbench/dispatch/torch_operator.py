@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from attnbench import policy, registry
-from attnbench.dispatch.arrays import LAYOUTS, to_layout
+from attnbench.dispatch.arrays import to_layout
 from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Plan, Plans, Words, arranged, chosen, demand_of, pairs_kept
 from attnbench.errors import InvalidWorkload, UsageError
+from attnbench.impls.arrays import LAYOUTS
 from attnbench.impls.parts.torch_autograd import through_lse
 from attnbench.spec import Call, Config, Implementation, Workload
 from attnbench.workloads.masks.literals import literal

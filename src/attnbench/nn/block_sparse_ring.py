@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from attnbench.errors import UsageError
-from attnbench.nn.ring import RingDilatedAttention, RingMultiheadDilatedAttention
+from attnbench.nn.ring import Layout, RingDilatedAttention, RingMultiheadDilatedAttention
 from attnbench.workloads import masks
 from attnbench.workloads.block_patterns import BLOCK_SIZE, block_pattern, check_sparsity
 from attnbench.workloads.masks import Blocks, MaskShape
@@ -33,9 +34,25 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         pattern: str = "local",
         block_size: int = BLOCK_SIZE,
         seed: int = 0,
-        **options: Any,
+        process_group: Any = None,
+        layout: Layout = "zigzag",
+        causal: bool = False,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, **options)
+        super().__init__(
+            segment_lengths,
+            dilation_rates,
+            process_group=process_group,
+            layout=layout,
+            causal=causal,
+            offset=offset,
+            scale=scale,
+            mix_grad=mix_grad,
+            dropout=dropout,
+        )
         if (block_mask is None) == (sparsity is None):
             raise UsageError("give either block_mask or sparsity (with pattern), and not both.")
         if sparsity is not None:
@@ -62,8 +79,51 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
 class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):
     """The same with projections: x of [b, tokens of this rank, embed_dim] in, the same rows out."""
 
-    ring_class = BlockSparseRingDilatedAttention
-    ring_options = ("process_group", "layout", "block_mask", "sparsity", "pattern", "block_size", "seed")
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        block_mask: Any = None,
+        sparsity: float | None = None,
+        pattern: str | None = None,
+        block_size: int | None = None,
+        seed: int | None = None,
+        process_group: Any = None,
+        layout: Layout = "zigzag",
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            segment_lengths,
+            dilation_rates,
+            process_group=process_group,
+            layout=layout,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            bias=bias,
+            offset=offset,
+            scale=scale,
+            mix_grad=mix_grad,
+            dropout=dropout,
+            device=device,
+            dtype=dtype,
+        )
+        given = {"block_mask": block_mask, "sparsity": sparsity}
+        given |= {"pattern": pattern, "block_size": block_size, "seed": seed}
+        named = {name: value for name, value in given.items() if value is not None}
+        self.attention = self._over_ranks(BlockSparseRingDilatedAttention, process_group, layout, **named)
 
 
 def _blocks(block_mask: Any, block_size: int) -> Blocks:

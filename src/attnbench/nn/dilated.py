@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
+from math import isfinite
 from operator import and_
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from attnbench.dispatch.arrays import workload_of
 from attnbench.errors import UsageError
+from attnbench.impls.arrays import workload_of
 from attnbench.impls.dilated.conditions import problem_of
 from attnbench.impls.dilated.task import Task
 from attnbench.impls.dilated.torch_function import dilated
@@ -74,15 +75,21 @@ class DilatedAttention(nn.Module):
             raise UsageError(f"dilated attention has no dropout on its weights: leave out dropout={dropout:g}.")
         if mix_grad not in ("full", "detached"):
             raise UsageError(f'mix_grad is "full" or "detached" (torchscale), not "{mix_grad}".')
+        if not isinstance(causal, bool):
+            raise UsageError(f"causal is True or False, not {causal!r}.")
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not isfinite(scale)):
+            raise UsageError(f"scale is a finite number, or None for head_dim ** -0.5, not {scale!r}.")
         self.pattern = masks.dilated(segment_lengths, dilation_rates, offset)
-        self.causal, self.scale, self.mix_grad = causal, scale, mix_grad
+        self.causal, self.scale = causal, scale
+        self.mix_grad: Literal["full", "detached"] = mix_grad
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[b, s, h, d]; keys from kv_lengths[b] on are padding; with `return_lse` also the LSE [b, h, s], float32.
 
-        A row that sees no key is 0 with LSE -inf. No gradient flows through the LSE. Lengths on a GPU are waited for.
+        A row that sees no key is 0 with LSE -inf. A gradient through the LSE costs a second backward pass. Lengths on a
+        GPU are waited for.
         """
         lengths = None if kv_lengths is None else masks.lengths(torch.as_tensor(kv_lengths).cpu().numpy())
         forms = tuple([_Form(x.shape, x.dtype) for x in (q, k, v)])

@@ -20,13 +20,18 @@ KINDS: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "block_sparse_ring": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
 }
 """Kind -> the class on projected heads, and the one with projections."""
-AUTO = "improved"
+ALIASES: Mapping[str, str] = {"auto": "improved", "distributed": "ring"}
+"""Other names of kinds."""
 
 
 def create_dilated_attention(
     kind: str = "auto", segment_lengths: Sequence[int] = (), dilation_rates: Sequence[int] = (), **options: Any
 ) -> nn.Module:
-    """A module on q, k, v of [b, s, h, d]. "auto" is "improved": the same numbers everywhere."""
+    """A module on q, k, v of [b, s, h, d].
+
+    `kind`: standard, improved, ring or block_sparse_ring; auto is improved; distributed is ring, over the process group
+    that torchrun's ranks initialised (one rank without). The same numbers everywhere, but for blocks that are dropped.
+    """
     return _classes(kind)[0](segment_lengths, dilation_rates, **options)
 
 
@@ -38,12 +43,12 @@ def create_multihead_dilated_attention(
     dilation_rates: Sequence[int] = (),
     **options: Any,
 ) -> nn.Module:
-    """A module on x of [b, s, embed_dim]; an option that the kind does not know is an error."""
+    """A module on x of [b, s, embed_dim], kinds as above; an option that the kind does not know is an error."""
     return _classes(kind)[1](embed_dim, num_heads, segment_lengths, dilation_rates, **options)
 
 
 def _classes(kind: str) -> tuple[type[nn.Module], type[nn.Module]]:
-    name = AUTO if kind == "auto" else kind
+    name = ALIASES.get(kind, kind)
     if name not in KINDS:
-        raise UnknownName("kind of dilated attention", kind, ["auto", *KINDS], "attnbench.nn.factory.KINDS")
+        raise UnknownName("kind of dilated attention", str(kind), [*KINDS, *ALIASES], "")
     return KINDS[name]

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from attnbench.errors import UsageError
 from attnbench.nn.dilated import DilatedAttention, ImprovedDilatedAttention, Lengths
+from attnbench.workloads.masks.data import whole_number
 
 
 class MultiheadDilatedAttention(nn.Module):
@@ -40,9 +41,12 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", kv_heads)):
+            if whole_number(value, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}.")
         if embed_dim % num_heads:
             raise UsageError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}.")
-        if kv_heads < 1 or num_heads % kv_heads:
+        if num_heads % kv_heads:
             raise UsageError(f"num_kv_heads {kv_heads} does not divide num_heads {num_heads}.")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
@@ -63,6 +67,9 @@ class MultiheadDilatedAttention(nn.Module):
         """[b, s, embed_dim]; tokens from kv_lengths[b] on are padding that no token sees."""
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise UsageError(f"x is [batch, tokens, {self.embed_dim}], not {tuple(x.shape)}.")
+        wanted = self.in_proj.weight.dtype
+        if x.dtype != wanted and not torch.is_autocast_enabled(x.device.type):
+            raise UsageError(f"x is {x.dtype} and the weights are {wanted}: cast one of them with .to().")
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.projected(x))
         return self.out_proj(self.attention(q, k, v, kv_lengths=kv_lengths).flatten(-2))
 

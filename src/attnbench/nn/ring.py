@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from attnbench.errors import UsageError
-from attnbench.impls.ring.function import global_lengths, rank_and_world, ring_attention
+from attnbench.impls.arrays import fitting
+from attnbench.impls.ring.function import global_lengths, key_lengths, rank_and_world, ring_attention
 from attnbench.impls.ring.layouts import check_layout, positions
 from attnbench.nn.dilated import DilatedAttention, Lengths
 from attnbench.nn.multihead import MultiheadDilatedAttention
@@ -35,8 +35,13 @@ class RingDilatedAttention(DilatedAttention):
         *,
         process_group: Any = None,
         layout: Layout = "zigzag",
-        **options: Any,
+        causal: bool = False,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
     ) -> None:
+        options = {"causal": causal, "offset": offset, "scale": scale, "mix_grad": mix_grad, "dropout": dropout}
         super().__init__(segment_lengths, dilation_rates, **options)
         check_layout(layout)
         self.process_group, self.layout = process_group, layout
@@ -44,10 +49,13 @@ class RingDilatedAttention(DilatedAttention):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """[b, tokens of this rank, h, d]; with `return_lse` also the LSE [b, h, tokens of this rank], float32."""
-        if kv_lengths is not None:
-            raise UsageError("ring attention has no kv_lengths: cut the padding off before the sequence is sharded.")
-        lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device)
+        """[b, tokens of this rank, h, d]; with `return_lse` also the LSE [b, h, tokens of this rank], float32.
+
+        Keys from position kv_lengths[b] of the whole sequence on are padding; every rank gives the same lengths.
+        """
+        fitting(q, k, v)
+        limits = key_lengths(kv_lengths)
+        lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device, limits)
         return ring_attention(
             q,
             k,
@@ -61,6 +69,7 @@ class RingDilatedAttention(DilatedAttention):
             dilated=self.pattern,
             detached=self.mix_grad == "detached",
             blocks=self.blocks(lengths[0], q.shape[2]),
+            kv_lengths=limits,
             return_lse=return_lse,
         )
 
@@ -76,23 +85,58 @@ class RingDilatedAttention(DilatedAttention):
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """x of [b, tokens of this rank, embed_dim] in, the same rows out; parameters are the same on every rank."""
 
-    ring_class: type[RingDilatedAttention] = RingDilatedAttention
-    ring_options: tuple[str, ...] = ("process_group", "layout")
-    """Options beyond those of MultiheadDilatedAttention."""
-
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
-        **options: Any,
+        *,
+        process_group: Any = None,
+        layout: Layout = "zigzag",
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        ring = {name: options.pop(name) for name in self.ring_options if name in options}
-        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **options)
-        plain = self.attention
-        shared = {"causal": plain.causal, "scale": plain.scale, "mix_grad": plain.mix_grad}
-        self.attention = self.ring_class(segment_lengths, dilation_rates, offset=plain.pattern.offset, **shared, **ring)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            segment_lengths,
+            dilation_rates,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            bias=bias,
+            offset=offset,
+            scale=scale,
+            mix_grad=mix_grad,
+            dropout=dropout,
+            device=device,
+            dtype=dtype,
+        )
+        self.attention = self._over_ranks(RingDilatedAttention, process_group, layout)
+
+    def _over_ranks(
+        self, ring_class: type[RingDilatedAttention], process_group: Any, layout: Layout, **more: Any
+    ) -> RingDilatedAttention:
+        """The attention that was checked, over the ranks of a group."""
+        of = self.attention
+        return ring_class(
+            of.pattern.segment_lengths,
+            of.pattern.dilation_rates,
+            process_group=process_group,
+            layout=layout,
+            causal=of.causal,
+            offset=of.pattern.offset,
+            scale=of.scale,
+            mix_grad=of.mix_grad,
+            **more,
+        )
 
 
 def shard(x: torch.Tensor, layout: Layout = "zigzag", process_group: Any = None, dim: int = 1) -> torch.Tensor:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.analyse.ranking import Row, baseline, by_workload, is_timed, rank
+from attnbench.analyse.ranking import OTHER_CLOCK, Row, baseline, by_workload, is_timed, labelled, rank
 from attnbench.analyse.summary import count_notes, format_ratio, not_run
 from attnbench.report import units
 from attnbench.report.units import DASH
@@ -21,7 +21,7 @@ STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory"
 
 def print_rankings(console: Console, records: Sequence[Record], against: Sequence[str] = ()) -> None:
     """A table per workload, then what did not run, then the warnings."""
-    base = baseline(records, against)
+    base = labelled(baseline(records, against), records)
     groups = by_workload(records)
     for group in groups.values():
         console.print()
@@ -38,10 +38,9 @@ def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> No
     timed = [(row, row.record) for row in rows if is_timed(row.record)]
     if timed:
         console.print(ranking_table(timed, base, console.width))
-    clocks = sorted({record.time.clock for _, record in timed if record.time is not None})
-    if len(clocks) > 1:
-        console.print(f"  [dim]different clocks ({', '.join(clocks)}): compare across them with care[/dim]")
     for row in rows:
+        if is_timed(row.record) and row.reason.startswith(OTHER_CLOCK):
+            console.print(f"  [dim]{DASH}  {escape(row.implementation)}  {escape(row.reason)}[/dim]", highlight=False)
         if is_timed(row.record) or isinstance(row.record, Unsupported):
             continue
         status = row.record.status
@@ -63,7 +62,9 @@ def ranking_table(timed: Sequence[tuple[Row, Ok]], base: str | None, width: int 
     table = Table(box=None, pad_edge=True, header_style="bold", show_edge=False)
     for heading, cells in columns.items():
         right = heading not in ("implementation", "remarks") and not heading.startswith("against")
-        table.add_column("" if heading == "remarks" else heading, justify="right" if right else "left", no_wrap=True)
+        table.add_column(
+            "" if heading == "remarks" else escape(heading), justify="right" if right else "left", no_wrap=True
+        )
         del cells
     for cells in zip(*columns.values()):
         table.add_row(*cells)
@@ -96,7 +97,7 @@ def _width(columns: dict[str, list[str]]) -> int:
 
 def _place(row: Row) -> str:
     if row.rank is None:
-        return "~"
+        return "~" if isinstance(row.record, Ok) and row.record.approximate else DASH
     return ">=" if row.behind else "=" if row.tied else str(row.rank)
 
 

@@ -46,12 +46,12 @@ def test_causal_tiles_cover_each_visible_pair_once(rows, keys, offset):
     assert (seen == np.tri(rows, keys, offset, dtype=int)).all()
 
 
-def computed(problem):
+def computed(problem, limit=None):
     """How often each (query, key) pair is computed by all ranks over all steps."""
     count = np.zeros((problem.q_len, problem.kv_len), int)
     for rank in range(problem.world):
         rows = layouts.positions(problem.layout, problem.q_len, problem.world, rank)
-        for step in schedule(problem, rank):
+        for step in schedule(problem, rank, limit):
             keys = layouts.positions(problem.layout, problem.kv_len, problem.world, step.source)
             for tile in step.tiles:
                 m, n = tile.shape
@@ -67,6 +67,14 @@ def test_the_ring_computes_each_visible_pair_once(layout, q_len, kv_len, world, 
     wanted = np.tri(q_len, kv_len, shift, dtype=int) if causal else np.ones((q_len, kv_len), int)
     assert (computed(problem) == wanted).all()
     assert sum(pairs(problem)) == wanted.sum()
+
+
+@given(LAYOUTS, st.integers(1, 40), st.integers(1, 5), st.booleans(), st.integers(0, 40))
+def test_keys_from_a_limit_on_are_hidden(layout, tokens, world, causal, limit):
+    problem = Problem(tokens, tokens, world, layout, causal)
+    wanted = np.tri(tokens, dtype=int) if causal else np.ones((tokens, tokens), int)
+    wanted[:, limit:] = 0
+    assert (computed(problem, limit) == wanted).all()
 
 
 @given(LAYOUTS, st.integers(1, 6))

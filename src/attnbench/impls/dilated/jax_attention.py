@@ -11,9 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from attnbench.errors import UsageError
+from attnbench.impls.arrays import workload_of
 from attnbench.impls.conditions import first_reason, needs_no_softcap
 from attnbench.impls.dilated.conditions import needs_dilated, problem_of
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.workloads import masks
 from attnbench.workloads.masks import Dilated
 
 BLOCK_PAIRS = 1 << 27
@@ -49,7 +52,8 @@ def dilated_attention(
     import jax
     import jax.numpy as jnp
 
-    pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offset)
+    pattern = masks.dilated(segment_lengths, dilation_rates, offset)
+    _check(q, k, v, pattern, causal, scale, mix_grad, kv_lengths)
     lengths = jnp.full(q.shape[0], q.shape[1]) if kv_lengths is None else jnp.asarray(kv_lengths)
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -68,6 +72,24 @@ def dilated_attention(
     weights = jax.lax.stop_gradient(weights) if mix_grad == "detached" else weights
     mixed = jnp.sum(weights[..., None] * out, axis=0).astype(q.dtype)
     return (mixed, lse.transpose(0, 2, 1).astype(jnp.float32)) if return_lse else mixed
+
+
+def _check(
+    q: Array, k: Array, v: Array, pattern: Dilated, causal: Any, scale: Any, mix_grad: str, kv_lengths: Any
+) -> None:
+    """What cannot be meant; lengths that are traced are taken at their word, all but how many they are."""
+    from jax.core import Tracer
+
+    if mix_grad not in ("full", "detached"):
+        raise UsageError(f'mix_grad is "full" or "detached" (torchscale), not "{mix_grad}".')
+    if not isinstance(causal, bool):
+        raise UsageError(f"causal is True or False, not {causal!r}.")
+    traced = isinstance(kv_lengths, Tracer)
+    if traced and kv_lengths.shape != q.shape[:1]:
+        raise UsageError(f"kv_lengths has one length a batch row, {q.shape[0]} in all, not {kv_lengths.shape}.")
+    asked = workload_of(q, k, v, mask=pattern, scale=None if isinstance(scale, Tracer) else scale)
+    if kv_lengths is not None and not traced:
+        masks.lengths(kv_lengths).check(asked.mask_shape)
 
 
 def _cut(pattern: Dilated, branch: int, tokens: int, heads: int) -> _Branch:

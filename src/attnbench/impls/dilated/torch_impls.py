@@ -1,7 +1,8 @@
 """torch.dilated (copies each branch's tokens) and torch.dilated-improved (strided views, fused merge).
 
 They take one mask, `dilated`, alone or with causal and lengths: each branch is a few dense calls of another kernel of
-this registry. A row that no branch holds gives 0. No gradient flows through the LSE.
+this registry. A row that no branch holds gives 0. The LSE's gradient costs a second
+backward pass.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class DilatedTorch(Implementation):
     """One of the two engines."""
 
     framework = "torch"
+    lse_gradient = True
     untested = ("rocm", "xpu", "mps")
 
     def __init__(self, name: str, engine: str) -> None:

@@ -35,10 +35,12 @@ class Pattern(NamedTuple):
 class DilatedWork:
     """Every head runs every branch; all of them merge into one softmax, or, detached, into one for each branch."""
 
-    def __init__(self, problem: Problem, rank: int, kernels: Kernels, pattern: Pattern) -> None:
+    def __init__(
+        self, problem: Problem, rank: int, kernels: Kernels, pattern: Pattern, limit: int | None = None
+    ) -> None:
         self.kernels, self._pattern = kernels, pattern
         self.channels = len(pattern.mask.segment_lengths) if pattern.detached else 1
-        self._plan = plan(problem, rank, pattern)
+        self._plan = plan(problem, rank, pattern, limit)
         self._indices: dict[torch.device, list[list[_Gather]]] = {}
 
     def prepare(self, device: torch.device) -> None:
@@ -76,13 +78,14 @@ class DilatedWork:
 
 
 @lru_cache(maxsize=64)
-def plan(problem: Problem, rank: int, pattern: Pattern) -> tuple[tuple[Call, ...], ...]:
-    """The calls of each turn."""
+def plan(problem: Problem, rank: int, pattern: Pattern, limit: int | None = None) -> tuple[tuple[Call, ...], ...]:
+    """The calls of each turn; keys from position `limit` on are hidden."""
     problem.check()
     held = [layouts.runs(problem.layout, problem.q_len, problem.world, one) for one in range(problem.world)]
     sources = [(rank - turn) % problem.world for turn in range(problem.world)]
+    seen = held if limit is None else [layouts.before(runs, limit) for runs in held]
     given = (problem.causal, pattern.blocks)
-    return tuple(calls(pattern.mask, pattern.heads, held[rank], held[one], *given) for one in sources)
+    return tuple(calls(pattern.mask, pattern.heads, held[rank], seen[one], *given) for one in sources)
 
 
 class _Gather:

@@ -6,7 +6,7 @@ while this step is computed; sums of dK and dV follow one step behind, hidden by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from attnbench.impls.parts.torch_merge import NEGATIVE_INFINITY, nothing_yet
@@ -73,6 +73,17 @@ class Engine:
             with spans.timed("waiting"):
                 mine = sums()
         return dq.to(q.dtype), mine[0].to(k.dtype), mine[1].to(v.dtype)
+
+    def under_whole(self, transport: Transport) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """`(q, k, v, out, lse, dout) -> (dq, dk, dv)` under an output and LSE that all channels share."""
+
+        def backward(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            own = (out,) * self.work.channels if self.work.channels > 1 else ()
+            return self.backward((q, k, v), (out, lse, *own), dout, transport)
+
+        return backward
 
     def rotate(self, k: torch.Tensor, v: torch.Tensor, transport: Transport, gradients: bool) -> None:
         """All the communication of a pass and nothing else, to time it by itself."""

@@ -5,18 +5,25 @@ Every rank passes its own tokens, laid out as `layouts.positions` says, and gets
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import msgspec
 
 from attnbench.errors import UsageError
+from attnbench.impls.arrays import fitting
 from attnbench.impls.ring.dilated_work import DilatedWork, Pattern
 from attnbench.impls.ring.engine import Engine
 from attnbench.impls.ring.kernels import Kernels
 from attnbench.impls.ring.layouts import check_layout, sizes
+from attnbench.impls.ring.limited_work import LimitedWork, alike
 from attnbench.impls.ring.schedule import Problem
-from attnbench.impls.ring.transport import GroupTransport
-from attnbench.impls.ring.work import DenseWork
+from attnbench.impls.ring.torch_passes import autograd_function
+from attnbench.impls.ring.work import DenseWork, Work
 from attnbench.spec import Workload
+from attnbench.workloads import masks
 from attnbench.workloads.masks import Blocks, Dilated, MaskShape
 
 if TYPE_CHECKING:
@@ -38,24 +45,32 @@ def ring_attention(
     dilated: Dilated | None = None,
     detached: bool = False,
     blocks: Blocks | None = None,
+    kv_lengths: Sequence[int] | torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """The rank's rows [b, tokens, heads, dim] of attention over all ranks' keys; differentiable.
 
     A causal mask of unequal lengths is aligned bottom-right. `lengths` are the global numbers of queries and keys:
-    given, ranks need not ask each other at every call. `inner` names the kernel, or "auto". LSE [b, heads, tokens]
-    carries no gradient. Without an initialised process group there is one rank. `dilated` is LongNet's pattern over the
-    global positions; `detached` takes its mixing weights for constants in the backward pass. `blocks` drops the pairs
-    whose block, by global position, its block mask does not keep.
+    given, ranks need not ask each other at every call. `inner` names the kernel, or "auto". Without an initialised
+    process group there is one rank. `dilated` is LongNet's pattern over the global positions; `detached` takes its
+    mixing weights for constants in the backward pass. `blocks` drops the pairs whose block, by global position, its
+    block mask does not keep. Keys from global position kv_lengths[b] on are padding, the same on every rank (lengths on
+    a GPU are waited for); a row that sees no key gives 0 and LSE -inf. A gradient through the LSE [b, heads, tokens]
+    costs all ranks a second backward pass.
     """
-    rank, world = rank_and_world(process_group)
-    q_len, kv_len = lengths or global_lengths((q.shape[1], k.shape[1]), layout, process_group, q.device)
+    if detached and dilated is None:
+        raise UsageError("detached is about mixing the branches of a dilated pattern: give dilated=, or leave it out.")
     shape = shape_of(q, k, v, scale, softcap)
+    rank, world = rank_and_world(process_group)
+    limits = key_lengths(kv_lengths)
+    q_len, kv_len = lengths or global_lengths((q.shape[1], k.shape[1]), layout, process_group, q.device, limits)
     problem = Problem(q_len, kv_len, world, layout, causal, kv_len - q_len)
     check_shard((q.shape[1], k.shape[1]), problem, rank)
+    if limits is not None:
+        masks.lengths(limits).check(MaskShape(shape.batch, shape.heads, q_len, kv_len))
     pattern = _pattern(q, k, (q_len, kv_len), dilated, detached, blocks)
-    engine = engine_of(problem, rank, shape, inner, q.device, pattern)
-    out, lse = _autograd_function().apply(q, k, v, engine, process_group)
+    engine = engine_of(problem, rank, shape, inner, q.device, pattern, limits)
+    out, lse = autograd_function().apply(q, k, v, engine, process_group, return_lse)
     return (out, lse.float()) if return_lse else out
 
 
@@ -81,13 +96,53 @@ def _pattern(
 
 @lru_cache(maxsize=256)
 def engine_of(
-    problem: Problem, rank: int, shape: Workload, inner: str, device: torch.device, pattern: Pattern | None = None
+    problem: Problem,
+    rank: int,
+    shape: Workload,
+    inner: str,
+    device: torch.device,
+    pattern: Pattern | None = None,
+    limits: tuple[int, ...] | None = None,
 ) -> Engine:
     """Plan and kernels, made once."""
+    if limits is None or min(limits) == problem.kv_len:
+        return Engine(problem, rank, _work(problem, rank, shape, inner, device, pattern, None))
+    parts = [
+        (rows, _work(problem, rank, _rows_of(shape, rows), inner, device, pattern, limit))
+        for rows, limit in alike(limits)
+    ]
+    return Engine(problem, rank, LimitedWork(parts))
+
+
+@lru_cache(maxsize=256)
+def _work(
+    problem: Problem,
+    rank: int,
+    shape: Workload,
+    inner: str,
+    device: torch.device,
+    pattern: Pattern | None,
+    limit: int | None,
+) -> Work:
+    """For some batch rows; key lengths that differ from call to call find those of earlier ones here."""
     kernels = Kernels(shape, inner, device)
-    work = DenseWork(problem, rank, kernels) if pattern is None else DilatedWork(problem, rank, kernels, pattern)
+    if pattern is None:
+        work: Work = DenseWork(problem, rank, kernels, limit)
+    else:
+        work = DilatedWork(problem, rank, kernels, pattern, limit)
     work.prepare(device)
-    return Engine(problem, rank, work)
+    return work
+
+
+def _rows_of(shape: Workload, rows: slice) -> Workload:
+    return msgspec.structs.replace(shape, batch=rows.stop - rows.start)
+
+
+def key_lengths(kv_lengths: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] | None:
+    """Whole numbers of this process, checked as the mask `lengths` checks them."""
+    if kv_lengths is None:
+        return None
+    return tuple(masks.lengths(kv_lengths).kv_lengths.array.tolist())
 
 
 def rank_and_world(group: Any) -> tuple[int, int]:
@@ -101,8 +156,13 @@ def rank_and_world(group: Any) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def global_lengths(local: tuple[int, int], layout: str, group: Any, device: torch.device) -> tuple[int, int]:
-    """Sums of all ranks' lengths. Every rank sees every other's, so that a wrong one is refused by all, not by one."""
+def global_lengths(
+    local: tuple[int, int], layout: str, group: Any, device: torch.device, limits: tuple[int, ...] | None = None
+) -> tuple[int, int]:
+    """Sums of all ranks' lengths. Every rank sees every other's, so that a wrong one is refused by all, not by one.
+
+    So are key lengths (`limits`) that are not the same on every rank.
+    """
     import torch
     import torch.distributed as dist
 
@@ -110,10 +170,12 @@ def global_lengths(local: tuple[int, int], layout: str, group: Any, device: torc
     _, world = rank_and_world(group)
     if world == 1:
         return local
-    mine = torch.tensor(local, dtype=torch.int64, device=device)
+    mine = torch.tensor([*local, crc32(repr(limits).encode())], dtype=torch.int64, device=device)
     told = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(told, mine, group=group)
-    q_counts, kv_counts = torch.stack(told, 1).tolist()
+    q_counts, kv_counts, digests = torch.stack(told, 1).tolist()
+    if len(set(digests)) > 1:
+        raise UsageError("kv_lengths differ from rank to rank: every rank gives those of the whole sequence.")
     for what, counts in (("queries", q_counts), ("keys", kv_counts)):
         wanted = sizes(layout, sum(counts), world)
         if tuple(counts) != wanted:
@@ -136,46 +198,17 @@ def check_shard(local: tuple[int, int], problem: Problem, rank: int) -> None:
 
 
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, softcap: float | None) -> Workload:
-    """What a kernel must know besides lengths and mask."""
+    """What a kernel must know besides lengths and mask; raises where the arrays do not go together."""
+    of_q, of_k, of_v, dtype = fitting(q, k, v)
     return Workload(
-        batch=q.shape[0],
+        batch=of_q.batch,
         q_len=1,
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        dtype=str(q.dtype).rpartition(".")[2],
+        heads=of_q.heads,
+        kv_heads=of_k.heads,
+        head_dim=of_q.dim,
+        v_head_dim=of_v.dim,
+        dtype=dtype,
         pass_="train" if any(x.requires_grad for x in (q, k, v)) else "forward",
         scale=scale,
         softcap=softcap,
     )
-
-
-@lru_cache(maxsize=1)
-def _autograd_function() -> Any:
-    import torch
-
-    class Ring(torch.autograd.Function):
-        """Forward sends K and V round, backward sends them again with the sums of their gradients."""
-
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any, engine: Engine, group: Any) -> Any:
-            transport = _transport(engine, group)
-            out, lse, *own = engine.forward(q, k, v, transport)
-            ctx.save_for_backward(q, k, v, out, lse, *own)
-            ctx.engine, ctx.group = engine, group
-            ctx.mark_non_differentiable(lse)
-            return out, lse
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            q, k, v, *results = ctx.saved_tensors
-            transport = _transport(ctx.engine, ctx.group)
-            return *ctx.engine.backward((q, k, v), results, grads[0], transport), None, None
-
-    return Ring
-
-
-def _transport(engine: Engine, group: Any) -> Any:
-    """None for one rank, which never sends."""
-    return GroupTransport(group) if engine.problem.world > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -18,6 +19,11 @@ class Run(NamedTuple):
     first: int
     size: int
     stride: int = 1
+
+    @property
+    def end(self) -> int:
+        """Just after the last token."""
+        return self.first + self.stride * (self.size - 1) + 1
 
     @property
     def positions(self) -> np.ndarray:
@@ -47,6 +53,12 @@ def runs(layout: str, length: int, world: int, rank: int) -> tuple[Run, ...]:
     else:
         found = [_chunk(length, 2 * world, n) for n in (rank, 2 * world - 1 - rank)]
     return tuple(run for run in found if run.size)
+
+
+def before(found: Sequence[Run], limit: int) -> tuple[Run, ...]:
+    """Tokens of runs, in order of position, that lie before a position: the others are the last of a rank's own."""
+    cut = (run._replace(size=len(range(run.first, min(limit, run.end), run.stride))) for run in found)
+    return tuple(run for run in cut if run.size)
 
 
 def _chunk(length: int, parts: int, n: int) -> Run:

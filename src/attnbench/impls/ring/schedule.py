@@ -45,14 +45,18 @@ class Step(NamedTuple):
     """What of them is seen: empty when nothing is."""
 
 
-def schedule(problem: Problem, rank: int) -> tuple[Step, ...]:
-    """The steps of one rank. Everything moves to the next rank, so at step s the keys of rank - s are here."""
+def schedule(problem: Problem, rank: int, limit: int | None = None) -> tuple[Step, ...]:
+    """The steps of one rank. Everything moves to the next rank, so at step s the keys of rank - s are here.
+
+    Keys from position `limit` on are hidden.
+    """
     problem.check()
     queries = layouts.runs(problem.layout, problem.q_len, problem.world, rank)
     steps = []
     for turn in range(problem.world):
         source = (rank - turn) % problem.world
         keys = layouts.runs(problem.layout, problem.kv_len, problem.world, source)
+        keys = keys if limit is None else layouts.before(keys, limit)
         steps.append(Step(source, block_tiles(queries, keys, problem.causal, problem.shift)))
     return tuple(steps)
 

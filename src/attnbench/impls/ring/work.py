@@ -42,13 +42,13 @@ class Work(Protocol):
 
 
 class DenseWork:
-    """Causal or full attention."""
+    """Causal or full attention; keys from position `limit` on are hidden."""
 
     channels = 1
 
-    def __init__(self, problem: Problem, rank: int, kernels: Kernels) -> None:
+    def __init__(self, problem: Problem, rank: int, kernels: Kernels, limit: int | None = None) -> None:
         self.kernels = kernels
-        self._steps: tuple[Step, ...] = schedule(problem, rank)
+        self._steps: tuple[Step, ...] = schedule(problem, rank, limit)
 
     def prepare(self, device: torch.device) -> None:
         for step in self._steps:

@@ -14,7 +14,7 @@ from attnbench.errors import InvalidWorkload
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks.base import Align, Mask, MaskShape, Namespace, Predicate
 from attnbench.workloads.masks.combine import Both, Part
-from attnbench.workloads.masks.data import freeze, integers, to_numpy
+from attnbench.workloads.masks.data import freeze, integers, to_numpy, whole_number
 from attnbench.workloads.masks.dilated import Dilated
 from attnbench.workloads.masks.gridded import Blocks, Dense
 from attnbench.workloads.masks.keyed import BlockCausal, Documents, Lengths, Valid
@@ -91,7 +91,12 @@ def dilated(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], offset: Literal["mod", "group"] = "mod"
 ) -> Dilated:
     """LongNet's pattern; a pair that meets in several branches counts as often as it meets."""
-    return Dilated(tuple(int(w) for w in segment_lengths), tuple(int(r) for r in dilation_rates), offset)
+    lists = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+    for name, values in lists.items():
+        if isinstance(values, str) or not hasattr(values, "__iter__"):
+            raise InvalidWorkload(f"{name} must be a list of whole numbers, not {values!r}.")
+    widths, rates = (tuple(whole_number(n, f"each of {name}") for n in values) for name, values in lists.items())
+    return Dilated(widths, rates, offset)
 
 
 @constant_when_traced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,17 @@ def to_numpy(values: Any, what: str) -> np.ndarray:
     if array.dtype == object:
         raise InvalidWorkload(f"{what} must be a rectangular array of numbers.")
     return array
+
+
+def whole_number(value: Any, what: str) -> int:
+    """As a Python int: of NumPy and the like too, but nothing is rounded, parsed or taken for 0 and 1."""
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise InvalidWorkload(f"{what} must be a whole number, not {value!r}.")
+    return number
 
 
 def integers(values: Any, what: str, ndim: tuple[int, ...]) -> FrozenArray:

@@ -1,0 +1,145 @@
+"""Arguments that cannot be meant are refused in one sentence: nothing is rounded, parsed or taken for true."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from attnbench.errors import UsageError  # noqa: E402
+from attnbench.nn import (  # noqa: E402
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+)
+from attnbench.workloads import masks  # noqa: E402
+
+PLAIN = pytest.mark.parametrize("kind", [DilatedAttention, ImprovedDilatedAttention, RingDilatedAttention])
+MULTIHEAD = pytest.mark.parametrize(
+    "kind", [MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention]
+)
+
+MODULES = [
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    RingDilatedAttention,
+    BlockSparseRingDilatedAttention,
+    MultiheadDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    RingMultiheadDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+]
+
+
+@PLAIN
+@pytest.mark.parametrize(
+    "given, options, words",
+    [
+        (([4.5], [1]), {}, "each of segment_lengths must be a whole number, not 4.5"),
+        (([8], [1.7]), {}, "each of dilation_rates must be a whole number, not 1.7"),
+        ((["8"], [1]), {}, "whole number, not '8'"),
+        ((["8"], ["1"]), {}, "whole number"),
+        (([True], [1]), {}, "whole number, not True"),
+        ((8, [1]), {}, "segment_lengths must be a list of whole numbers, not 8"),
+        (("8", [1]), {}, "segment_lengths must be a list"),
+        (([0], [1]), {}, "at least 1"),
+        (([8], [1]), {"causal": "no"}, "causal is True or False, not 'no'"),
+        (([8], [1]), {"scale": "big"}, "scale is a finite number"),
+        (([8], [1]), {"scale": float("nan")}, "scale is a finite number"),
+        (([8], [1]), {"mix_grad": "x"}, "mix_grad is"),
+        (([8], [1]), {"offset": "x"}, "offset is"),
+    ],
+    ids=str,
+)
+def test_constructors(kind, given, options, words):
+    with pytest.raises(UsageError, match=words):
+        kind(*given, **options)
+
+
+def test_whole_numbers_of_other_libraries_are_whole_numbers():
+    assert masks.dilated(np.array([8, 16]), torch.tensor([1, 2])) == masks.dilated([8, 16], [1, 2])
+
+
+@MULTIHEAD
+@pytest.mark.parametrize(
+    "sizes, options, words",
+    [
+        ((32, 0), {}, "num_heads must be at least 1, not 0"),
+        ((0, 4), {}, "embed_dim must be at least 1, not 0"),
+        ((32, 4.0), {}, "num_heads must be a whole number, not 4.0"),
+        ((32, 4), {"num_kv_heads": 0}, "num_kv_heads must be at least 1"),
+        ((32, 4), {"num_kv_heads": 3}, "does not divide"),
+        ((32, 5), {}, "no multiple"),
+        ((32, 4), {"causal": 1}, "causal is True or False"),
+        ((32, 4), {"dropout": 0.1}, "no dropout"),
+    ],
+    ids=str,
+)
+def test_multihead_constructors(kind, sizes, options, words):
+    with pytest.raises(UsageError, match=words):
+        kind(*sizes, [8], [1], **options)
+
+
+@PLAIN
+def test_arrays(kind):
+    module, x = kind([8], [1]), torch.randn(2, 16, 4, 8)
+    with pytest.raises(UsageError, match="dtype int64 is not one of"):
+        module(*[x.long()] * 3)
+    with pytest.raises(UsageError, match="one dtype"):
+        module(x, x.double(), x.double())
+    with pytest.raises(UsageError, match="at least"):
+        module(*[x[:, :0]] * 3)
+    with pytest.raises(UsageError, match="4 axes"):
+        module(*[x[0]] * 3)
+
+
+@MULTIHEAD
+def test_x(kind):
+    module, x = kind(32, 4, [8], [1]), torch.randn(2, 16, 32)
+    with pytest.raises(UsageError, match=r"x is torch\.int64 and the weights are torch\.float32"):
+        module(x.long())
+    with pytest.raises(UsageError, match=r"x is torch\.float64 and"):
+        module(x.double())
+    with pytest.raises(UsageError, match="at least"):
+        module(x[:, :0])
+    with pytest.raises(UsageError, match=r"\[batch, tokens, 32\]"):
+        module(x[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_every_argument_has_a_name_of_its_own(kind):
+    parameters = inspect.signature(kind).parameters.values()
+    assert not [p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_every_argument_does_something(kind):
+    """What a signature names reaches the attention, whichever class has it."""
+    base = [32, 4] if "Multihead" in kind.__name__ else []
+    given = {"causal": True, "offset": "group", "scale": 0.5, "mix_grad": "detached", "layout": "striped"}
+    given = {name: value for name, value in given.items() if name in inspect.signature(kind).parameters}
+    sparse = (
+        {"sparsity": 0.5, "pattern": "random", "seed": 3, "block_size": 4} if "BlockSparse" in kind.__name__ else {}
+    )
+    module = kind(*base, [8, 16], [1, 2], **given, **sparse)
+    attention = module.attention if base else module
+    assert (attention.pattern.segment_lengths, attention.pattern.offset) == ((8, 16), "group")
+    for name, value in {**given, **sparse}.items():
+        if name not in ("offset", "pattern"):
+            assert getattr(attention, name) == value
+    assert not sparse or attention.block_pattern == "random"
+    with pytest.raises(UsageError, match="no dropout"):
+        kind(*base, [8], [1], dropout=0.1)
+    with pytest.raises(TypeError, match="memory_pool"):
+        kind(*base, [8], [1], memory_pool=True)
