@@ -54,7 +54,7 @@ def test_a_fixed_pattern_is_attention_under_its_mask(pattern, causal):
 @pytest.mark.parametrize("pattern", ["local", "dynamic_threshold"])
 def test_nothing_dropped_is_dense(pattern):
     q, k, v = normal(s=70)
-    options = {"threshold": 2.0, "pool": 4} if pattern == "dynamic_threshold" else {}
+    options = {"threshold": 1.0, "pool": 4} if pattern == "dynamic_threshold" else {}
     module = nn.create_block_sparse_attention(0.0, pattern, block_size=SIZE, **options)
     torch.testing.assert_close(module(q, k, v), ab.attention(q, k, v), rtol=1e-4, atol=1e-5)
     assert module.achieved_sparsity(q, k) == 0
@@ -230,6 +230,46 @@ REFUSED = [
     (lambda: nn.create_adaptive_sparse_attention(0.5, 0.9, mass=0), UsageError, "above 0"),
     (lambda: nn.create_adaptive_sparse_attention(0.5, 0.9, pattern="local"), TypeError, "pattern"),
 ]
+
+
+GATE = {"gate": nn.BlockGate(1, 8)}
+IGNORED = [
+    ("dynamic_threshold", {"threshold": 1.5}, "threshold is the share of attention to keep"),
+    ("dynamic_threshold", {"threshold": -1}, "threshold is the share of attention to keep"),
+    ("dynamic_threshold", {"threshold": float("nan")}, "threshold is the share of attention to keep"),
+    ("dynamic_threshold", {"pool": 0}, "pool must be a whole number of at least 1, not 0"),
+    ("dynamic_threshold", {"pool": -3}, "pool must be a whole number of at least 1, not -3"),
+    ("dynamic_threshold", {"pool": 7}, "7 does not divide 128"),
+    ("learned", {"gate": 3}, "gate is a BlockGate.* not 3"),
+    ("learned", GATE | {"scale": 0.5}, "the gate was made for scale"),
+    ("learned", GATE | {"block_size": 12}, "8 does not divide 12"),
+    ("local", {"causal": "x"}, "causal is True or False"),
+    ("local", {"scale": float("nan")}, "scale is a finite number"),
+    ("local", {"scale": "wide"}, "scale is a finite number"),
+    ("random", {"seed": -1}, "seed must be a whole number of at least 0"),
+]
+
+
+@pytest.mark.parametrize("pattern, options, words", IGNORED)
+def test_a_value_that_means_nothing_is_refused(pattern, options, words):
+    with pytest.raises(UsageError, match=words):
+        nn.create_block_sparse_attention(0.5, pattern, **options)
+    if pattern == "learned" or not {"threshold", "seed"} & set(options):
+        with pytest.raises(UsageError, match=words):
+            nn.create_adaptive_sparse_attention(0.5, 0.9, **options)
+
+
+@pytest.mark.parametrize("options", [{"pool": 0}, {"heads": 0}, {"head_dim": 1.5}, {"scale": float("inf")}])
+def test_a_gate_that_cannot_be_is_refused(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        nn.BlockGate(**({"heads": 2, "head_dim": 8} | options))
+
+
+def test_arrays_of_another_layout_are_refused_wherever_they_come_in():
+    module = nn.create_block_sparse_attention(0.5, "dynamic_threshold", threshold=0.5)
+    for call in (module.calibrate, module.blocks, module.achieved_sparsity):
+        with pytest.raises(InvalidWorkload, match="batch, tokens, heads, dim"):
+            call(torch.randn(90, 4, 16), torch.randn(90, 4, 16))
 
 
 @pytest.mark.parametrize("make, error, words", REFUSED, ids=[words for *_, words in REFUSED])
