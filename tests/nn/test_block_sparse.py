@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from attnbench import nn  # noqa: E402
 from attnbench.impls.block_sparse import select  # noqa: E402
 from attnbench.impls.block_sparse.content import estimate  # noqa: E402
+from attnbench.impls.block_sparse.gate import train_gate as train_heads_first  # noqa: E402
 from attnbench.impls.block_sparse.gate import true_mass  # noqa: E402
 
 SIZE = 16
@@ -114,7 +115,7 @@ def test_the_gate_learns(causal):
     """On draws it never saw: more mass than untrained, and than random blocks, at equal sparsity."""
     mask = ab.masks.causal() if causal else ab.masks.full()
     gate = nn.BlockGate(heads=2, head_dim=32)
-    examples = [tuple(x.transpose(1, 2) for x in arrays(STRUCTURED, seed)[:2]) for seed in range(100, 112)]
+    examples = [tuple(arrays(STRUCTURED, seed)[:2]) for seed in range(100, 112)]
     chosen = everything(STRUCTURED, causal=causal)
     held_out = [tuple(x.transpose(1, 2) for x in arrays(STRUCTURED, seed)[:2]) for seed in (0, 1)]
 
@@ -142,6 +143,24 @@ def test_the_gate_learns(causal):
         ]
         assert np.mean(trained) > np.mean(untrained) + 0.02
         assert np.mean(trained) > np.mean(by_chance) + 0.2
+
+
+def test_a_gate_is_trained_on_what_the_modules_take():
+    """Heads first was taken for tokens first without a word where there were as many tokens as heads."""
+    q, k, _ = normal(b=1, t=8, s=8, h=4, g=2, d=8)
+    gate = nn.BlockGate(4, 8, pool=2)
+    assert len(nn.train_gate(gate, [(q, k)], ab.masks.full(), 4, steps=3)) == 3
+    for shapes in ((q.transpose(1, 2), k.transpose(1, 2)), (q[0], k[0]), (q, k[..., :4]), (q[:, :, :2], k)):
+        with pytest.raises(InvalidWorkload, match="batch, tokens, heads, dim"):
+            nn.train_gate(gate, [shapes], ab.masks.full(), 4)
+    with pytest.raises(UsageError, match="at least one example"):
+        nn.train_gate(gate, [], ab.masks.full(), 4)
+    square = torch.randn(1, 4, 4, 8, generator=torch.Generator().manual_seed(1))
+    by_module, by_hand = nn.BlockGate(4, 8, pool=1), nn.BlockGate(4, 8, pool=1)
+    nn.train_gate(by_module, [(square, square)], ab.masks.full(), 1, steps=5)
+    heads_first = square.transpose(1, 2)
+    train_heads_first(by_hand, [(heads_first, heads_first)], ab.masks.full(), 1, steps=5)
+    torch.testing.assert_close(by_module.query, by_hand.query)
 
 
 def test_an_untrained_gate_is_the_plain_estimate():
