@@ -56,6 +56,15 @@ class _SparseAttention(torch.nn.Module):
         """Blocks for q and k in layout bhsd."""
         raise NotImplementedError
 
+    def extra_repr(self) -> str:
+        """What was asked for, with what the pattern uses."""
+        shared = {"block_size": self.block_size, "causal": self.causal, "scale": self.scale}
+        return ", ".join(f"{name}={value}" for name, value in (self._asked() | shared).items())
+
+    def _asked(self) -> dict[str, Any]:
+        """What the module itself was asked for, in order."""
+        raise NotImplementedError
+
     def _scale(self, q: torch.Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
@@ -107,6 +116,14 @@ class BlockSparseAttention(_SparseAttention):
         self.pool = checked_pool(pool, gate, block_size, scale) if pattern in BY_CONTENT else POOL
         self.register_buffer("threshold", torch.tensor(float("nan") if threshold is None else float(threshold)))
         self._fixed: dict[Any, Kept] = {}
+
+    def _asked(self) -> dict[str, Any]:
+        asked = {"sparsity": self.sparsity, "pattern": self.pattern}
+        if self.pattern == "random":
+            asked["seed"] = self.seed
+        if self.pattern in BY_CONTENT:
+            asked |= {"pool": self.pool, "threshold": f"{float(self.threshold):.4g}"}
+        return asked
 
     def calibrate(self, q: torch.Tensor, k: torch.Tensor) -> float:
         """Set the threshold so that the mean sparsity on these inputs is the requested one; returns it."""
@@ -171,6 +188,10 @@ class AdaptiveSparseAttention(_SparseAttention):
         check_share("mass", mass)
         self.min_sparsity, self.max_sparsity, self.mass = min_sparsity, max_sparsity, mass
         self.pool, self.gate = checked_pool(pool, gate, block_size, scale), gate
+
+    def _asked(self) -> dict[str, Any]:
+        bounds = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
+        return bounds | {"mass": self.mass, "pool": self.pool}
 
     def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
         chosen = self._choice(q, k)

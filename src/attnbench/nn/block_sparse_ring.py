@@ -55,7 +55,8 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         """The blocks kept of so many tokens."""
         if self._given is not None:
             return self._given
-        assert self.sparsity is not None and self.block_pattern is not None
+        assert self.sparsity is not None
+        assert self.block_pattern is not None
         return _patterned(self.block_pattern, self.sparsity, tokens, heads, self.block_size, self.causal, self.seed)
 
     def achieved_sparsity(self, tokens: int, heads: int) -> float:
@@ -64,6 +65,14 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         candidates = np.ones(kept.shape[-2:], bool)
         candidates = np.tril(candidates) if self.causal else candidates
         return 1.0 - float((kept & candidates).sum() / (candidates.sum() * (kept.size // candidates.size)))
+
+    def extra_repr(self) -> str:
+        """That of the ring, and which blocks are kept."""
+        if self._given is not None:
+            return f"{super().extra_repr()}, block_mask={self._given.id}"
+        seed = f", seed={self.seed}" if self.block_pattern == "random" else ""
+        blocks = f"sparsity={self.sparsity:g}, pattern={self.block_pattern}, block_size={self.block_size}"
+        return f"{super().extra_repr()}, {blocks}{seed}"
 
 
 class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):

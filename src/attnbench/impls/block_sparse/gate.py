@@ -42,6 +42,11 @@ class BlockGate(torch.nn.Module):
         )
         return block_mass(own, keys, choice.free, choice.tables.block_size, self.pool, self.scale)
 
+    def extra_repr(self) -> str:
+        """Its sizes."""
+        heads, dim = self.query.shape[:2]
+        return f"heads={heads}, head_dim={dim}, pool={self.pool}, scale={self.scale:g}"
+
 
 def true_mass(q: torch.Tensor, k: torch.Tensor, choice: Choice, scale: float) -> torch.Tensor:
     """[b, h, q blocks, kv blocks] mean attention of a block row's queries to each block, from all of QK^T."""
