@@ -14,12 +14,17 @@ import dilated_oracle as oracle  # noqa: E402
 import attnbench as ab  # noqa: E402
 from attnbench.errors import UnknownName, UsageError  # noqa: E402
 from attnbench.nn import (  # noqa: E402
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     ImprovedDilatedAttention,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
     create_dilated_attention,
     create_multihead_dilated_attention,
+    factory,
 )
 
 PATTERN = ([8, 24], [1, 3])
@@ -108,7 +113,13 @@ KINDS = {
     "auto": (ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention),
     "improved": (ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention),
     "standard": (DilatedAttention, MultiheadDilatedAttention),
+    "ring": (RingDilatedAttention, RingMultiheadDilatedAttention),
+    "block_sparse_ring": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
 }
+
+
+def test_every_kind_is_tried():
+    assert set(KINDS) == {"auto", *factory.KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
