@@ -39,7 +39,8 @@ class _SparseAttention(torch.nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
         """out [b, t, h, d]; with `return_lse` also [b, h, t], natural log, float32."""
         if torch.compiler.is_compiling():  # which blocks are visited is data: a graph ends before this and begins after
-            return torch.compiler.disable(self._attended)(q, k, v, return_lse)
+            outside: Any = torch.compiler.disable(self._attended)
+            return outside(q, k, v, return_lse)
         return self._attended(q, k, v, return_lse)
 
     def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Any:
