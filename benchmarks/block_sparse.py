@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from interleaving import in_turn, interval, ratio
 from publishing import publish
 
 from attnbench import registry
 from attnbench.frameworks import Inputs, Programs
 from attnbench.frameworks.torch import FRAMEWORK
-from attnbench.measuring.launch_bootstrap import median_draws
 from attnbench.run.instructions import isa_cap
 from attnbench.spec import Config, Workload
 from attnbench.workloads.block_patterns import sparse_mask
@@ -208,24 +208,18 @@ def agreement(ours: Programs, theirs: Programs, inputs: Inputs) -> dict[str, flo
 
 def rounds(setting: Setting, programs: Mapping[str, Programs], inputs: Inputs) -> dict[str, dict[str, list[float]]]:
     """Name -> part -> one median per round, contenders in a new order each round."""
-    rng = np.random.default_rng(0)
-    taken: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in programs}
-    for _ in range(setting.rounds):
-        for part in PARTS:
-            for name in rng.permutation(list(programs)).tolist():
-                taken[name][part].append(float(np.median(sample(setting.device, programs[name], part, inputs, 3))))
-    return taken
+    turns = {
+        (name, part): lambda own=own, part=part: float(np.median(sample(setting.device, own, part, inputs, 3)))
+        for name, own in programs.items()
+        for part in PARTS
+    }
+    taken = in_turn(turns, setting.rounds)
+    return {name: {part: taken[name, part] for part in PARTS} for name in programs}
 
 
 def spread(values: list[float]) -> dict[str, Any]:
     ends = interval(np.log(values))
     return {"median_ns": float(np.median(values)), "ci95_ns": ends, "rounds_ns": values}
-
-
-def interval(logs: np.ndarray) -> list[float]:
-    """95 % of the median, rounds drawn anew."""
-    draws = median_draws([logs[n : n + 1] for n in range(len(logs))])
-    return [float(np.exp(value)) for value in np.quantile(draws, [0.025, 0.975])]
 
 
 def rates(workloads: Mapping[str, Workload], samples: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Any]:
@@ -242,11 +236,10 @@ def speedups(samples: Mapping[str, Mapping[str, list[float]]], against: str) -> 
     """Time of the other / time of ours, round by round."""
     found: dict[str, Any] = {}
     for part in PARTS:
-        logs = np.log(samples[against][part]) - np.log(samples["ours"][part])
-        value = float(np.exp(np.median(logs)))
+        value, ci95 = ratio(samples[against][part], samples["ours"][part])
         found[part] = {
             "value": value,
-            "ci95": interval(logs),
+            "ci95": ci95,
             "target": TARGETS[against],
             "met": value >= TARGETS[against],
         }

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -21,7 +21,9 @@ from typing import Any
 
 import msgspec
 import torch
-from dilated import GPU, HEADS, SMOKE, Scale, draw, module, pattern, step, synchronise, timed
+from device_calls import milliseconds, synchronise
+from dilated import GPU, HEADS, SMOKE, Scale, draw, module, pattern, step
+from interleaving import in_turn, ratio
 from publishing import publish
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -75,21 +77,15 @@ def duel(scale: Scale, tokens: int, dim: int, train: bool) -> dict[str, Any]:
     """Both in turn, call by call, in an order drawn anew."""
     arrays = draw(scale, tokens, dim)
     runs = {"ours": step(module("improved", scale), arrays, train), "theirs": step(their_module(scale), arrays, train)}
-    times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run(), run()
-    synchronise(scale)
-    for _ in range(ROUNDS):
-        for name in random.sample(list(runs), 2):
-            with timed(scale) as elapsed:
-                runs[name]()
-            times[name].append(elapsed[0])
-    ms = {name: round(median(values), 4) for name, values in times.items()}
-    ratios = sorted(b / a for a, b in zip(times["ours"], times["theirs"]))
+    synchronise(scale.device)
+    times = in_turn({name: partial(milliseconds, run, scale.device) for name, run in runs.items()}, ROUNDS)
+    faster, ci95 = ratio(times["theirs"], times["ours"])
     return {
-        "ms": ms,
-        "faster": round(median(ratios), 3),
-        "middle_half": [round(ratios[len(ratios) // 4], 3), round(ratios[-len(ratios) // 4], 3)],
+        "ms": {name: round(median(values), 4) for name, values in times.items()},
+        "faster": round(faster, 3),
+        "ci95": [round(end, 3) for end in ci95],
     }
 
 

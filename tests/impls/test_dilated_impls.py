@@ -7,7 +7,8 @@ import pytest
 
 import attnbench as ab
 from attnbench import registry
-from attnbench.cli.verify import SPREAD, Shape, _workloads
+from attnbench.cli.selection import loadable_names
+from attnbench.cli.verify import FAMILY_SPREAD, SPREAD, Shape, _implementations, _workloads
 from attnbench.errors import Unsupported, UsageError
 from attnbench.impls.dilated.conditions import problem_of
 from attnbench.impls.dilated.pieces import Problem, computed_pairs, pieces
@@ -106,10 +107,24 @@ def test_the_suite_has_the_papers_configuration_at_every_length():
 
 def test_verify_of_the_family_checks_it_on_dilated_edges():
     chosen = _workloads(None, False, Shape(), (), ("dilated",))
-    assert len(chosen) >= 8
-    assert all("dilated" in w.visible_mask.kinds for w in chosen)
+    assert {w.id for w in chosen} == set(FAMILY_SPREAD["dilated"]), "each is of the edge suite"
     assert {w.pass_ for w in chosen} == {"forward", "train"}
-    assert {w.id for w in _workloads(None, False, Shape(), (), ("sdpa",))} == set(SPREAD)
+    assert {w.dtype for w in chosen} == {"float32", "bfloat16"}
+    assert {kind for w in chosen for kind in w.visible_mask.kinds} == {"dilated", "causal", "lengths"}
+    assert any(w.kv_heads < w.heads for w in chosen)
+    patterns = [problem_of(w).pattern for w in chosen]
+    assert {one.offset for one in patterns} == {"mod", "group"}
+    assert any(all(rate > 1 for rate in one.dilation_rates) for one in patterns), "rows that no branch holds"
+    edges = {w.id for w in _workloads(None, False, Shape(), (), ("sdpa",))}
+    assert edges == set(SPREAD)
+    both = _workloads(None, False, Shape(), (), ("sdpa", "dilated"))
+    assert {w.id for w in both} == edges | set(FAMILY_SPREAD["dilated"])
+
+
+def test_verify_of_the_family_leaves_none_of_it_out():
+    every = {name for name in registry.names() if "dilated" in name}
+    assert len(every) == 7
+    assert set(_implementations((), ("dilated",), None)) == every & set(loadable_names())
 
 
 @pytest.mark.torch

@@ -89,3 +89,50 @@ def test_what_cannot_be_meant_is_refused(given, words):
     arrays = {"q": x, "k": x, "v": x, "segment_lengths": [4], "dilation_rates": [1]}
     with pytest.raises(UsageError, match=words):
         dilated_attention(**(arrays | given))
+
+
+TOKENS, PATTERN = 64, ([8, 20, 64], [1, 3, 6])
+
+
+@pytest.fixture(scope="module")
+def of_lengths():
+    """(causal) -> one compiled function of (q, k, v, kv_lengths): 64 tokens, of which a length makes any 1 ... 64."""
+    return {
+        causal: jax.jit(
+            lambda q, k, v, n, causal=causal: dilated_attention(q, k, v, *PATTERN, causal=causal, kv_lengths=n)
+        )
+        for causal in (False, True)
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_length(of_lengths, causal):
+    """Segments are cut from the first token on, so the first n rows of a padded call are those of n tokens."""
+    q, k, v, _ = draw((1, TOKENS, 6, 6))
+    given = [np.asarray(x, np.float32) for x in (q, k, v)]
+    for length in range(1, TOKENS + 1):
+        some = [x[:, :length] for x in (q, k, v)]
+        want, _ = oracle.attention(*some, oracle.visible_counts(some[0], *PATTERN, causal=causal))
+        same(of_lengths[causal](*given, np.array([length]))[:, :length], want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_changed_token_moves_exactly_the_rows_that_may_see_it(of_lengths, causal):
+    """Those before it never under a causal mask; to the last bit, in one program."""
+    q, k, v, _ = draw((1, TOKENS, 6, 6))
+    counts = oracle.visible_counts(q, *PATTERN, causal=causal)[0]
+    given, whole = [np.asarray(x, np.float32) for x in (q, k, v)], np.array([TOKENS])
+    before = np.asarray(of_lengths[causal](*given, whole))
+    for token in range(0, TOKENS, 7):
+        changed = [given[0], *(x.copy() for x in given[1:])]
+        changed[1][:, token] += 1
+        changed[2][:, token] += 1
+        moved = (np.asarray(of_lengths[causal](*changed, whole)) != before).any((0, 3)).T
+        assert (moved == (counts[:, :, token] > 0).numpy()).all()
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_identical_branches_are_ordinary_attention(branches):
+    q, k, v, _ = draw((1, 13, 4, 4))
+    want, _ = oracle.attention(q, k, v, oracle.visible_counts(q, [13], [1]))
+    same(dilated_attention(*(np.asarray(x, np.float32) for x in (q, k, v)), [13] * branches, [1] * branches), want)

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from attnbench import nn  # noqa: E402
 from attnbench.impls.block_sparse import select  # noqa: E402
 from attnbench.impls.block_sparse.content import estimate  # noqa: E402
+from attnbench.impls.block_sparse.gate import train_gate as train_heads_first  # noqa: E402
 from attnbench.impls.block_sparse.gate import true_mass  # noqa: E402
 
 SIZE = 16
@@ -54,7 +55,7 @@ def test_a_fixed_pattern_is_attention_under_its_mask(pattern, causal):
 @pytest.mark.parametrize("pattern", ["local", "dynamic_threshold"])
 def test_nothing_dropped_is_dense(pattern):
     q, k, v = normal(s=70)
-    options = {"threshold": 2.0, "pool": 4} if pattern == "dynamic_threshold" else {}
+    options = {"threshold": 1.0, "pool": 4} if pattern == "dynamic_threshold" else {}
     module = nn.create_block_sparse_attention(0.0, pattern, block_size=SIZE, **options)
     torch.testing.assert_close(module(q, k, v), ab.attention(q, k, v), rtol=1e-4, atol=1e-5)
     assert module.achieved_sparsity(q, k) == 0
@@ -114,7 +115,7 @@ def test_the_gate_learns(causal):
     """On draws it never saw: more mass than untrained, and than random blocks, at equal sparsity."""
     mask = ab.masks.causal() if causal else ab.masks.full()
     gate = nn.BlockGate(heads=2, head_dim=32)
-    examples = [tuple(x.transpose(1, 2) for x in arrays(STRUCTURED, seed)[:2]) for seed in range(100, 112)]
+    examples = [tuple(arrays(STRUCTURED, seed)[:2]) for seed in range(100, 112)]
     chosen = everything(STRUCTURED, causal=causal)
     held_out = [tuple(x.transpose(1, 2) for x in arrays(STRUCTURED, seed)[:2]) for seed in (0, 1)]
 
@@ -142,6 +143,24 @@ def test_the_gate_learns(causal):
         ]
         assert np.mean(trained) > np.mean(untrained) + 0.02
         assert np.mean(trained) > np.mean(by_chance) + 0.2
+
+
+def test_a_gate_is_trained_on_what_the_modules_take():
+    """Heads first was taken for tokens first without a word where there were as many tokens as heads."""
+    q, k, _ = normal(b=1, t=8, s=8, h=4, g=2, d=8)
+    gate = nn.BlockGate(4, 8, pool=2)
+    assert len(nn.train_gate(gate, [(q, k)], ab.masks.full(), 4, steps=3)) == 3
+    for shapes in ((q.transpose(1, 2), k.transpose(1, 2)), (q[0], k[0]), (q, k[..., :4]), (q[:, :, :2], k)):
+        with pytest.raises(InvalidWorkload, match="batch, tokens, heads, dim"):
+            nn.train_gate(gate, [shapes], ab.masks.full(), 4)
+    with pytest.raises(UsageError, match="at least one example"):
+        nn.train_gate(gate, [], ab.masks.full(), 4)
+    square = torch.randn(1, 4, 4, 8, generator=torch.Generator().manual_seed(1))
+    by_module, by_hand = nn.BlockGate(4, 8, pool=1), nn.BlockGate(4, 8, pool=1)
+    nn.train_gate(by_module, [(square, square)], ab.masks.full(), 1, steps=5)
+    heads_first = square.transpose(1, 2)
+    train_heads_first(by_hand, [(heads_first, heads_first)], ab.masks.full(), 1, steps=5)
+    torch.testing.assert_close(by_module.query, by_hand.query)
 
 
 def test_an_untrained_gate_is_the_plain_estimate():
@@ -230,6 +249,46 @@ REFUSED = [
     (lambda: nn.create_adaptive_sparse_attention(0.5, 0.9, mass=0), UsageError, "above 0"),
     (lambda: nn.create_adaptive_sparse_attention(0.5, 0.9, pattern="local"), TypeError, "pattern"),
 ]
+
+
+GATE = {"gate": nn.BlockGate(1, 8)}
+IGNORED = [
+    ("dynamic_threshold", {"threshold": 1.5}, "threshold is the share of attention to keep"),
+    ("dynamic_threshold", {"threshold": -1}, "threshold is the share of attention to keep"),
+    ("dynamic_threshold", {"threshold": float("nan")}, "threshold is the share of attention to keep"),
+    ("dynamic_threshold", {"pool": 0}, "pool must be a whole number of at least 1, not 0"),
+    ("dynamic_threshold", {"pool": -3}, "pool must be a whole number of at least 1, not -3"),
+    ("dynamic_threshold", {"pool": 7}, "7 does not divide 128"),
+    ("learned", {"gate": 3}, "gate is a BlockGate.* not 3"),
+    ("learned", GATE | {"scale": 0.5}, "the gate was made for scale"),
+    ("learned", GATE | {"block_size": 12}, "8 does not divide 12"),
+    ("local", {"causal": "x"}, "causal is True or False"),
+    ("local", {"scale": float("nan")}, "scale is a finite number"),
+    ("local", {"scale": "wide"}, "scale is a finite number"),
+    ("random", {"seed": -1}, "seed must be a whole number of at least 0"),
+]
+
+
+@pytest.mark.parametrize("pattern, options, words", IGNORED)
+def test_a_value_that_means_nothing_is_refused(pattern, options, words):
+    with pytest.raises(UsageError, match=words):
+        nn.create_block_sparse_attention(0.5, pattern, **options)
+    if pattern == "learned" or not {"threshold", "seed"} & set(options):
+        with pytest.raises(UsageError, match=words):
+            nn.create_adaptive_sparse_attention(0.5, 0.9, **options)
+
+
+@pytest.mark.parametrize("options", [{"pool": 0}, {"heads": 0}, {"head_dim": 1.5}, {"scale": float("inf")}])
+def test_a_gate_that_cannot_be_is_refused(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        nn.BlockGate(**({"heads": 2, "head_dim": 8} | options))
+
+
+def test_arrays_of_another_layout_are_refused_wherever_they_come_in():
+    module = nn.create_block_sparse_attention(0.5, "dynamic_threshold", threshold=0.5)
+    for call in (module.calibrate, module.blocks, module.achieved_sparsity):
+        with pytest.raises(InvalidWorkload, match="batch, tokens, heads, dim"):
+            call(torch.randn(90, 4, 16), torch.randn(90, 4, 16))
 
 
 @pytest.mark.parametrize("make, error, words", REFUSED, ids=[words for *_, words in REFUSED])

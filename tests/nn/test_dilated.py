@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 import dilated_oracle as oracle  # noqa: E402
+from dilated_family import EIGHT  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
@@ -51,12 +52,31 @@ def problems(draw_from):
 
 @BOTH
 @given(problem=problems())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_pattern_at_any_length(kind, problem):
     segments, rates, shape, lengths, options = problem
     q, k, v, dout = draw(*shape)
     count = oracle.visible_counts(q, segments, rates, options["offset"], options["causal"], lengths)
     check(kind(segments, rates, **options), q, k, v, dout, count, kv_lengths=lengths)
+
+
+@given(problem=problems())
+@settings(max_examples=15, deadline=None)
+def test_the_other_six_at_any_length(problem):
+    """Rings on one rank, block-sparse ones with every block, and those with projections; rings take no key lengths."""
+    segments, rates, shape, lengths, options = problem
+    q, k, v, dout = draw(*shape)
+    for name in EIGHT.keys() - {"DilatedAttention", "ImprovedDilatedAttention"}:
+        asked = {} if "Ring" in name else {"kv_lengths": lengths}
+        found = [x.clone().requires_grad_() for x in (q, k, v)]
+        exact = [x.clone().requires_grad_() for x in (q, k, v)]
+        count = oracle.visible_counts(q, segments, rates, options["offset"], options["causal"], asked.get("kv_lengths"))
+        out, (want, _) = EIGHT[name](segments, rates, **options)(*found, **asked), oracle.attention(*exact, count)
+        gradients = [torch.autograd.grad(one, leaves, dout) for one, leaves in ((out, found), (want, exact))]
+        for got, expected in zip((out, *gradients[0]), (want, *gradients[1])):
+            torch.testing.assert_close(
+                got, expected, atol=1e-9, rtol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @BOTH

@@ -24,6 +24,7 @@ from attnbench.nn import (  # noqa: E402
     RingMultiheadDilatedAttention,
     create_dilated_attention,
     create_multihead_dilated_attention,
+    factory,
 )
 
 PATTERN = ([8, 24], [1, 3])
@@ -116,6 +117,10 @@ KINDS = {
     "distributed": (RingDilatedAttention, RingMultiheadDilatedAttention),
     "block_sparse_ring": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
 }
+
+
+def test_every_kind_is_tried():
+    assert set(KINDS) == {*factory.KINDS, *factory.ALIASES}
 
 
 @pytest.mark.parametrize("kind", KINDS)

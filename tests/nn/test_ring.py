@@ -28,6 +28,7 @@ from attnbench.workloads import masks  # noqa: E402
 
 PATTERN = ([8, 16, 48], [1, 2, 3])
 WORLD = 3
+EVERY = np.ones((7, 7), bool)
 
 
 @st.composite
@@ -101,8 +102,9 @@ def test_all_blocks_kept_is_the_ring_and_none_is_nothing():
 @pytest.mark.parametrize("pattern", ["local", "strided", "global_local", "random"])
 def test_patterns_drop_what_they_say(pattern):
     q, k, v, _ = draw(4, 4, 64)
+    seed = {"seed": 2} if pattern == "random" else {}
     module = BlockSparseRingDilatedAttention(
-        [64], [1], causal=True, sparsity=0.5, pattern=pattern, block_size=4, seed=2
+        [64], [1], causal=True, sparsity=0.5, pattern=pattern, block_size=4, **seed
     )
     kept = torch.from_numpy(module.blocks(64, 4).block_mask.array)
     every = kept.repeat_interleave(4, -2).repeat_interleave(4, -1)
@@ -133,6 +135,13 @@ def test_multihead_kinds_share_parameters_and_numbers():
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=1.0), "less than 1"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, pattern="learned"), "no block pattern"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=np.ones((2, 1, 3, 3), bool)), "all batch rows"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=EVERY, pattern="random"), "pattern= belongs"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=EVERY, seed=3), "seed= belongs to sparsity="),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, seed=3), "seed= belongs to random"),
+        (
+            lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=masks.blocks(EVERY, 4), block_size=16),
+            "has blocks of 4: leave out block_size=16",
+        ),
         (lambda: RingDilatedAttention(*PATTERN, dropout=0.1), "dropout"),
     ],
 )  # fmt: skip

@@ -132,6 +132,5 @@ def _exact_bias(workload: Workload) -> str | None:
     return None
 
 
-
 XLA = Xla()
 CUDNN = Cudnn()

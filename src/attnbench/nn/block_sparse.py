@@ -17,6 +17,7 @@ from attnbench.impls.block_sparse.content import estimate
 from attnbench.impls.block_sparse.gate import BlockGate
 from attnbench.impls.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
 from attnbench.impls.block_sparse.tables import BlockTables, tables_of
+from attnbench.nn.sparse_options import check_common, check_share, checked_pool, checked_seed, refuse_unused
 from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 from attnbench.workloads.masks import MaskShape, causal, full
 from attnbench.workloads.masks.block_layout import block_layout
@@ -31,29 +32,43 @@ class _SparseAttention(torch.nn.Module):
 
     def __init__(self, *, block_size: int, causal: bool, scale: float | None) -> None:
         super().__init__()
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise UsageError(f"block_size must be a whole number of at least 1, not {block_size!r}.")
+        check_common(block_size, causal, scale)
         self.block_size, self.causal, self.scale = block_size, causal, scale
         self._choices: dict[Any, Choice] = {}
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
         """out [b, t, h, d]; with `return_lse` also [b, h, t], natural log, float32."""
+        if torch.compiler.is_compiling():  # which blocks are visited is data: a graph ends before this and begins after
+            outside: Any = torch.compiler.disable(self._attended)
+            return outside(q, k, v, return_lse)
+        return self._attended(q, k, v, return_lse)
+
+    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Any:
         _check_shapes(q, k, v)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        (q, k), v = _heads_first(q, k), v.transpose(1, 2)
         tables, _ = self._select(q, k)
         out, lse = attend(q, k, v, tables, self._scale(q))
         return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
 
     def blocks(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Kept blocks of a call, [b or 1, h or 1, query blocks, key blocks]."""
-        return self._select(q.transpose(1, 2), k.transpose(1, 2))[0].kept
+        return self._select(*_heads_first(q, k))[0].kept
 
     def achieved_sparsity(self, q: torch.Tensor, k: torch.Tensor) -> float:
         """Share of the blocks that the mask lets be seen and this call drops."""
-        return self._select(q.transpose(1, 2), k.transpose(1, 2))[1]
+        return self._select(*_heads_first(q, k))[1]
 
     def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
         """Blocks for q and k in layout bhsd."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """What was asked for, with what the pattern uses."""
+        shared = {"block_size": self.block_size, "causal": self.causal, "scale": self.scale}
+        return ", ".join(f"{name}={value}" for name, value in (self._asked() | shared).items())
+
+    def _asked(self) -> dict[str, Any]:
+        """What the module itself was asked for, in order."""
         raise NotImplementedError
 
     def _scale(self, q: torch.Tensor) -> float:
@@ -95,22 +110,32 @@ class BlockSparseAttention(_SparseAttention):
         if pattern not in known:
             raise UnknownName("block pattern", pattern, known, "attnbench.nn.create_block_sparse_attention")
         check_sparsity(sparsity)
-        _refuse("seed", seed, pattern, ("random",))
-        _refuse("pool", pool, pattern, ("dynamic_threshold",))
-        _refuse("gate", gate, pattern, ("learned",))
-        _refuse("threshold", threshold, pattern, BY_CONTENT)
+        self.sparsity, self.pattern, self.seed = sparsity, pattern, checked_seed(seed, pattern)
+        refuse_unused("pool", pool, pattern, ("dynamic_threshold",))
+        refuse_unused("gate", gate, pattern, ("learned",))
+        refuse_unused("threshold", threshold, pattern, BY_CONTENT)
+        if threshold is not None:
+            check_share("threshold", threshold)
         if pattern == "learned" and gate is None:
             raise UsageError('pattern "learned" needs gate=, a BlockGate(heads, head_dim) trained with train_gate.')
-        self.sparsity, self.pattern, self.seed = sparsity, pattern, seed or 0
-        self.pool, self.gate = POOL if pool is None else pool, gate
+        self.gate = gate
+        self.pool = checked_pool(pool, gate, block_size, scale) if pattern in BY_CONTENT else POOL
         self.register_buffer("threshold", torch.tensor(float("nan") if threshold is None else float(threshold)))
         self._fixed: dict[Any, Kept] = {}
+
+    def _asked(self) -> dict[str, Any]:
+        asked = {"sparsity": self.sparsity, "pattern": self.pattern}
+        if self.pattern == "random":
+            asked["seed"] = self.seed
+        if self.pattern in BY_CONTENT:
+            asked |= {"pool": self.pool, "threshold": f"{float(self.threshold):.4g}"}
+        return asked
 
     def calibrate(self, q: torch.Tensor, k: torch.Tensor) -> float:
         """Set the threshold so that the mean sparsity on these inputs is the requested one; returns it."""
         if self.pattern not in BY_CONTENT:
             raise UsageError(f'pattern "{self.pattern}" has no threshold to calibrate.')
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = _heads_first(q, k)
         threshold = calibrated(self._mass(q, k), self._choice(q, k), self.sparsity)
         self.threshold.fill_(threshold)
         return threshold
@@ -166,12 +191,13 @@ class AdaptiveSparseAttention(_SparseAttention):
         check_sparsity(max_sparsity)
         if min_sparsity > max_sparsity:
             raise UsageError(f"min_sparsity {min_sparsity:g} is more than max_sparsity {max_sparsity:g}.")
-        if not 0 < mass <= 1:
-            raise UsageError(f"mass is the share of attention to keep, above 0 and at most 1, not {mass!r}.")
-        if gate is not None and pool is not None:
-            raise UsageError("pool belongs to the estimate without a gate; a gate has its own.")
+        check_share("mass", mass)
         self.min_sparsity, self.max_sparsity, self.mass = min_sparsity, max_sparsity, mass
-        self.pool, self.gate = POOL if pool is None else pool, gate
+        self.pool, self.gate = checked_pool(pool, gate, block_size, scale), gate
+
+    def _asked(self) -> dict[str, Any]:
+        bounds = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
+        return bounds | {"mass": self.mass, "pool": self.pool}
 
     def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
         chosen = self._choice(q, k)
@@ -192,9 +218,9 @@ def create_adaptive_sparse_attention(
     return AdaptiveSparseAttention(min_sparsity, max_sparsity, **options)
 
 
-def _refuse(name: str, value: object, pattern: str, patterns: tuple[str, ...]) -> None:
-    if value is not None and pattern not in patterns:
-        raise UsageError(f'{name}= belongs to {" and ".join(patterns)}, pattern "{pattern}" does not use it.')
+def _heads_first(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_shapes(q, k, k)
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from attnbench.errors import UsageError
 from attnbench.nn.ring import Layout, RingDilatedAttention, RingMultiheadDilatedAttention
+from attnbench.nn.sparse_options import checked_seed
 from attnbench.workloads import masks
 from attnbench.workloads.block_patterns import BLOCK_SIZE, block_pattern, check_sparsity
 from attnbench.workloads.masks import Blocks, MaskShape
@@ -20,8 +21,8 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
     """A pair counts as often as branches let it meet, and only if its block is kept; one softmax over what is left.
 
     Either `block_mask`, booleans [q blocks, k blocks] or [heads, q blocks, k blocks] over global positions, or
-    `sparsity`, the share of blocks to drop, by `pattern` (local, strided, global_local, random). A row that keeps no
-    key gives 0.
+    `sparsity`, the share of blocks to drop, by `pattern` (local, the default, strided, global_local, or random with its
+    `seed`). Blocks are of 128 unless `block_size` says otherwise. A row that keeps no key gives 0.
     """
 
     def __init__(
@@ -31,9 +32,9 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         *,
         block_mask: Any = None,
         sparsity: float | None = None,
-        pattern: str = "local",
-        block_size: int = BLOCK_SIZE,
-        seed: int = 0,
+        pattern: str | None = None,
+        block_size: int | None = None,
+        seed: int | None = None,
         process_group: Any = None,
         layout: Layout = "zigzag",
         causal: bool = False,
@@ -55,17 +56,24 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         )
         if (block_mask is None) == (sparsity is None):
             raise UsageError("give either block_mask or sparsity (with pattern), and not both.")
-        if sparsity is not None:
+        if sparsity is None:
+            _refuse_with_a_mask(pattern=pattern, seed=seed)
+            self._given = _blocks(block_mask, block_size)
+            self.block_size = self._given.block_size
+        else:
             check_sparsity(sparsity)
-            block_pattern(pattern, sparsity, MaskShape(1, 1, 1, 1), block_size=block_size)  # refuses what is no pattern
-        self.sparsity, self.block_pattern, self.block_size, self.seed = sparsity, pattern, block_size, seed
-        self._given = None if block_mask is None else _blocks(block_mask, block_size)
+            self._given, self.block_size = None, BLOCK_SIZE if block_size is None else block_size
+            pattern = "local" if pattern is None else pattern
+            block_pattern(pattern, sparsity, MaskShape(1, 1, 1, 1), block_size=self.block_size)  # refuses what is none
+        self.sparsity, self.block_pattern = sparsity, pattern
+        self.seed = 0 if pattern is None else checked_seed(seed, pattern)
 
     def blocks(self, tokens: int, heads: int) -> Blocks:
         """The blocks kept of so many tokens."""
         if self._given is not None:
             return self._given
         assert self.sparsity is not None
+        assert self.block_pattern is not None
         return _patterned(self.block_pattern, self.sparsity, tokens, heads, self.block_size, self.causal, self.seed)
 
     def achieved_sparsity(self, tokens: int, heads: int) -> float:
@@ -74,6 +82,14 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         candidates = np.ones(kept.shape[-2:], bool)
         candidates = np.tril(candidates) if self.causal else candidates
         return 1.0 - float((kept & candidates).sum() / (candidates.sum() * (kept.size // candidates.size)))
+
+    def extra_repr(self) -> str:
+        """That of the ring, and which blocks are kept."""
+        if self._given is not None:
+            return f"{super().extra_repr()}, block_mask={self._given.id}"
+        seed = f", seed={self.seed}" if self.block_pattern == "random" else ""
+        blocks = f"sparsity={self.sparsity:g}, pattern={self.block_pattern}, block_size={self.block_size}"
+        return f"{super().extra_repr()}, {blocks}{seed}"
 
 
 class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):
@@ -126,8 +142,19 @@ class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):
         self.attention = self._over_ranks(BlockSparseRingDilatedAttention, process_group, layout, **named)
 
 
-def _blocks(block_mask: Any, block_size: int) -> Blocks:
-    found = block_mask if isinstance(block_mask, Blocks) else masks.blocks(block_mask, block_size)
+def _refuse_with_a_mask(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(f"{name}= belongs to sparsity=; a block_mask says itself which blocks are kept.")
+
+
+def _blocks(block_mask: Any, block_size: int | None) -> Blocks:
+    if not isinstance(block_mask, Blocks):
+        found = masks.blocks(block_mask, BLOCK_SIZE if block_size is None else block_size)
+    elif block_size in (None, block_mask.block_size):
+        found = block_mask
+    else:
+        raise UsageError(f"this block_mask has blocks of {block_mask.block_size}: leave out block_size={block_size}.")
     if found.per_batch:
         raise UsageError(
             "block_mask is [q blocks, k blocks] or [heads, q blocks, k blocks]: the same for all batch rows."

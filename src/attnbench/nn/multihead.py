@@ -73,6 +73,10 @@ class MultiheadDilatedAttention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.projected(x))
         return self.out_proj(self.attention(q, k, v, kv_lengths=kv_lengths).flatten(-2))
 
+    def extra_repr(self) -> str:
+        """The sizes; the pattern is told by `attention`."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+
     def projected(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Q, K and V of [b, s, heads * dim]."""
         weights = self.in_proj.weight.split(self.widths)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from attnbench.errors import UsageError
+from attnbench.impls.block_sparse.options import check_scale, check_whole
 from attnbench.impls.block_sparse.select import POOL, Choice, block_mass, choice, pooled
 from attnbench.workloads.masks import Mask, MaskShape
 
@@ -23,6 +24,9 @@ class BlockGate(torch.nn.Module):
 
     def __init__(self, heads: int, head_dim: int, *, pool: int = POOL, scale: float | None = None) -> None:
         super().__init__()
+        for name, value in (("heads", heads), ("head_dim", head_dim), ("pool", pool)):
+            check_whole(name, value, 1)
+        check_scale(scale)
         self.pool, self.scale = pool, head_dim**-0.5 if scale is None else scale
         self.query, self.key = (torch.nn.Parameter(torch.eye(head_dim).repeat(heads, 1, 1)) for _ in range(2))
 
@@ -37,6 +41,11 @@ class BlockGate(torch.nn.Module):
             for x, weight in ((pooled(q, self.pool), self.query), (k, self.key))
         )
         return block_mass(own, keys, choice.free, choice.tables.block_size, self.pool, self.scale)
+
+    def extra_repr(self) -> str:
+        """Its sizes."""
+        heads, dim = self.query.shape[:2]
+        return f"heads={heads}, head_dim={dim}, pool={self.pool}, scale={self.scale:g}"
 
 
 def true_mass(q: torch.Tensor, k: torch.Tensor, choice: Choice, scale: float) -> torch.Tensor:
