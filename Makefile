@@ -24,7 +24,7 @@ figures: $(STAMP)
 # The policies that come with the package, chosen from the published runs.
 policies: $(STAMP)
 	$(BIN)/attnbench choose results/h200/*.jsonl -o src/attnbench/policies/h200.json
-	$(BIN)/attnbench choose results/cpu/quick.jsonl -o src/attnbench/policies/cpu.json
+	$(BIN)/attnbench choose results/cpu/quick.jsonl results/cpu/regret-grid.jsonl -o src/attnbench/policies/cpu.json
 
 # The browser tests need it; where it cannot be had, they are skipped and say so.
 chromium:

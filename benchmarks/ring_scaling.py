@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from attnbench import frameworks
 from attnbench.analyse.ring_model import Link, model
 from attnbench.impls.ring.settings import problem_of
 from attnbench.impls.ring.tiles import Tile
@@ -121,6 +122,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         "note": NOTE,
         "stated_link": {"gb_per_s": options.gb_per_s, "latency_us": options.latency_us},
         "cores": os.cpu_count(),
+        "environment": msgspec.to_builtins(frameworks.get("torch").environment(options.device or "cpu")),
         "measured": found,
         "modelled": [msgspec.to_builtins(model(workload, problem, clock, link)) for problem in problems],
     }
