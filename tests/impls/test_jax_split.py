@@ -30,9 +30,12 @@ MASKS = {
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("compiled", [False, True], ids=["op by op", "jit"])
-def test_forward_and_backward(kind, compiled):
-    check(XLA_SPLIT, Workload(**SQUARE, mask=MASKS[kind], pass_="train"), 3e-6, compiled=compiled)
+def test_forward_and_backward(kind):
+    check(XLA_SPLIT, Workload(**SQUARE, mask=MASKS[kind], pass_="train"), 3e-6, compiled=True)
+
+
+def test_op_by_op():
+    check(XLA_SPLIT, Workload(**SQUARE, mask=MASKS["pi0.5"], pass_="train"), 3e-6)
 
 
 def test_fewer_queries_than_keys_and_a_scale():
