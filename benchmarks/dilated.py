@@ -1,4 +1,4 @@
-"""How fast the dilated family is: `python benchmarks/dilated.py [-o FILE]` on a CUDA GPU, bfloat16, under a minute.
+"""How fast the dilated family is: `python benchmarks/dilated.py [-o FILE]` on a CUDA GPU, bfloat16.
 
 Every result is checked before it is timed. All calls of a head_dim and pass take turns, in rounds of an order drawn
 anew; ratios are medians over rounds, with 95 % intervals. Rates count the pairs that are computed (one in two branches

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -16,6 +17,19 @@ def constant_when_traced(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+def outside_graphs(function: Function) -> Function:
+    """A graph of torch.compile ends before a call of it and begins again after: what it does depends on data."""
+
+    @wraps(function)
+    def run(*args: Any, **words: Any) -> Any:
+        import torch
+
+        called: Any = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+        return called(*args, **words)
+
+    return cast(Function, run)
 
 
 def being_traced() -> bool:

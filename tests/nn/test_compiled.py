@@ -1,4 +1,4 @@
-"""torch.compile: the modules stay right in a compiled model; graphs end before block-sparse and begin after it."""
+"""torch.compile: modules stay right in a compiled model; graphs end before block-sparse and rings and begin after."""
 
 import pytest
 
@@ -11,6 +11,8 @@ MADE = {
     "fixed": lambda: nn.create_block_sparse_attention(0.5, "local", block_size=8, causal=True),
     "by content": lambda: nn.create_block_sparse_attention(0.5, "dynamic_threshold", block_size=8, threshold=0.9),
     "adaptive": lambda: nn.create_adaptive_sparse_attention(0.5, 0.9, block_size=8, causal=True),
+    "ring": lambda: nn.RingDilatedAttention([8, 24], [1, 3], causal=True),
+    "block-sparse ring": lambda: nn.BlockSparseRingDilatedAttention([8, 24], [1, 3], sparsity=0.5, block_size=8),
     "dilated": lambda: nn.ImprovedDilatedAttention([8, 24], [1, 3], causal=True),
 }
 

@@ -41,7 +41,7 @@ def across_frameworks(runs: Runs) -> dict[Family, list[Record]]:
         for kind, members in kinds.items():
             found.setdefault(kind, []).append(members)
     together = {kind: timed_together(members) for kind, members in found.items()}
-    return {kind: _shared(members) for kind, members in together.items() if _shared(members)}
+    return {kind: shared for kind, members in together.items() if (shared := _shared(members))}
 
 
 def _shared(records: list[Ok]) -> list[Record]:

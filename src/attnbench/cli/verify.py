@@ -34,8 +34,8 @@ FAMILY_SPREAD = {
     )
 }
 """Of the edge suite, for families that compute one kind of mask only: an odd length that no rate divides, grouped heads
-under a causal mask, key lengths with an empty row, 16 bits, the other offset rule, rows that no branch holds. The rest
-of that suite with this mask asks nothing else; `--suite edge` runs it."""
+under a causal mask, key lengths with an empty row, 16 bits, the other offset rule, rows that no branch holds. `--suite
+edge` runs the others with this mask too."""
 BROKEN = {"incorrect", "failed", "timeout"}
 
 

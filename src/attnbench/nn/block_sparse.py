@@ -18,6 +18,7 @@ from attnbench.impls.block_sparse.gate import BlockGate
 from attnbench.impls.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
 from attnbench.impls.block_sparse.tables import BlockTables, tables_of
 from attnbench.nn.sparse_options import check_common, check_share, checked_pool, checked_seed, refuse_unused
+from attnbench.tracing import outside_graphs
 from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 from attnbench.workloads.masks import MaskShape, causal, full
 from attnbench.workloads.masks.block_layout import block_layout
@@ -36,14 +37,9 @@ class _SparseAttention(torch.nn.Module):
         self.block_size, self.causal, self.scale = block_size, causal, scale
         self._choices: dict[Any, Choice] = {}
 
+    @outside_graphs
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
         """out [b, t, h, d]; with `return_lse` also [b, h, t], natural log, float32."""
-        if torch.compiler.is_compiling():  # which blocks are visited is data: a graph ends before this and begins after
-            outside: Any = torch.compiler.disable(self._attended)
-            return outside(q, k, v, return_lse)
-        return self._attended(q, k, v, return_lse)
-
-    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Any:
         _check_shapes(q, k, v)
         (q, k), v = _heads_first(q, k), v.transpose(1, 2)
         tables, _ = self._select(q, k)

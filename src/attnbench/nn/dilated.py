@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
-from math import isfinite
 from operator import and_
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from attnbench.errors import UsageError
+from attnbench.impls.arguments import check_causal, check_mix_grad, check_scale
 from attnbench.impls.arrays import workload_of
 from attnbench.impls.dilated.conditions import problem_of
 from attnbench.impls.dilated.task import Task
@@ -73,12 +73,9 @@ class DilatedAttention(nn.Module):
         super().__init__()
         if dropout:
             raise UsageError(f"dilated attention has no dropout on its weights: leave out dropout={dropout:g}.")
-        if mix_grad not in ("full", "detached"):
-            raise UsageError(f'mix_grad is "full" or "detached" (torchscale), not "{mix_grad}".')
-        if not isinstance(causal, bool):
-            raise UsageError(f"causal is True or False, not {causal!r}.")
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not isfinite(scale)):
-            raise UsageError(f"scale is a finite number, or None for head_dim ** -0.5, not {scale!r}.")
+        check_mix_grad(mix_grad)
+        check_causal(causal)
+        check_scale(scale)
         self.pattern = masks.dilated(segment_lengths, dilation_rates, offset)
         self.causal, self.scale = causal, scale
         self.mix_grad: Literal["full", "detached"] = mix_grad

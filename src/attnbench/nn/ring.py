@@ -16,6 +16,7 @@ from attnbench.impls.ring.function import global_lengths, key_lengths, rank_and_
 from attnbench.impls.ring.layouts import check_layout, positions
 from attnbench.nn.dilated import DilatedAttention, Lengths
 from attnbench.nn.multihead import MultiheadDilatedAttention
+from attnbench.tracing import outside_graphs
 from attnbench.workloads.masks import Blocks
 
 Layout = Literal["contiguous", "zigzag", "striped"]
@@ -46,6 +47,7 @@ class RingDilatedAttention(DilatedAttention):
         check_layout(layout)
         self.process_group, self.layout = process_group, layout
 
+    @outside_graphs
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

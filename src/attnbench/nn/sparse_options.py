@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from attnbench.errors import UsageError
+from attnbench.impls.arguments import check_causal, check_scale, check_whole, number
 from attnbench.impls.block_sparse.gate import BlockGate
-from attnbench.impls.block_sparse.options import check_scale, check_whole, number
 from attnbench.impls.block_sparse.select import POOL
 
 
@@ -15,8 +15,7 @@ def check_common(block_size: Any, causal: Any, scale: Any) -> None:
     """What every block-sparse module takes."""
     check_whole("block_size", block_size, 1)
     check_scale(scale)
-    if not isinstance(causal, bool):
-        raise UsageError(f"causal is True or False, not {causal!r}.")
+    check_causal(causal)
 
 
 def check_share(name: str, value: Any) -> None:

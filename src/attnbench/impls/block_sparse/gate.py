@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from attnbench.errors import UsageError
-from attnbench.impls.block_sparse.options import check_scale, check_whole
+from attnbench.impls.arguments import check_scale, check_whole
 from attnbench.impls.block_sparse.select import POOL, Choice, block_mass, choice, pooled
 from attnbench.workloads.masks import Mask, MaskShape
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from attnbench.errors import UsageError
+from attnbench.impls.arguments import check_causal, check_mix_grad
 from attnbench.impls.arrays import workload_of
 from attnbench.impls.conditions import first_reason, needs_no_softcap
 from attnbench.impls.dilated.conditions import needs_dilated, problem_of
@@ -80,10 +81,8 @@ def _check(
     """What cannot be meant; lengths that are traced are taken at their word, all but how many they are."""
     from jax.core import Tracer
 
-    if mix_grad not in ("full", "detached"):
-        raise UsageError(f'mix_grad is "full" or "detached" (torchscale), not "{mix_grad}".')
-    if not isinstance(causal, bool):
-        raise UsageError(f"causal is True or False, not {causal!r}.")
+    check_mix_grad(mix_grad)
+    check_causal(causal)
     traced = isinstance(kv_lengths, Tracer)
     if traced and kv_lengths.shape != q.shape[:1]:
         raise UsageError(f"kv_lengths has one length a batch row, {q.shape[0]} in all, not {kv_lengths.shape}.")

@@ -1,8 +1,7 @@
 """torch.dilated (copies each branch's tokens) and torch.dilated-improved (strided views, fused merge).
 
 They take one mask, `dilated`, alone or with causal and lengths: each branch is a few dense calls of another kernel of
-this registry. A row that no branch holds gives 0. The LSE's gradient costs a second
-backward pass.
+this registry. A row that no branch holds gives 0. The LSE's gradient costs a second backward pass.
 """
 
 from __future__ import annotations

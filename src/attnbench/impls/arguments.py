@@ -1,4 +1,4 @@
-"""Numbers that options of block-sparse attention may be."""
+"""What arguments that several functions and modules share may be: each check raises one sentence that says it."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def check_scale(scale: Any) -> None:
     """Refuse what logits cannot be multiplied by."""
     if scale is not None and not (number(scale) and math.isfinite(scale)):
         raise UsageError(f"scale is a finite number, or None for head_dim ** -0.5, not {scale!r}.")
+
+
+def check_causal(causal: Any) -> None:
+    """Refuse what is only taken for true."""
+    if not isinstance(causal, bool):
+        raise UsageError(f"causal is True or False, not {causal!r}.")
+
+
+def check_mix_grad(mix_grad: Any) -> None:
+    """Refuse other ways to differentiate the mixing of dilated branches."""
+    if mix_grad not in ("full", "detached"):
+        raise UsageError(f'mix_grad is "full" or "detached" (torchscale), not "{mix_grad}".')
