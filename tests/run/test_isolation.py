@@ -244,7 +244,8 @@ def test_cells_that_would_fill_the_device_come_after_the_others(monkeypatch):
     from attnbench.run import workload as module
 
     together = []
-    monkeypatch.setattr(module.WorkloadRun, "_is_heavy", lambda self, cell: cell.implementation != "torch.sdpa")
+    share = {"numpy.float32": 0.3, "torch.sdpa": 0.01, "torch.eager": 0.3}
+    monkeypatch.setattr(module.WorkloadRun, "_share", lambda self, cell: share[cell.implementation])
     real = module.WorkloadRun._run_together
 
     def run_together(self, cells):
@@ -263,21 +264,40 @@ def test_cells_that_would_fill_the_device_come_after_the_others(monkeypatch):
     assert apart == {"numpy.float32", "torch.eager"}
 
 
-def test_only_what_stores_scores_on_an_accelerator_is_heavy(monkeypatch):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_only_workers_that_keep_memory_end_after_a_turn_of_their_own(monkeypatch, keeps):
+    from attnbench.run import workload as module
+
+    monkeypatch.setattr(module.WorkloadRun, "_share", lambda self, cell: 0.5)
+    monkeypatch.setattr(module, "KEEPS_MEMORY", {"torch"} if keeps else set())
+    dismissed = []
+    real = Crew.dismiss
+    monkeypatch.setattr(Crew, "dismiss", lambda self, group: (dismissed.append(group.framework), real(self, group)))
+    workloads = tuple(Workload(batch=1, q_len=tokens, heads=1, head_dim=8) for tokens in (8, 16))
+    records = []
+    request = Request(workloads=workloads, implementations=("numpy.float32", "torch.eager"), budget_s=0.01)
+    launch(request, records.extend, Listener())
+    assert {record.status for record in records} == {"ok"}
+    assert dismissed.count("torch") == (2 if keeps else 1), "after each workload, or at the end"
+    assert dismissed.count("numpy") == 1
+
+
+def test_only_what_stores_scores_on_an_accelerator_that_cannot_hold_all_is_heavy(monkeypatch):
     from attnbench.run.workload import WorkloadRun
 
     gpu = Environment(device="cuda", device_name="GPU", framework="torch", memory_bytes=10**9)
     monkeypatch.setattr(Crew, "environment", lambda self, framework: gpu)
     small, large = (Workload(batch=1, q_len=n, heads=8, head_dim=8) for n in (64, 2048))
 
-    def heavy(name, workload):
+    def heavy(*names, workload=large):
         run = WorkloadRun(None, workload, Crew((), "cuda", None), Listener(), None, 0)
-        return run._is_heavy(Cell(name, workload))
+        return [cell.implementation for cell in run._heavy([Cell(name, workload) for name in names])]
 
-    assert heavy("torch.eager", large)
-    assert not heavy("torch.eager", small)
-    assert not heavy("torch.sdpa", large)
+    storing = ("torch.eager", "torch.hf-eager", "torch.sdpa-math", "torch.compiled")
+    assert heavy(*storing, "torch.sdpa") == list(storing)
+    assert not heavy("torch.eager", "torch.sdpa"), "the device holds both"
+    assert not heavy(*storing, workload=small)
     monkeypatch.setattr(
         Crew, "environment", lambda self, framework: Environment(device="cpu", device_name="CPU", framework="torch")
     )
-    assert not heavy("torch.eager", large)
+    assert not heavy(*storing)

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from attnbench.run.launch import Listener, Request
 
 APART = "measured apart from others of its workload: device memory would not hold them all at once"
-HEAVY_SHARE = 1 / 12
-"""Of device memory: about fifteen workers share it in a full sweep."""
+HEAVY_SHARE, CROWD_SHARE = 1 / 12, 1 / 2
+"""Of device memory, by the least that cells need: one above the first comes after the others where all together need
+more than the second."""
+KEEPS_MEMORY = frozenset({"jax"})
+"""Frameworks whose process gives no device memory back while it lives."""
 UNSTABLE = 0.05
 """Half-width of the interval, as a share of the median, above which a record says so."""
 
@@ -53,7 +56,7 @@ class WorkloadRun:
         """A record for every cell, and for the anchors when something was timed."""
         groups = {self._crew.group(cell.implementation) for cell in cells}
         self._in_company = len(groups) > 1
-        heavy = [cell for cell in cells if self._in_company and self._is_heavy(cell)]
+        heavy = self._heavy(cells) if self._in_company else []
         light = [cell for cell in cells if cell not in heavy]
         with tempfile.TemporaryDirectory(prefix="attnbench-") as self._shared:
             self._run_together(light)
@@ -69,24 +72,32 @@ class WorkloadRun:
                 self._run_apart([cell])
         return list(self._records.values())
 
-    def _is_heavy(self, cell: Cell) -> bool:
-        """Whether it needs so much of a device that others hold too that it had better come after them."""
+    def _heavy(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those that need so much of a device that does not hold them all that they had better come after the rest."""
+        shares = [self._share(cell) for cell in cells]
+        if sum(shares) <= CROWD_SHARE:
+            return []
+        return [cell for cell, share in zip(cells, shares, strict=True) if share > HEAVY_SHARE]
+
+    def _share(self, cell: Cell) -> float:
+        """Of an accelerator's memory, what a cell needs at least."""
         environment = self._crew.environment(self._crew.group(cell.implementation).framework)
         if environment is None or environment.device == "cpu" or environment.memory_bytes is None:
-            return False
+            return 0.0
         implementation = self._crew.registered(cell.implementation)
         need = 0 if implementation is None else least_bytes(implementation.configured(cell.config), self._workload)
-        return need > HEAVY_SHARE * environment.memory_bytes
+        return need / environment.memory_bytes
 
     def _take_crowded(self) -> list[Cell]:
         crowded, self._crowded_out = self._crowded_out, []
         return crowded
 
     def _run_apart(self, cells: Sequence[Cell]) -> None:
-        """These only; their workers end with it, since not every framework gives memory back while they live."""
+        """These only."""
         self._run_together(cells)
         for cell in cells:
-            self._crew.dismiss(self._crew.group(cell.implementation))
+            if (group := self._crew.group(cell.implementation)).framework in KEEPS_MEMORY:
+                self._crew.dismiss(group)
             if isinstance(record := self._records.get(cell.id), Ok):
                 self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, APART))
 
