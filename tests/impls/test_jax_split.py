@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from jax_oracle import CPU, HOPPER, check, check_lse, draw
 
+from attnbench.errors import UsageError
 from attnbench.frameworks.jax import FRAMEWORK as JAX
+from attnbench.impls.jax_einsum import EINSUM
 from attnbench.impls.jax_nn import CUDNN
-from attnbench.impls.jax_split import CUDNN_SPLIT, XLA_SPLIT
+from attnbench.impls.jax_split import CUDNN_SPLIT, XLA_SPLIT, JaxSplit
 from attnbench.spec import Environment, Workload
 from attnbench.workloads import masks
 
@@ -32,6 +34,61 @@ MASKS = {
 @pytest.mark.parametrize("kind", MASKS)
 def test_forward_and_backward(kind):
     check(XLA_SPLIT, Workload(**SQUARE, mask=MASKS[kind], pass_="train"), 3e-6, compiled=True)
+
+
+class EinsumSplit(JaxSplit):
+    """Of a library that shows both of its passes on any device."""
+
+    def needs_array(self, part, environment):
+        return part.visible_mask.kinds != ("full",)
+
+
+BY_PASSES = EinsumSplit(EINSUM, ())
+
+
+@pytest.mark.parametrize("sequences", [0, 1, 2, 4])
+@pytest.mark.parametrize("split", [XLA_SPLIT, BY_PASSES], ids=lambda one: one.name)
+def test_some_sequences_at_a_time(split, sequences):
+    workload = Workload(**SQUARE | {"batch": 4}, mask=LIKE_PI0, pass_="train")
+    check(split.configured({"sequences": sequences}), workload, 3e-6, compiled=True)
+
+
+def test_training_keeps_no_piece_of_its_inputs():
+    """Of q only the whole is kept for the backward pass: the split's slices are made again."""
+    workload = Workload(**SQUARE, mask=LIKE_PI0, pass_="train")
+    arrays = [jax.numpy.asarray(x, "float32") for x in draw(workload)[:3]]
+    _, pull = jax.vjp(BY_PASSES.build(workload, {}), *arrays)
+    shapes = [x.shape for x in jax.tree.leaves(pull)]
+    assert (2, 24, 4, 8) in shapes
+    assert not [shape for shape in shapes if shape[:2] in [(2, 16), (2, 1), (2, 7)]]
+
+
+def test_fewer_sequences_need_less_memory():
+    workload = Workload(
+        **SQUARE | {"batch": 8, "q_len": 256}, mask=masks.block_causal(np.arange(256) // 128), pass_="train"
+    )
+    arrays = [jax.numpy.asarray(x, "float32") for x in draw(workload)[:3]]
+
+    def temporaries(sequences):
+        call = BY_PASSES.build(workload, {"sequences": sequences})
+        step = jax.jit(lambda q, k, v: jax.vjp(call, q, k, v)[1](q))
+        return step.lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2) < temporaries(0) / 2
+
+
+def test_sequences_that_do_not_divide_the_batch_or_differ_are_refused():
+    odd = CUDNN_SPLIT.configured({"sequences": 5})
+    assert "batch of 32 by 5 sequences" in str(odd.supports(PI0, HOPPER))
+    differing = Workload(**SQUARE, mask=MASKS["padding"], pass_="train")
+    assert "the same mask" in str(XLA_SPLIT.configured({"sequences": 1}).supports(differing, CPU))
+    with pytest.raises(UsageError, match="number of sequences"):
+        CUDNN_SPLIT.configured({"sequences": "few"})
+
+
+def test_tuning_tries_parts_of_a_large_batch():
+    assert CUDNN_SPLIT.configs(PI0) == ({}, {"sequences": 4}, {"sequences": 8})
+    assert XLA_SPLIT.configs(Workload(**SQUARE, mask=MASKS["padding"])) == ({},)
 
 
 def test_op_by_op():
@@ -114,7 +171,10 @@ def test_the_suite_gemma_has_it_measured():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(JAX.devices()[0] != "cuda", reason="needs a CUDA device that JAX sees")
-@pytest.mark.parametrize("kind", ["pi0", "documents-causal", "padding"])
-def test_cudnn_on_a_gpu(kind):
+@pytest.mark.parametrize(
+    "kind, sequences", [("pi0", 0), ("pi0", 1), ("documents-causal", 0), ("documents-causal", 1), ("padding", 0)]
+)
+def test_cudnn_on_a_gpu(kind, sequences):
     shape = SQUARE | {"heads": 8, "head_dim": 256, "dtype": "bfloat16"}
-    check(CUDNN_SPLIT, Workload(**shape, mask=MASKS[kind], pass_="train"), 3e-2, JAX.environment("cuda"), True, "cuda")
+    split = CUDNN_SPLIT.configured({"sequences": sequences})
+    check(split, Workload(**shape, mask=MASKS[kind], pass_="train"), 3e-2, JAX.environment("cuda"), True, "cuda")

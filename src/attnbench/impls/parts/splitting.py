@@ -58,18 +58,18 @@ class Split(Implementation):
 
     def build(self, workload: Workload, config: Config) -> Call:
         """The pieces' outputs, joined."""
-        cut = _cut(workload)
+        cut = cut_of(workload)
         calls = [self.inner.build(part_of(workload, piece), config) for piece in cut]
         tokens = self.layout.index("s")
 
         def call(q: Array, k: Array, v: Array) -> Array:
-            return self.join([one(*_sliced(q, k, v, piece, tokens)) for one, piece in zip(calls, cut)], tokens)
+            return self.join([one(*sliced(q, k, v, piece, tokens)) for one, piece in zip(calls, cut)], tokens)
 
         return call
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
         """As `build`, with the pieces' LSE; None where the kernel has none for one of them."""
-        cut = _cut(workload)
+        cut = cut_of(workload)
         calls = [self.inner.build_lse(part_of(workload, piece), config) for piece in cut]
         able = [one for one in calls if one is not None]
         if len(able) < len(calls):
@@ -77,7 +77,7 @@ class Split(Implementation):
         tokens = self.layout.index("s")
 
         def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            found = [one(*_sliced(q, k, v, piece, tokens)) for one, piece in zip(able, cut)]
+            found = [one(*sliced(q, k, v, piece, tokens)) for one, piece in zip(able, cut)]
             return self.join([out for out, _ in found], tokens), self.join([lse for _, lse in found], 2)
 
         return call
@@ -89,13 +89,15 @@ def part_of(workload: Workload, piece: Piece) -> Workload:
     return replace(workload, **size)
 
 
-def _cut(workload: Workload) -> list[Piece]:
+def cut_of(workload: Workload) -> list[Piece]:
+    """The pieces of a workload that is supported."""
     found = pieces(workload.visible_mask, workload.mask_shape, MOST)
     assert not isinstance(found, str), found
     return found
 
 
-def _sliced(q: Array, k: Array, v: Array, piece: Piece, tokens: int) -> tuple[Array, Array, Array]:
+def sliced(q: Array, k: Array, v: Array, piece: Piece, tokens: int) -> tuple[Array, Array, Array]:
+    """A piece's queries, keys and values."""
     before = (slice(None),) * tokens
     rows, keys = (*before, slice(piece.start, piece.stop)), (*before, slice(piece.first, piece.last))
     return q[rows], k[keys], v[keys]
