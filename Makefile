@@ -21,10 +21,11 @@ gallery: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python benchmarks/figures.py
 
-# The policies that come with the package, chosen from the published runs.
+# The policies that come with the package, chosen from the published runs. Not torch.compiled: it compiles anew for every length,
+# which decoding cannot wait for.
 policies: $(STAMP)
-	$(BIN)/attnbench choose results/h200/*.jsonl -o src/attnbench/policies/h200.json
-	$(BIN)/attnbench choose results/cpu/quick.jsonl results/cpu/regret-grid.jsonl -o src/attnbench/policies/cpu.json
+	$(BIN)/attnbench choose results/h200/*.jsonl --forbid torch.compiled -o src/attnbench/policies/h200.json
+	$(BIN)/attnbench choose results/cpu/quick.jsonl results/cpu/regret-grid.jsonl --forbid torch.compiled -o src/attnbench/policies/cpu.json
 
 # The browser tests need it; where it cannot be had, they are skipped and say so.
 chromium:

@@ -6,50 +6,76 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
+from typing import NamedTuple
 
 from marked_blocks import Pages, result, table
 
+from attnbench.analyse.ranking import label
 from attnbench.spec import Ok, Record
 from attnbench.store.runfile import read_run
+from attnbench.workloads.cost import demand
 
 RESULTS = Path(__file__).parents[1] / "results/h200"
-BASE = "jax.einsum"
+BASE, LINK = "jax.einsum", "torch.sdpa"
 PASSES = ("forward", "train")
+COULD_NOT_RUN = ("jax.flash-attn", "jax.splash")
 
 
-def timed(records: Sequence[Record]) -> dict[str, Ok]:
+class Weighed(NamedTuple):
+    """A cell's time and its memory beyond inputs."""
+
+    ns: float
+    bytes: int
+
+
+def timed(records: Sequence[Record], name: str) -> dict[str, Weighed]:
     """By workload."""
-    return {r.workload.id: r for r in records if isinstance(r, Ok) and r.time is not None}
+    return {
+        r.workload.id: Weighed(r.time.median_ns, r.memory.peak_bytes or 0)
+        for r in records
+        if isinstance(r, Ok) and r.time is not None and r.implementation == name
+    }
 
 
 def suite(name: str) -> str:
-    records = [r for r in read_run(RESULTS / name).records if r.implementation.startswith("jax.")]
+    """Every JAX library against einsum, each by the one of two runs in which it took more of the shapes."""
+    both = [read_run(RESULTS / f"{name}{part}.jsonl").records for part in ("", "-rest")]
     rows = []
     for pass_ in PASSES:
-        mine = [r for r in records if r.workload.pass_ == pass_]
-        base = timed([r for r in mine if r.implementation == BASE])
-        names = sorted({r.implementation for r in mine} - {BASE}, key=lambda one: (-len(ran(mine, one)), one))
-        for one in names:
-            rows.append([pass_, f"`{one}`", *against(ran(mine, one), base), limits(mine, one)])
+        first, second = ([r for r in records if r.workload.pass_ == pass_] for records in both)
+        bases = [(first, timed(first, BASE)), (second, base_of(second, first))]
+        found = []
+        for one in jax_libraries([*first, *second]):
+            able = [run for run in bases if one in jax_libraries(run[0])]
+            records, base = max(able, key=lambda run: len(timed(run[0], one)))
+            found.append((timed(records, one), one, base, records))
+        for mine, one, base, records in sorted(found, key=lambda each: (-len(each[0]), each[1])):
+            rows.append([pass_, f"`{one}`", *against(mine, base, len(bases[0][1])), limits(records, one)])
     return table(
         ["pass", "library", "shapes", "times as fast as einsum", "its memory", "what it refused or got wrong"], rows
     )
 
 
-def ran(records: Sequence[Record], name: str) -> dict[str, Ok]:
-    return timed([r for r in records if r.implementation == name])
+def jax_libraries(records: Sequence[Record]) -> list[str]:
+    return sorted({r.implementation for r in records if r.implementation.startswith("jax.")} - {BASE})
 
 
-def against(mine: dict[str, Ok], base: dict[str, Ok]) -> list[str]:
+def base_of(run: Sequence[Record], other: Sequence[Record]) -> dict[str, Weighed]:
+    """Einsum's in a run; where it was not part of it, the other run's, by what LINK took in both."""
+    if found := timed(run, BASE):
+        return found
+    here, there, base = timed(run, LINK), timed(other, LINK), timed(other, BASE)
+    return {key: base[key]._replace(ns=base[key].ns * here[key].ns / there[key].ns) for key in here if key in base}
+
+
+def against(mine: dict[str, Weighed], base: dict[str, Weighed], shapes: int) -> list[str]:
     """Shapes, speed and memory against the base, geometric means with the least and the most."""
     both = [(mine[key], base[key]) for key in mine if key in base]
     if not both:
-        return [f"0 of {len(base)}", "-", "-"]
-    speeds = [b.time.median_ns / a.time.median_ns for a, b in both if a.time is not None and b.time is not None]
-    weighed = [(a.memory.peak_bytes, b.memory.peak_bytes) for a, b in both]
-    shares = [a / b for a, b in weighed if a and b]
+        return [f"0 of {shapes}", "-", "-"]
+    shares = [a.bytes / b.bytes for a, b in both if a.bytes and b.bytes]
     memory = spread([100 * share for share in shares], ".0f", " %") if shares else "-"
-    return [f"{len(both)} of {len(base)}", spread(speeds, ".2f"), memory]
+    return [f"{len(both)} of {shapes}", spread([b.ns / a.ns for a, b in both], ".2f"), memory]
 
 
 def spread(values: Sequence[float], form: str, unit: str = "") -> str:
@@ -61,19 +87,17 @@ def spread(values: Sequence[float], form: str, unit: str = "") -> str:
 def limits(records: Sequence[Record], name: str) -> str:
     """Reasons, the most frequent first."""
     own = [r for r in records if r.implementation == name and not (isinstance(r, Ok) and r.time is not None)]
-    reasons = Counter(f"{r.reason.partition(', not ')[0].partition(', kv_len')[0]}" for r in own)
+    reasons = Counter((r.reason or "").partition(", not ")[0].partition(", kv_len")[0] for r in own)
     return "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3)) or "nothing"
 
 
 def others() -> str:
-    """Libraries that the suites did not have, on the one shape that all were tried on."""
+    """Libraries that could not be made to run."""
     records = read_run(RESULTS / "earlier/all-implementations.jsonl").records
-    base = timed([r for r in records if r.implementation == BASE])
-    rows = []
-    for record in records:
-        if record.implementation in ("jax.kvax", "jax.flash-attn", "jax.splash", "jax.tokamax-xla-chunked"):
-            rows.append([f"`{record.implementation}`", *against(timed([record]), base)[1:], record.reason or "nothing"])
-    return table(["library", "times as fast as einsum", "its memory", "why it did not run"], rows)
+    rows = [
+        [f"`{r.implementation}`", r.reason] for r in records if r.implementation in ("jax.flash-attn", "jax.splash")
+    ]
+    return table(["library", "why it did not run"], rows)
 
 
 def models() -> str:
@@ -86,6 +110,21 @@ def models() -> str:
         bytes_ = [f"{one[path]['temp_bytes'] / 1e9:.2f} GB" for path in ("off", "on")]
         rows.append([name, *times, f"{one['speedup']:.2f} x", *bytes_])
     return table(["what", "einsum, ms", "flash, ms", "faster", "temporaries, einsum", "flash"], rows)
+
+
+def turns() -> str:
+    """pi0's training step in attention alone: time, and memory with and without outputs and gradients."""
+    records = read_run(RESULTS / "earlier/gemma-turns.jsonl").records
+    found = {label(r): (r.time.median_ns, r.memory.peak_bytes) for r in records if isinstance(r, Ok) and r.time}
+    weighed = {name: Weighed(ns, peak) for name, (ns, peak) in found.items() if peak is not None}
+    outputs, base = demand(records[0].workload).output_bytes, weighed[BASE]
+    rows = []
+    for name, one in sorted(weighed.items(), key=lambda each: each[1].ns):
+        less = [1 - (one.bytes - apart) / (base.bytes - apart) for apart in (0, outputs)]
+        times = [f"{one.ns / 1e6:.2f}", f"{base.ns / one.ns:.2f} x", f"{one.bytes / 1e6:.0f} MB"]
+        rows.append([f"`{name}`", *times, *(f"{100 * share:.0f} %" for share in less)])
+    columns = ["implementation", "ms", "faster", "beyond inputs", "less", "less, outputs and gradients apart"]
+    return table(columns, rows)
 
 
 def pairs() -> str:
@@ -103,10 +142,13 @@ def pairs() -> str:
 
 PAGES: Pages = {
     "docs/libraries.md": {
-        "grid": ("h200/grid-gpu.jsonl", lambda: suite("grid-gpu.jsonl")),
-        "gemma": ("h200/gemma.jsonl", lambda: suite("gemma.jsonl")),
+        "grid": ("h200/grid-gpu.jsonl and grid-gpu-rest.jsonl", lambda: suite("grid-gpu")),
+        "gemma": ("h200/gemma.jsonl and gemma-rest.jsonl", lambda: suite("gemma")),
         "others": ("h200/earlier/all-implementations.jsonl", others),
     },
     "docs/pairs.md": {"pairs": ("h200/pairs.json", pairs)},
-    "docs/gemma.md": {"models": ("h200/gemma_models.json", models)},
+    "docs/gemma.md": {
+        "turns": ("h200/earlier/gemma-turns.jsonl", turns),
+        "models": ("h200/gemma_models.json", models),
+    },
 }

@@ -288,6 +288,13 @@ class TestRuns:
         later = Source("b", "2026-01-02", [timed("torch.a", 3e6), timed("torch.b", 2e6)])
         assert picks(choose([first, later])) == {128: "torch.b"}
 
+    @pytest.mark.parametrize("faster, chosen", [(1.05, "torch.a"), (1.3, "torch.d")])
+    def test_a_newcomer_counts_if_it_is_clearly_ahead_by_what_both_runs_have(self, faster, chosen):
+        """The second machine is half as fast: only ratios to torch.c, which is in both, may speak."""
+        first = Source("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 1.2e6), timed("torch.c", 9e6)])
+        later = Source("b", "2026-01-02", [timed("torch.c", 18e6), timed("torch.d", 2e6 / faster)])
+        assert picks(choose([first, later])) == {128: chosen}
+
     def test_shapes_of_several_runs_come_together(self):
         sources = [Source(f"{n}", f"2026-01-0{n}", [timed("torch.a", 1e6, q_len=64 * n)]) for n in (1, 2)]
         (place,) = choose(sources).policy.places

@@ -1,7 +1,7 @@
 """Records of one or several runs -> a policy: what to run where, with its regret and the evidence.
 
 Implementations are held against each other within one run only. Of several runs of a workload the newest counts that
-holds those that led in the one before it.
+holds those that led in the one before it, or somebody who is clearly faster than they were.
 """
 
 from __future__ import annotations

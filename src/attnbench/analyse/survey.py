@@ -16,6 +16,8 @@ from attnbench.spec import Environment, Ok, Record
 
 CONTENDER = 1.5
 """So many times the fastest: nobody slower will lead after another measurement."""
+CLEARLY = 1.1
+"""Ratios of one pair in two runs differ by less."""
 
 
 class Source(Struct, frozen=True):
@@ -67,13 +69,26 @@ def survey(
 
 
 def supersedes(new: Field, old: Field) -> bool:
-    """Whether a newer measurement takes the place of an older: only if it holds those that led there."""
-    return set(contenders(old)) <= set(new)
+    """Whether a newer measurement takes the place of an older: if it holds those that led there, or if its own leader
+    is clearly ahead of theirs, each held against what both runs have."""
+    return set(contenders(old)) <= set(new) or _clearly_ahead(_times(new), _times(old))
+
+
+def _clearly_ahead(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
+    shared = set(new) & set(old)
+    if not shared:
+        return False
+    link = min(shared, key=lambda name: (new[name], name))
+    return new[link] / min(new.values()) > CLEARLY * old[link] / min(old.values())
+
+
+def _times(field: Field) -> dict[str, float]:
+    return {name: record.time.median_ns for name, record in field.items() if record.time is not None}
 
 
 def contenders(field: Field) -> list[str]:
     """The fastest two, and whoever is within half as much again of the fastest; in order of time."""
-    times = {name: record.time.median_ns for name, record in field.items() if record.time is not None}
+    times = _times(field)
     order = sorted(times, key=lambda name: (times[name], name))
     return [name for n, name in enumerate(order) if n < 2 or times[name] <= CONTENDER * times[order[0]]]
 

@@ -57,10 +57,10 @@ class JaxSplit(Split):
         return None
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """In training by the kernel's own passes, where it shows them."""
+        """By turns in training: through the kernel's own passes where it shows them; else every turn keeps copies."""
         size = self.configured(config)._sequences
         turn = replace(workload, batch=size or workload.batch)
-        passes = split_passes(self.inner, turn, cut_of(turn)) if workload.needs_gradients else None
+        passes = split_passes(self.inner, turn, cut_of(turn)) if size and workload.needs_gradients else None
         if passes is None:
             return by_turns(super().build(turn, {}), size)
         forward, backward = passes

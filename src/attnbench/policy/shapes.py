@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import hypot, log2
 
+import numpy as np
 from msgspec import Struct, field
 
 from attnbench.spec import Pass, Workload
@@ -16,6 +17,8 @@ GROUP_WEIGHT = 1.0
 """Of an octave of query heads per key/value head: grouped heads are other kernels."""
 VISIBLE_WEIGHT = 0.5
 """Of an octave of the visible share: twice the pairs are twice the work, twice the tokens four times."""
+FEW_BLOCKS = 8
+"""Of queries that see the same keys: a mask of so few is as many calls without one, and another kernel is best."""
 TOLD_BY_LENGTHS = ("full", "causal")
 """Kinds of mask whose visible share follows from the lengths."""
 
@@ -108,13 +111,25 @@ def shape_of(workload: Workload) -> Shape:
 
 
 def mask_kind(workload: Workload) -> str:
-    """Kinds of the mask's parts in alphabetical order; `full` where every query sees every key, whatever says so."""
+    """Kinds of the mask's parts in alphabetical order; `full` where every query sees every key, whatever says so. Of
+    block-causal ones those of many blocks are another kind."""
     mask, shape = workload.visible_mask, workload.mask_shape
     kinds = sorted(set(mask.kinds) - {"full"})
     everything = shape.batch * shape.heads * shape.q_len * shape.kv_len
     if not kinds or (not mask.weighted and mask.pairs(shape) == everything):
         return "full"
+    if "block_causal" in kinds and _blocks(workload) > FEW_BLOCKS:
+        kinds[kinds.index("block_causal")] = "block_causal (many blocks)"
     return "&".join(kinds)
+
+
+def _blocks(workload: Workload) -> int:
+    """Runs of queries that see the same keys, in the batch row with most; 1 where queries may see keys with gaps."""
+    edges = workload.visible_mask.interval(workload.mask_shape)
+    if edges is None:
+        return 1
+    low, high = (np.broadcast_to(edge, (len(edge), workload.q_len)) for edge in edges)
+    return 1 + int(((np.diff(low) != 0) | (np.diff(high) != 0)).sum(axis=-1).max())
 
 
 def distance(a: Shape, b: Shape) -> float:
