@@ -75,6 +75,18 @@ def test_where_a_path_stops_fitting():
     assert "and ran out at 32,768" in seen.text
 
 
+def test_the_memory_that_several_stop_fitting_is_said_once():
+    names = {"torch.eager": 16, "torch.hf-eager": 32, "torch.sdpa-math": 48}
+    records = [
+        record
+        for seed, (name, bytes_) in enumerate(names.items())
+        for record in along(name, float, (4096, 8192, 16384), seed=seed, peak=lambda n, b=bytes_: b * n * n)
+    ]
+    text = only(records, "memory").text
+    assert text.count("80 GB") == text.count("peak memory") == 1
+    assert "torch.hf-eager at about 50,000 tokens (~ n^2.00) and torch.sdpa-math at about 41,000 tokens" in text
+
+
 def test_an_end_of_memory_is_told_though_nothing_can_be_fitted():
     records = [*along("torch.eager", lambda n: 1e6, [512]), out_of_memory("torch.eager", 2048)]
     assert only(records, "memory").text.endswith("torch.eager ran out of memory at 2,048 tokens.")

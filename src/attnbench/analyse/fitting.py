@@ -16,9 +16,9 @@ INSTEAD = "; beyond, use one that does not store the scores"
 def fitting_of(track: Track, names: Mapping[str, Sequence[Record]]) -> Recommendation | None:
     """What grows faster than the length or was seen to run out; None where nothing does."""
     told, figures, seen = [], [], []
-    grows = False
+    grows, said = False, set[str]()
     for name, records in names.items():
-        limit = _limit(name, records)
+        limit = _limit(name, records, said)
         grows |= limit is not None
         found = limit or _seen(name, records)
         if found is not None:
@@ -38,15 +38,16 @@ def fitting_of(track: Track, names: Mapping[str, Sequence[Record]]) -> Recommend
     )
 
 
-def _limit(name: str, records: Sequence[Record]) -> tuple[str, list[Figure]] | None:
-    """From the growth of the peaks, where that is faster than the length."""
+def _limit(name: str, records: Sequence[Record], said: set[str]) -> tuple[str, list[Figure]] | None:
+    """From the growth of the peaks, where it is faster than the length; a memory that was `said` is not said again."""
     fit, limit = exponent(memory_points(records)), fits_until(records)
     if fit is None or limit is None or growth(fit.local.exponent) not in ("between", "O(n^2)"):
         return None
-    span = f" ({limit.low:,}-{limit.high:,})" if limit.high > limit.low else ""
+    span = f"{limit.low:,}-{limit.high:,}; " if limit.high > limit.low else ""
     memory = _memory_words(limit.memory_bytes, records)
-    grows = f"peak memory ~ n^{fit.local.exponent:.2f}"
-    told = f"{name} stops fitting {memory} at about {limit.length:,} tokens{span}, {grows}"
+    stops, peak = ("", "") if memory in said else (f" stops fitting {memory}", "peak memory ")
+    said.add(memory)
+    told = f"{name}{stops} at about {limit.length:,} tokens ({span}{peak}~ n^{fit.local.exponent:.2f})"
     if limit.out_of_memory_at is not None:
         told += f", and ran out at {limit.out_of_memory_at:,}"
     edges = {"low": float(limit.low), "high": float(limit.high)} if limit.high > limit.low else {}
