@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask
+from attnbench.workloads.masks import AnyMask, Full
 from attnbench.workloads.masks.data import to_numpy
 
 LEVELS = 4
@@ -31,6 +31,8 @@ class Described(NamedTuple):
     first: int
     last: int
     packed: bool = False
+    real: torch.Tensor | None = None
+    """[b, 1, 1, keys]: real keys, where the step has one query, from which padding hides some keys or none at all."""
 
 
 class _Step(NamedTuple):
@@ -160,7 +162,14 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
     mask = _positional(before, after, step, last - first)
     for part in documents:
         mask = mask & part
-    return Described(mask & _padding(padding, step, first, last), first, last, packed=bool(documents))  # pyright: ignore
+    if padding is None:
+        return Described(mask, first, last, packed=bool(documents))
+    keys = slice(step.kv_start + first, step.kv_start + last)
+    real = _real(padding, keys)
+    array = None
+    if step.q_len == 1 and isinstance(mask, Full) and padding.shape[1] >= keys.stop and real.any(axis=1).all():
+        array = padding[:, None, None, keys].to(torch.bool)
+    return Described(mask & _padding(real), first, last, bool(documents), array)  # pyright: ignore[reportArgumentType]
 
 
 def _positional(before: int, after: int, step: _Step, kv_len: int) -> AnyMask:
@@ -207,15 +216,17 @@ def _documents(kind: str, values: dict[str, Any], step: _Step, first: int, last:
     return masks.documents(ids[:, keys], ids[:, queries])
 
 
-def _padding(padding: torch.Tensor | None, step: _Step, first: int, last: int) -> AnyMask:
-    """Real keys among `first:last`; positions past the end of the given mask are not real."""
-    if padding is None:
-        return masks.full()
-    real = to_numpy(padding, "attention_mask").astype(bool)[:, step.kv_start + first : step.kv_start + last]
-    real = np.pad(real, ((0, 0), (0, last - first - real.shape[1])))
+def _real(padding: torch.Tensor, keys: slice) -> np.ndarray:
+    """[b, keys]; positions past the end of the given mask are not real."""
+    real = to_numpy(padding[:, keys], "attention_mask").astype(bool)
+    missing = keys.stop - keys.start - real.shape[1]
+    return np.pad(real, ((0, 0), (0, missing))) if missing else real
+
+
+def _padding(real: np.ndarray) -> AnyMask:
     if real.all():
         return masks.full()
     lengths = real.sum(axis=1)
-    if (real == (np.arange(last - first) < lengths[:, None])).all():
+    if (real == (np.arange(real.shape[1]) < lengths[:, None])).all():
         return masks.lengths(lengths)
     return masks.valid(real)
