@@ -113,7 +113,8 @@ def with_torch_array(
     from attnbench.dispatch.torch_hook import torch_sdpa
 
     q, k, v = (to_layout(x, layout, "bhsd") for x in (q, k, v))
-    seen: Any = mask.visible if mask.dead is None else mask.visible | mask.dead
+    seen: Any = mask.visible
+    seen = seen if mask.dead is None else seen | mask.dead
     weights = seen if mask.weight is None else mask.weight.where(seen, float("-inf"))
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.device.type != "cpu":  # no fused kernel of a GPU takes a mask together with grouped heads

@@ -32,7 +32,7 @@ class Described(NamedTuple):
     last: int
     packed: bool = False
     real: torch.Tensor | None = None
-    """[b, 1, 1, keys]: real keys, where the step has one query, from which padding hides some keys or none at all."""
+    """[b, 1, 1, keys]: the real ones, where the step has one query, which padding alone hides keys from, but not all."""
 
 
 class _Step(NamedTuple):
@@ -159,17 +159,18 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
             if found is None:
                 return None
             documents.append(found)
-    mask = _positional(before, after, step, last - first)
+    mask: Any = _positional(before, after, step, last - first)
     for part in documents:
         mask = mask & part
     if padding is None:
         return Described(mask, first, last, packed=bool(documents))
     keys = slice(step.kv_start + first, step.kv_start + last)
     real = _real(padding, keys)
-    array = None
-    if step.q_len == 1 and isinstance(mask, Full) and padding.shape[1] >= keys.stop and real.any(axis=1).all():
+    hiding, array = _padding(real), None
+    alone = step.q_len == 1 and isinstance(mask, Full) and not isinstance(hiding, Full)
+    if alone and real.any(axis=1).all() and padding.shape[1] >= keys.stop:
         array = padding[:, None, None, keys].to(torch.bool)
-    return Described(mask & _padding(real), first, last, bool(documents), array)  # pyright: ignore[reportArgumentType]
+    return Described(mask & hiding, first, last, bool(documents), array)
 
 
 def _positional(before: int, after: int, step: _Step, kv_len: int) -> AnyMask:
