@@ -32,7 +32,7 @@ class Described(NamedTuple):
     last: int
     packed: bool = False
     real: torch.Tensor | None = None
-    """[b, 1, 1, keys]: the real ones, where the step has one query, which padding alone hides keys from, but not all."""
+    """[b, 1, 1, keys]: the real ones, at least one per row; where one query is all, and padding all that hides keys."""
 
 
 class _Step(NamedTuple):
@@ -170,7 +170,8 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
     alone = step.q_len == 1 and isinstance(mask, Full) and not isinstance(hiding, Full)
     if alone and real.any(axis=1).all() and padding.shape[1] >= keys.stop:
         array = padding[:, None, None, keys].to(torch.bool)
-    return Described(mask & hiding, first, last, bool(documents), array)
+    both: Any = mask & hiding
+    return Described(both, first, last, bool(documents), array)
 
 
 def _positional(before: int, after: int, step: _Step, kv_len: int) -> AnyMask:
