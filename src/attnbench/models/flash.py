@@ -145,10 +145,7 @@ def pick(q: Array, k: Array, v: Array, form: Form, choice: str, known: AnyMask |
 
 
 def _refusal(choice: str, reasons: list[str]) -> Unsupported:
-    return Unsupported(
-        f'flash_attention_impl="{choice}" cannot run this: {"; ".join(reasons)}. '
-        "fallback=True uses the standard attention instead."
-    )
+    return Unsupported(f'flash_attention_impl="{choice}" cannot run this: {"; ".join(reasons)}.')
 
 
 def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
