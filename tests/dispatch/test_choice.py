@@ -140,9 +140,10 @@ def test_a_policy_that_does_not_hold_here_is_not_used_and_named_once(spy, change
         assert ab.explain(*arrays(), mask=CAUSAL).pick == "torch.sdpa-flash"
 
 
-def test_a_stale_policy_is_named_even_where_another_speaks(spy):
+@pytest.mark.parametrize("on_miss", ["warn", "error"])
+def test_a_stale_policy_is_named_even_where_another_speaks(spy, on_miss):
     stale = here(entry("torch.eager"), software={"torch": "1.0"})
-    with ab.use_policy(here(entry("torch.spy"))), ab.use_policy(stale):
+    with ab.use_policy(here(entry("torch.spy"))), ab.use_policy(stale, on_miss=on_miss):
         (told,) = warned(lambda: ab.attention(*arrays(), mask=CAUSAL))
     assert "it is not used" in told
     assert len(spy.built) == 1
@@ -162,7 +163,9 @@ def test_a_miss_can_be_an_error_or_pass_in_silence(monkeypatch, tmp_path):
         ab.attention(*arrays())
         ab.attention(*arrays(), mask=CAUSAL, impl="torch.eager")
     monkeypatch.setenv("ATTNBENCH_ON_MISS", "loudly")
-    with pytest.raises(UsageError, match="on_miss"):
+    with pytest.raises(
+        UsageError, match=r"on_miss = 'loudly' in the environment is wrong: it is one of warn, error, quiet\."
+    ):
         load_settings()
     with pytest.raises(UsageError, match="on_miss is warn or error or quiet"), ab.use_policy(nothing, on_miss="never"):
         pass

@@ -27,7 +27,7 @@ def report(decision: Decision, demand: Demand) -> None:
     rule = policy.on_miss()
     if decision.evidence is None and rule == "error":
         raise PolicyMiss(f"{_miss(decision, demand)}, and on_miss is error; {HOW.partition(';')[0]}.")
-    if rule == "warn":
+    if rule != "quiet":
         for one in policy.active():
             why = None if of_elsewhere(one, demand.environment) else one.stale(demand.environment)
             if why is not None:
