@@ -107,6 +107,16 @@ def test_a_miss_takes_the_fixed_order_and_warns_once_a_class(framework):
     assert warned(lambda: ab.attention(*arrays(64, dim=64, framework=framework))) == [], "one warning says it for all"
 
 
+def test_the_warning_points_to_whoever_called():
+    from attnbench.dispatch.torch_sdpa import scaled_dot_product_attention
+
+    with ab.use_policy(here(entry("torch.eager"))), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ab.attention(*arrays(), mask=ab.masks.window(3))
+        scaled_dot_product_attention(*arrays())
+    assert [one.filename for one in seen] == [__file__] * 2
+
+
 def test_numpy_has_nothing_to_choose_and_explain_never_warns():
     assert warned(lambda: ab.attention(*arrays(framework="numpy"))) == []
     assert warned(lambda: ab.explain(*arrays(), mask=CAUSAL)) == []

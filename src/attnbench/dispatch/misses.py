@@ -6,6 +6,7 @@ Asked when a problem is first seen, not at every call. A policy that somebody as
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Hashable
 
@@ -62,4 +63,12 @@ def _class_of(decision: Decision, demand: Demand) -> Hashable:
 def _once(key: Hashable, text: str) -> None:
     mine = object()
     if _told.setdefault(key, mine) is mine:
-        warnings.warn(text, PolicyWarning, stacklevel=6)
+        warnings.warn(text, PolicyWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """Of the first frame outside of attnbench, seen from the function that warns."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnbench."):
+        level, frame = level + 1, frame.f_back
+    return level
