@@ -186,6 +186,10 @@ class TestMerge:
         assert (one.runs, one.made) == (("a", "b"), "2026-02")
         assert [pick(right | left, n) for n in (256, 512, 1024)] == ["torch.eager", "torch.eager", "torch.sdpa"]
 
+    def test_only_policies_merge(self):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            policy(entry("torch.eager", 512)) | {}
+
     def test_places_stay_apart(self):
         both = policy(entry("torch.eager")) | policy(entry("torch.fa3"), at=GPU)
         assert [one.device for one in both.places] == ["cpu", "cuda"]
@@ -261,6 +265,12 @@ class TestFiles:
         assert [line.strip()[:5] for line in text.splitlines()].count('"use"') == 2
         assert "origin" not in text
 
+    def test_printed_it_is_a_line_for_each_place(self):
+        text = str(self.whole)
+        assert len(text.splitlines()) == 1 + len(self.whole.places)
+        assert f"{len(self.whole.entries)} choices" in text
+        assert "regret" in text
+
     def test_what_is_not_there(self, tmp_path: Path):
         with pytest.raises(
             UsageError, match=r"no policy can be read from .*none\.json: No such file.*attnbench choose"
@@ -291,6 +301,15 @@ class TestFiles:
         with pytest.raises(BrokenFile, match=why) as caught:
             load_policy(path)
         assert str(caught.value).startswith(str(path))
+
+    def test_the_line_that_is_broken_is_named(self, tmp_path: Path):
+        path = tmp_path / "policy.json"
+        lines = policies.policy_text(self.whole).splitlines()
+        at = next(n for n, line in enumerate(lines) if '"framework":' in line)
+        lines[at] = lines[at].replace('"framework":', '"framework"')
+        path.write_text("\n".join(lines))
+        with pytest.raises(BrokenFile, match=rf"policy\.json, line {at + 1}: .*Expecting ':'"):
+            load_policy(path)
 
     @pytest.mark.parametrize(
         ("field", "value", "why"),
@@ -375,6 +394,11 @@ class TestActive:
         assert len({before, inside}) == 2
         policies.forget()
         assert policies.generation() != before
+
+    @pytest.mark.parametrize("given", ["policy.json", {"kind": "policy"}, None])
+    def test_a_file_is_no_policy(self, given):
+        with pytest.raises(UsageError, match=r"what load_policy\(path\) returns"), ab.use_policy(given):
+            raise AssertionError("never reached")
 
     def test_an_error_inside_takes_it_off_the_stack(self):
         with pytest.raises(ZeroDivisionError), use_policy(self.inner):

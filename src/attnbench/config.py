@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -93,6 +93,9 @@ def _converted(values: Mapping[str, Any], where: str, strict: bool = True) -> di
             converted[name] = getattr(msgspec.convert({name: value}, Settings, strict=strict), name)
         except msgspec.ValidationError as error:
             why = str(error).partition(" - at")[0]
+            choices = get_args(get_type_hints(Settings)[name])
+            if all(isinstance(one, str) for one in choices) and choices:
+                why = f"it is one of {', '.join(choices)}"
             raise UsageError(f"setting {name} = {value!r} in {where} is wrong: {why}.") from error
     return converted
 

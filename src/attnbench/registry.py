@@ -76,6 +76,8 @@ def get(name: str) -> Implementation:
 
 def asked(text: str) -> tuple[str, dict[str, int | float | str | bool]]:
     """`torch.ring[world=4,layout=striped]` -> the name and its settings, checked against what it offers."""
+    if not isinstance(text, str):
+        raise UsageError(f'an implementation is asked for by its name, such as "torch.sdpa", not by {text!r}.')
     name, bracket, rest = text.partition("[")
     tunables = get(name).tunables
     if not bracket:

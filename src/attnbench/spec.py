@@ -62,7 +62,8 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     def __post_init__(self) -> None:
         defaults = {"kv_len": self.q_len, "kv_heads": self.heads, "v_head_dim": self.head_dim, "mask": Full()}
         for name, value in defaults.items():
-            if getattr(self, name) in (None, SAME):
+            given = getattr(self, name)
+            if given is None or (isinstance(given, int) and given == SAME):
                 msgspec.structs.force_setattr(self, name, value)
         if not isinstance(self.mask, Mask):
             raise InvalidWorkload(

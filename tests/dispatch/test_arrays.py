@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import attnbench as ab
 from attnbench import frameworks
 from attnbench.dispatch.arrays import device_of, framework_of, to_layout
 from attnbench.impls.arrays import dtype_name, workload_of
@@ -72,6 +73,14 @@ def test_a_traced_array_is_a_jax_array():
     kinds = []
     jax.jit(lambda x: (kinds.append((framework_of(x), dtype_name(x), device_of(x, "jax"))), x)[1])(arrays("jax")[0])
     assert kinds == [("jax", "float32", frameworks.get("jax").devices()[0])]
+
+
+@pytest.mark.jax
+def test_explain_needs_shapes_only():
+    import jax
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays("jax")]
+    assert ab.explain(*shapes).pick == ab.explain(*arrays("jax")).pick
 
 
 @pytest.mark.torch

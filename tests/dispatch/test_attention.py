@@ -177,6 +177,26 @@ def test_wrong_words_are_refused():
         ab.attention(*turned(drawn[:3], "packed"), layout="packed", heads=5)
     with pytest.raises(InvalidWorkload, match="lengths names 3 batch rows"):
         ab.attention(*drawn[:3], mask=ab.masks.lengths([1, 2, 3]))
+    with pytest.raises(UsageError, match=r'such as "torch\.sdpa", not by None'):
+        ab.attention(*drawn[:3], impl=None)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_bare_array_is_no_mask(framework):
+    arrays = to_framework(framework, *problem()[1][:3])
+    with pytest.raises(InvalidWorkload, match=r"wrap an array in masks\.dense"):
+        ab.attention(*arrays, mask=arrays[0] > 0)
+
+
+@pytest.mark.jax
+def test_a_traced_array_is_no_mask():
+    import jax
+
+    q, k, v = to_framework("jax", *problem()[1][:3])
+    with pytest.raises(InvalidWorkload, match=r"wrap an array in masks\.dense"):
+        jax.jit(lambda mask: ab.attention(q, k, v, mask=mask))(q > 0)
+    with pytest.raises(InvalidWorkload, match=r"kv_lengths must be concrete .*outside jit\), not \w+Tracer\."):
+        jax.jit(lambda lengths: ab.attention(q, k, v, mask=ab.masks.lengths(lengths)))(q[:, 0, 0, 0])
 
 
 @pytest.mark.torch

@@ -107,6 +107,16 @@ def test_a_miss_takes_the_fixed_order_and_warns_once_a_class(framework):
     assert warned(lambda: ab.attention(*arrays(64, dim=64, framework=framework))) == [], "one warning says it for all"
 
 
+def test_the_warning_points_to_whoever_called():
+    from attnbench.dispatch.torch_sdpa import scaled_dot_product_attention
+
+    with ab.use_policy(here(entry("torch.eager"))), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ab.attention(*arrays(), mask=ab.masks.window(3))
+        scaled_dot_product_attention(*arrays())
+    assert [one.filename for one in seen] == [__file__] * 2
+
+
 def test_numpy_has_nothing_to_choose_and_explain_never_warns():
     assert warned(lambda: ab.attention(*arrays(framework="numpy"))) == []
     assert warned(lambda: ab.explain(*arrays(), mask=CAUSAL)) == []
@@ -140,9 +150,10 @@ def test_a_policy_that_does_not_hold_here_is_not_used_and_named_once(spy, change
         assert ab.explain(*arrays(), mask=CAUSAL).pick == "torch.sdpa-flash"
 
 
-def test_a_stale_policy_is_named_even_where_another_speaks(spy):
+@pytest.mark.parametrize("on_miss", ["warn", "error"])
+def test_a_stale_policy_is_named_even_where_another_speaks(spy, on_miss):
     stale = here(entry("torch.eager"), software={"torch": "1.0"})
-    with ab.use_policy(here(entry("torch.spy"))), ab.use_policy(stale):
+    with ab.use_policy(here(entry("torch.spy"))), ab.use_policy(stale, on_miss=on_miss):
         (told,) = warned(lambda: ab.attention(*arrays(), mask=CAUSAL))
     assert "it is not used" in told
     assert len(spy.built) == 1
@@ -162,7 +173,9 @@ def test_a_miss_can_be_an_error_or_pass_in_silence(monkeypatch, tmp_path):
         ab.attention(*arrays())
         ab.attention(*arrays(), mask=CAUSAL, impl="torch.eager")
     monkeypatch.setenv("ATTNBENCH_ON_MISS", "loudly")
-    with pytest.raises(UsageError, match="on_miss"):
+    with pytest.raises(
+        UsageError, match=r"on_miss = 'loudly' in the environment is wrong: it is one of warn, error, quiet\."
+    ):
         load_settings()
     with pytest.raises(UsageError, match="on_miss is warn or error or quiet"), ab.use_policy(nothing, on_miss="never"):
         pass

@@ -70,12 +70,13 @@ def test_the_description_is_the_array(function, step, pad):
     if not isinstance(found, DescribedMask):
         assert function in ("sliding both ways", "chunked", "packed")
         return
-    mask, first, last, _ = found.described
+    mask, first, last, _, real = found.described
     assert "dense" not in mask.kinds
     shape = MaskShape(2, 1, q_length, last - first)
     mask.check(shape)
     inside = np.broadcast_to(mask.array(shape), tuple(shape))
     assert np.array_equal(inside, expected[..., first:last].numpy())
+    assert real is None or torch.equal(real, expected[..., first:last])
     assert not expected[..., :first].any()
     assert not expected[..., last:].any()
 

@@ -11,6 +11,11 @@ from attnbench.errors import Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")
 MASKS = {"causal": ab.masks.causal(), "a row without keys": ab.masks.lengths([0, 17]), "window": ab.masks.window(5)}
+DILATED = {
+    "dilated": ab.masks.dilated([8, 24], [1, 2]),
+    "causal": ab.masks.dilated([8, 24], [1, 2]) & ab.masks.causal(),
+    "skipping": ab.masks.dilated([8, 16], [2, 4]) & ab.masks.causal(),
+}
 PAIR = "torch.pair[forward=torch.sdpa-flash,backward=torch.eager]"
 
 
@@ -73,6 +78,15 @@ def test_a_split_has_its_kernels_gradient():
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("mask", DILATED)
+@pytest.mark.parametrize("impl", ["torch.dilated", "torch.dilated-improved"])
+def test_the_dilated_ones_of_torch(impl, mask):
+    for got, want in zip(torch_gradients(DILATED[mask], impl), torch_gradients(DILATED[mask], "torch.eager")):
+        assert float(abs(want).max()) > 1e-3
+        assert_close(got, want, 5e-5)
+
+
+@pytest.mark.torch
 def test_torch_without_one_may_be_read_but_not_learned_from():
     q, k, v = (x.requires_grad_() for x in arrays("torch"))
     out, lse = ab.attention(q, k, v, mask=MASKS["causal"], impl="torch.chunked[chunk=8]", return_lse=True)
@@ -82,19 +96,32 @@ def test_torch_without_one_may_be_read_but_not_learned_from():
         loss((out, lse)).backward()
 
 
+def jax_gradients(mask, impl, loss=loss):
+    import jax
+
+    def total(q, k, v):
+        return loss(ab.attention(q, k, v, mask=mask, impl=impl, return_lse=True))
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays("jax"))
+
+
 @pytest.mark.jax
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("impl", ["auto", "jax.xla", "jax.pair"])
 def test_jax(impl, mask):
-    import jax
+    for got, want in zip(jax_gradients(MASKS[mask], impl), jax_gradients(MASKS[mask], "jax.einsum"), strict=True):
+        assert_close(got, want, 5e-5)
 
-    def gradients(impl):
-        def total(q, k, v):
-            return loss(ab.attention(q, k, v, mask=MASKS[mask], impl=impl, return_lse=True))
 
-        return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays("jax"))
-
-    for got, want in zip(gradients(impl), gradients("jax.einsum"), strict=True):
+@pytest.mark.jax
+@pytest.mark.parametrize("of", ["both", "lse"])
+@pytest.mark.parametrize("mask", DILATED)
+def test_the_dilated_one_of_jax(mask, of):
+    """Two branches that overlap: the LSE of a query is mixed from theirs."""
+    total = loss if of == "both" else lambda found: loss((found[0] * 0, found[1] * found[1]))
+    found, wanted = (jax_gradients(DILATED[mask], impl, total) for impl in ("jax.dilated", "jax.einsum"))
+    assert all(float(abs(one).max()) > 1e-3 for one in wanted[:2])
+    for got, want in zip(found, wanted, strict=True):
         assert_close(got, want, 5e-5)
 
 
@@ -115,6 +142,22 @@ def test_jax_without_one_may_be_read_but_not_learned_from(monkeypatch):
     assert float(abs(gradient).max()) > 0
     with pytest.raises(Unsupported, match=r"LSE of jax\.einsum"):
         jax.jit(jax.grad(lambda q: loss(both(q))))(q)
+
+
+@pytest.mark.torch
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS)
+def test_flex_of_a_gpu(mask):
+    """Also where a row sees no key. On a CPU flex has no backward pass."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    leaves = [torch.randn(2, 24, heads, 64, device="cuda") for heads in (4, 2, 2)]
+    found, wanted = (torch_gradients(MASKS[mask], impl, leaves=leaves) for impl in ("torch.flex", "torch.eager"))
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.isfinite(got).all()
+        assert float((got - want).norm() / want.norm()) < 1e-2
 
 
 @pytest.mark.torch

@@ -234,6 +234,15 @@ class TestRedirect:
         with pytest.raises(UsageError, match=r"Near: torch\.sdpa"), redirect_sdpa("torch.sdap"):
             raise AssertionError("never reached")
 
+        with pytest.raises(UsageError, match=r'has no setting "chnk"'), redirect_sdpa("torch.chunked[chnk=4]"):
+            raise AssertionError("never reached")
+
+    def test_settings_in_brackets_go_by_name(self):
+        q = torch.randn(1, 2, 8, 4)
+        wanted = F.scaled_dot_product_attention(q, q, q)
+        with redirect_sdpa("torch.chunked[chunk=4]"):
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), wanted)
+
     def test_somebody_elses_replacement_is_not_overwritten(self, monkeypatch):
         monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: None)
         with pytest.raises(UsageError, match="replaced by something else"), redirect_sdpa():

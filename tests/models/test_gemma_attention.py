@@ -199,6 +199,7 @@ def test_fallback_is_the_standard_path_with_one_warning(monkeypatch):
     told = [str(one.message) for one in caught if "standard attention is used" in str(one.message)]
     assert len(told) == 1
     assert "jax.cudnn: needs cuda" in told[0]
+    assert "fallback" not in told[0]
     np.testing.assert_array_equal(found[0], wanted[0])
 
 
@@ -222,6 +223,14 @@ def test_mistakes_are_named():
         run(attention(EXPERTS, flash_attention_impl="cudn"), params, xs, at, mask, None)
     with pytest.raises(UsageError, match="uniform"):
         run(attention(EXPERTS, fully_masked="mean"), params, xs, at, mask, None)
+    with pytest.raises(UnknownName, match=r"There is: auto, cudnn, tokamax, kvax, pallas, jax"):
+        run(attention(EXPERTS, flash_attention_impl="triton"), params, xs, at, mask, None)
+    for path in ({}, {"use_flash_attention": True}):
+        with pytest.raises(UsageError, match="by booleans who is seen, not by float32"):
+            run(attention(EXPERTS, **path), params, xs, at, mask.array().astype("float32"), None)
+    for wrong in ([None, None], xs[:1], [*xs, None]):
+        with pytest.raises(UsageError, match="2 experts need a list of as many"):
+            run(attention(EXPERTS), params, wrong, at, mask, None)
     other = (DUMMY, gemma.Config(width=32, depth=4, mlp_dim=64, num_heads=4, num_kv_heads=1, head_dim=16))
     with pytest.raises(UsageError, match="num_heads"):
         attention(other).init(jax.random.key(0), xs, at, mask, None)

@@ -10,12 +10,18 @@ pytest.importorskip("flax")
 
 import jax.numpy as jnp  # noqa: E402
 from gemma_cases import tokens  # noqa: E402
+from policy_factory import policy  # noqa: E402
 
 import attnbench as ab  # noqa: E402
+from attnbench import registry  # noqa: E402
+from attnbench.dispatch.order import environment_of  # noqa: E402
 from attnbench.errors import InvalidWorkload  # noqa: E402
+from attnbench.impls import jax_late_masks  # noqa: E402
+from attnbench.impls.jax_nn import Xla  # noqa: E402
 from attnbench.models import flash  # noqa: E402
 from attnbench.models.attend import standard_attention  # noqa: E402
 from attnbench.models.masks import TokenMask, block_causal, in_blocks, known, make_attn_mask  # noqa: E402
+from attnbench.policy import Choice, Entry, shape_of  # noqa: E402
 from attnbench.workloads.masks import MaskShape  # noqa: E402
 
 pytestmark = pytest.mark.jax
@@ -103,6 +109,46 @@ def test_holes_are_closed_by_moving_keys(packed, choice, monkeypatch):
     wanted = standard_attention(q, k, v, mask.array(), jnp.float32)
     seen = np.asarray(mask.rows_that_see())
     np.testing.assert_allclose(np.asarray(found)[seen], np.asarray(wanted)[seen], atol=2e-6)
+
+
+class Named(Xla):
+    """XLA's under another name."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+def test_padding_inside_jit_is_chosen_for_by_pass(monkeypatch):
+    """A policy's forward entry where nothing is differentiated, its training entry where something is."""
+    monkeypatch.setattr(flash, "SHORT", 4)
+    q, k = tokens(2, 12, 4, 8, seed=1), tokens(2, 12, 2, 8, seed=2)
+    mask = in_blocks((12,), jnp.asarray(np.arange(12) < [[12], [9]]))
+    used, attend = [], jax_late_masks.attend
+    monkeypatch.setattr(jax_late_masks, "attend", lambda name, *a, **how: used.append(name) or attend(name, *a, **how))
+
+    def entry(name, pass_):
+        work = ab.Workload(batch=2, q_len=12, heads=4, kv_heads=2, head_dim=8, pass_=pass_)
+        return Entry(at=shape_of(work), use=Choice(implementation=name, candidates=1, measured=work.id))
+
+    chosen = policy(entry("jax.swift", "forward"), entry("jax.trainer", "train"), at=environment_of("jax", "cpu"))
+
+    def loss(q):
+        return (flash.flash_attention(q, k, k, mask, "auto") ** 2).sum()
+
+    with registry.restored(), ab.use_policy(chosen, on_miss="error"):
+        for name in ("jax.swift", "jax.trainer"):
+            registry.register(Named(name))
+        found = [loss(q), jax.jit(loss)(q)]
+        assert set(used) == {"jax.swift"}
+        used.clear()
+        gradient = jax.grad(loss)(q)
+        assert set(used) == {"jax.trainer"}
+        compiled = jax.jit(jax.grad(jax.checkpoint(loss)))(q)
+    wanted = jax.grad(lambda q: (standard_attention(q, k, k, mask.array(), jnp.float32) ** 2).sum())(q)
+    for one in (gradient, compiled):
+        np.testing.assert_allclose(one[0], wanted[0], atol=5e-6)
+        np.testing.assert_allclose(one[1, :9], wanted[1, :9], atol=5e-6)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
 
 
 def test_the_flash_path_holds_no_square_array():

@@ -35,8 +35,16 @@ class Within:
     max_error: Annotated[
         float | None, Parameter(help="Largest relative error against float64, of output and gradients.")
     ] = None
-    only: Annotated[tuple[str, ...], Many, Parameter(help="Only these: names, a framework or a family.")] = ()
-    forbid: Annotated[tuple[str, ...], Many, Parameter(help="Never these: names, a framework or a family.")] = ()
+    only: Annotated[
+        tuple[str, ...],
+        Many,
+        Parameter(help="Only these: names with their variants (torch.sdpa is torch.sdpa-flash too), or a framework."),
+    ] = ()
+    forbid: Annotated[
+        tuple[str, ...],
+        Many,
+        Parameter(help="Never these: names with their variants (torch.sdpa is torch.sdpa-flash too), or a framework."),
+    ] = ()
 
 
 def choose(

@@ -25,6 +25,7 @@ from attnbench.dispatch.order import TAKE_ARRAYS, Demand
 from attnbench.dispatch.plan import Plan, Plans, chosen
 from attnbench.dispatch.traced import Outline, specialised
 from attnbench.errors import InvalidWorkload, Unsupported
+from attnbench.frameworks.torch_plain import MaskTensors
 from attnbench.impls.arrays import workload_of
 from attnbench.spec import Array, Pass, Workload
 from attnbench.tracing import constant_when_traced
@@ -92,25 +93,35 @@ def _torch(
     exact = bias is None or bias.dtype == q.dtype or q.device.type == "cpu"  # fused kernels of a GPU round a bias
     if impl == "auto":
         impl = _torch_choice(q, k, v, not exact, softcap, layout)
-    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     seen, bias = _torch_seen(visible, bias)
     dead = ~seen.any(-1, keepdim=True)
-    if impl == "torch.eager" or softcap is not None or not exact:
-        from attnbench.frameworks.torch_plain import MaskTensors, attend
+    plain = impl == "torch.eager" or softcap is not None or not exact
+    return with_torch_array(q, k, v, MaskTensors(seen, bias, dead), plain, scale, softcap, layout)
+
+
+def with_torch_array(
+    q: Array, k: Array, v: Array, mask: MaskTensors, plain: bool, scale: float | None, softcap: float | None,
+    layout: str,
+) -> Array:  # fmt: skip
+    """By torch.eager (`plain`) or torch.sdpa; rows that see no key must be named in the mask."""
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+    if plain:
+        from attnbench.frameworks.torch_plain import attend
 
         q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
-        return to_layout(attend(q, k, v, MaskTensors(seen, bias, dead), factor, softcap)[0], "bshd", layout)
+        return to_layout(attend(q, k, v, mask, factor, softcap)[0], "bshd", layout)
     from attnbench.dispatch.torch_hook import torch_sdpa
 
     q, k, v = (to_layout(x, layout, "bhsd") for x in (q, k, v))
-    seen = seen | dead
-    mask = seen if bias is None else bias.where(seen, float("-inf"))
+    seen: Any = mask.visible
+    seen = seen if mask.dead is None else seen | mask.dead
+    weights = seen if mask.weight is None else mask.weight.where(seen, float("-inf"))
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.device.type != "cpu":  # no fused kernel of a GPU takes a mask together with grouped heads
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         group = 1
-    out = torch_sdpa(q, k, v, attn_mask=mask, scale=factor, enable_gqa=group > 1)
-    return to_layout(out.masked_fill(dead, 0.0), "bhsd", layout)
+    out = torch_sdpa(q, k, v, attn_mask=weights, scale=factor, enable_gqa=group > 1)
+    return to_layout(out if mask.dead is None else out.masked_fill(mask.dead, 0.0), "bhsd", layout)
 
 
 def _torch_choice(q: Array, k: Array, v: Array, weighted: bool, softcap: float | None, layout: str) -> str:

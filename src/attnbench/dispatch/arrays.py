@@ -18,17 +18,19 @@ def framework_of(*arrays: Array) -> str:
 
 
 def device_of(array: Array, framework: str) -> str:
-    """Our name of the device an array lies on (of a traced JAX array: the default device)."""
+    """Our name of the device an array lies on (of a JAX array that is traced or only a shape: the default device)."""
     if framework == "torch":
         kind = array.device.type
         found = frameworks.get("torch").devices()
         return "rocm" if kind == "cuda" and "rocm" in found else kind
     if framework == "numpy":
         return "cpu"
+    import jax
     from jax.core import Tracer
 
     kinds = frameworks.get("jax").devices()
-    on_cpu = not isinstance(array, Tracer) and next(iter(array.devices())).platform == "cpu"
+    nowhere = isinstance(array, Tracer | jax.ShapeDtypeStruct)
+    on_cpu = not nowhere and next(iter(array.devices())).platform == "cpu"
     return "cpu" if on_cpu else kinds[0]
 
 

@@ -16,13 +16,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from attnbench.dispatch import array_masks
+from attnbench.dispatch import array_masks, decode
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.capture_clock import METHODS, Span
 from attnbench.dispatch.captured import Calls, Captured
@@ -161,6 +161,7 @@ def _hooks() -> Iterator[tuple[Hook, str, Callable[..., Seen], Callable[..., Non
     """Of the frameworks that are loaded: a model cannot run in one that is not."""
     attention, with_array = _own_hooks()
     yield attention, "ab.attention", of_attention, outline_of_attention
+    yield _decode_hook(), "ab.attention", partial(of_attention, layout="bhsd"), None
     yield with_array, "ab.attention", of_array_masks, outline_of_array_masks
     if "torch" in sys.modules:
         from attnbench.dispatch.torch_hook import sdpa_hook
@@ -185,6 +186,11 @@ def _own_hooks() -> tuple[Hook, Hook]:
         Hook(dispatch.attention, "attnbench.dispatch.attention"),
         Hook(array_masks.attention_with_array, "attnbench.dispatch.array_masks"),
     )
+
+
+@cache
+def _decode_hook() -> Hook:
+    return Hook(decode.attend, "attnbench.dispatch.decode")
 
 
 @cache

@@ -91,7 +91,10 @@ class Calls:
         return path
 
     def __str__(self) -> str:
-        lines = [f"{one.count:5} calls  {one.workload.title}  via {one.via}{_times(one)}{_note(one)}" for one in self]
+        lines = [
+            f"{one.count:5} call{'s' * (one.count > 1)}  {one.workload.title}  via {one.via}{_times(one)}{_note(one)}"
+            for one in self
+        ]
         if self.share is None:
             lines.append(f"share of the step: not known, {self.reason}")
         else:

@@ -1,9 +1,14 @@
 """One query against a cache that grows by a key at each token: planned once for each doubling of the keys.
 
-`ab.attention` makes a plan for every shape it meets, which a decode loop would pay at every token. Here lengths are
-told apart by their power of two: the choice is that of the first length met in each class. Only implementations that
-say that what they build for a full mask computes any number of keys (`any_kv_len`) are kept so; others are planned for
-each length, as everywhere.
+`ab.attention` makes a plan for every shape and every mask it meets, which a decode loop would pay at every token. Here
+lengths are told apart by their power of two: the choice is that of the first length met in each class.
+
+- Without padding, implementations that say that what they build for a full mask computes any number of keys
+  (`any_kv_len`) are kept so.
+- Padding stays the array that it is, which torch's SDPA and torch.eager take (`order.TAKE_ARRAYS`).
+
+What a policy measured to be faster, and what was asked for by name, but is built for one length alone, is planned for
+each, as everywhere.
 """
 
 from __future__ import annotations
@@ -12,8 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from attnbench import policy, registry
 from attnbench.dispatch import attention as dispatch
+from attnbench.dispatch.array_masks import with_torch_array
+from attnbench.dispatch.choice import decide
+from attnbench.dispatch.order import TAKE_ARRAYS
 from attnbench.dispatch.plan import Plan, Plans, Words, built, chosen, demand_of
-from attnbench.workloads.masks import Full
+from attnbench.frameworks.torch_plain import MaskTensors
+from attnbench.workloads.masks import AnyMask, Full
 
 if TYPE_CHECKING:
     import torch
@@ -23,21 +32,33 @@ _FULL = Full()
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, softcap: float | None, impl: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    impl: str,
+    mask: AnyMask = _FULL,
+    real: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query that sees every key, layout bhsd, without gradients; the same as `ab.attention`."""
+    """One query, layout bhsd, without gradients; the same as `ab.attention` with the mask.
+
+    It sees every key, or, of a padded batch, those that `real` [b, 1, 1, keys] says; `mask` says the same.
+    """
     batch, kv_heads, keys, dim = k.shape
     key = (
         q.shape, batch, kv_heads, keys.bit_length(), dim, v.shape[3], q.dtype, k.dtype, v.dtype, q.device,
-        scale, softcap, impl, registry.generation(), policy.generation(),
+        scale, softcap, impl, mask.kinds, registry.generation(), policy.generation(),
     )  # fmt: skip
     run = _CLASSES.get(key)
     if run is None:
-        run = _planned(q, k, v, Words(None, scale, softcap, impl, "bhsd", None, False))
+        words = Words(mask, scale, softcap, impl, "bhsd", None, False)
+        run = _planned(q, k, v, words) if real is None else _planned_padded(q, k, v, words)
         _CLASSES.put(key, Plan(run))
     if run is EACH or v.shape[:3] != k.shape[:3]:
-        return dispatch.attention(q, k, v, mask=_FULL, scale=scale, softcap=softcap, impl=impl, layout="bhsd")
-    return run(q, k, v)
+        return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout="bhsd")
+    return run(q, k, v) if real is None else run(q, k, v, real)
 
 
 EACH = object()
@@ -48,3 +69,18 @@ def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) ->
     demand = demand_of(q, k, v, words, False)
     pick, decision = chosen(words.impl, demand)
     return built(pick, decision, demand, words.layout) if pick.any_kv_len else EACH
+
+
+def _planned_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
+    """What was measured for such a mask, or asked for by name, if it takes arrays; else what takes them."""
+    found = decide(words.impl, demand_of(q, k, v, words, False))
+    settled = found.evidence is not None or words.impl != "auto"
+    if settled and (found.pick is None or found.pick.name not in TAKE_ARRAYS["torch"]):
+        return EACH
+    pick, _ = chosen(words.impl, demand_of(q, k, v, words, False, "array"))
+    plain, scale, softcap = pick.name == "torch.eager", words.scale, words.softcap
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        return with_torch_array(q, k, v, MaskTensors(real, None, None), plain, scale, softcap, "bhsd")
+
+    return run

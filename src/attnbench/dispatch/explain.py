@@ -63,7 +63,12 @@ def explain(
 ) -> Explanation:
     """What `attention` with the same arguments would use: candidates in order, refusals, evidence, the pick and why."""
     train = pass_of(framework_of(q, k, v), q, k, v) == "train"
-    demand = demand_of(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+    return explained(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+
+
+def explained(q: Array, k: Array, v: Array, words: Words, train: bool) -> Explanation:
+    """The same of one pass."""
+    impl, demand = words.impl, demand_of(q, k, v, words, train)
     found = decide(impl, demand)
     others = _others(found, demand) if impl == "auto" else []
     pick, evidence = _name(found), found.evidence

@@ -82,8 +82,10 @@ def attention_forward(
             seen = attention_mask.described
         if seen.first or seen.last != key.shape[2]:
             key, value = (x[:, :, seen.first : seen.last] for x in (key, value))
-        if query.shape[2] == 1 and type(seen.mask) is Full and not _recorded(query, key, value):
-            out = decode.attend(query, key, value, scale=how["scale"], softcap=softcap, impl=impl)
+        alone = query.shape[2] == 1 and (type(seen.mask) is Full or seen.real is not None)
+        if alone and not _recorded(query, key, value):
+            how = {"scale": how["scale"], "softcap": softcap, "impl": impl}
+            out = decode.attend(query, key, value, mask=seen.mask, real=seen.real, **how)
         else:
             out = dispatch.attention(query, key, value, mask=seen.mask, **how)
     else:

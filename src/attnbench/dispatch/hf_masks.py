@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask
+from attnbench.workloads.masks import AnyMask, Full
 from attnbench.workloads.masks.data import to_numpy
 
 LEVELS = 4
@@ -31,6 +31,8 @@ class Described(NamedTuple):
     first: int
     last: int
     packed: bool = False
+    real: torch.Tensor | None = None
+    """[b, 1, 1, keys]: the real ones, at least one per row; where one query is all, and padding all that hides keys."""
 
 
 class _Step(NamedTuple):
@@ -157,10 +159,19 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
             if found is None:
                 return None
             documents.append(found)
-    mask = _positional(before, after, step, last - first)
+    mask: Any = _positional(before, after, step, last - first)
     for part in documents:
         mask = mask & part
-    return Described(mask & _padding(padding, step, first, last), first, last, packed=bool(documents))  # pyright: ignore
+    if padding is None:
+        return Described(mask, first, last, packed=bool(documents))
+    keys = slice(step.kv_start + first, step.kv_start + last)
+    real = _real(padding, keys)
+    hiding, array = _padding(real), None
+    alone = step.q_len == 1 and isinstance(mask, Full) and not isinstance(hiding, Full)
+    if alone and real.any(axis=1).all() and padding.shape[1] >= keys.stop:
+        array = padding[:, None, None, keys].to(torch.bool)
+    both: Any = mask & hiding
+    return Described(both, first, last, bool(documents), array)
 
 
 def _positional(before: int, after: int, step: _Step, kv_len: int) -> AnyMask:
@@ -207,15 +218,17 @@ def _documents(kind: str, values: dict[str, Any], step: _Step, first: int, last:
     return masks.documents(ids[:, keys], ids[:, queries])
 
 
-def _padding(padding: torch.Tensor | None, step: _Step, first: int, last: int) -> AnyMask:
-    """Real keys among `first:last`; positions past the end of the given mask are not real."""
-    if padding is None:
-        return masks.full()
-    real = to_numpy(padding, "attention_mask").astype(bool)[:, step.kv_start + first : step.kv_start + last]
-    real = np.pad(real, ((0, 0), (0, last - first - real.shape[1])))
+def _real(padding: torch.Tensor, keys: slice) -> np.ndarray:
+    """[b, keys]; positions past the end of the given mask are not real."""
+    real = to_numpy(padding[:, keys], "attention_mask").astype(bool)
+    missing = keys.stop - keys.start - real.shape[1]
+    return np.pad(real, ((0, 0), (0, missing))) if missing else real
+
+
+def _padding(real: np.ndarray) -> AnyMask:
     if real.all():
         return masks.full()
     lengths = real.sum(axis=1)
-    if (real == (np.arange(last - first) < lengths[:, None])).all():
+    if (real == (np.arange(real.shape[1]) < lengths[:, None])).all():
         return masks.lengths(lengths)
     return masks.valid(real)

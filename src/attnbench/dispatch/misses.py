@@ -6,6 +6,7 @@ Asked when a problem is first seen, not at every call. A policy that somebody as
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Hashable
 
@@ -27,7 +28,7 @@ def report(decision: Decision, demand: Demand) -> None:
     rule = policy.on_miss()
     if decision.evidence is None and rule == "error":
         raise PolicyMiss(f"{_miss(decision, demand)}, and on_miss is error; {HOW.partition(';')[0]}.")
-    if rule == "warn":
+    if rule != "quiet":
         for one in policy.active():
             why = None if of_elsewhere(one, demand.environment) else one.stale(demand.environment)
             if why is not None:
@@ -62,4 +63,12 @@ def _class_of(decision: Decision, demand: Demand) -> Hashable:
 def _once(key: Hashable, text: str) -> None:
     mine = object()
     if _told.setdefault(key, mine) is mine:
-        warnings.warn(text, PolicyWarning, stacklevel=6)
+        warnings.warn(text, PolicyWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """Of the first frame outside of attnbench, seen from the function that warns."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnbench."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -81,8 +81,11 @@ def redirect_sdpa(impl: str = "auto", *, fallback: bool = False) -> Iterator[Non
 
 def check_impl(impl: str) -> None:
     """An unknown or foreign name is an error where it is given, not at the first call."""
-    if impl != "auto" and registry.get(impl).framework != "torch":
-        raise UsageError(f"{impl} takes {registry.get(impl).framework} arrays; name one that takes torch's.")
+    if impl == "auto":
+        return
+    framework = registry.get(registry.asked(impl)[0]).framework
+    if framework != "torch":
+        raise UsageError(f"{impl} takes {framework} arrays; name one that takes torch's.")
 
 
 def _attend(

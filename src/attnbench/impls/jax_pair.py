@@ -24,6 +24,7 @@ class JaxPair(Pairing):
 
     name = "jax.pair"
     framework = "jax"
+    untested = ("cuda",)
 
     def order(self, role: Role, workload: Workload) -> Sequence[str]:
         del workload

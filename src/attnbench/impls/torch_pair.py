@@ -28,7 +28,6 @@ class TorchPair(Pairing):
 
     name = "torch.pair"
     framework = "torch"
-    untested = ("cuda",)
 
     def order(self, role: Role, workload: Workload) -> Sequence[str]:
         if role == "forward":

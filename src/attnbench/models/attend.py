@@ -35,7 +35,7 @@ class Path:
 
     def __post_init__(self) -> None:
         if self.flash_attention_impl not in CHOICES:
-            raise UnknownName("flash_attention_impl", self.flash_attention_impl, CHOICES, "attnbench.models.flash")
+            raise UnknownName("flash_attention_impl", self.flash_attention_impl, CHOICES, "")
         if self.fully_masked not in ("uniform", "zero"):
             raise UsageError(f'fully_masked is "uniform" or "zero", not "{self.fully_masked}".')
 
@@ -61,7 +61,7 @@ def attend(q: Array, k: Array, v: Array, attn_mask: Array | TokenMask, path: Pat
             out = flash_attention(q.astype(k.dtype), k, v, attn_mask, path.flash_attention_impl)
         except Unsupported as refusal:
             if not path.fallback:
-                raise
+                raise Unsupported(f"{refusal} fallback=True uses the standard attention instead.") from refusal
             _warn_once(f"the standard attention is used: {refusal}")
         else:
             out = out.astype(jnp.result_type(dtype, v.dtype))

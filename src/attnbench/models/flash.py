@@ -14,13 +14,17 @@ the fused kernels took 47 to 117 us (results/h200/gemma.jsonl).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
+from attnbench.dispatch.arrays import pass_of
 from attnbench.dispatch.attention import attention
-from attnbench.dispatch.explain import explain
+from attnbench.dispatch.explain import explain, explained
+from attnbench.dispatch.jax_traced import by_pass
+from attnbench.dispatch.plan import Words
 from attnbench.errors import Unsupported
 from attnbench.impls import jax_kvax, jax_late_masks
 from attnbench.impls.jax_late_masks import Form
@@ -115,25 +119,33 @@ def _call(
     kv_lengths: Array | None = None,
     known: AnyMask | None = None,
 ) -> Array:
-    name = pick(q, k, v, form, choice, known)
+    traced = pass_of("jax", q, k, v, *(one for one in (mask, kv_lengths) if one is not None)) == "train"
+    names = [pick(q, k, v, form, choice, train, known) for train in ((False, True) if traced else (False,))]
     try:
         if form == "none":
-            return attention(q, k, v, mask=known, scale=SCALE, impl="auto" if choice == "auto" else name)
+            return attention(q, k, v, mask=known, scale=SCALE, impl="auto" if choice == "auto" else names[-1])
         if mask is not None:
             mask = mask | ~mask.any(-1, keepdims=True)  # fused kernels give NaN gradients to rows without keys
-        return jax_late_masks.attend(name, q, k, v, scale=SCALE, kv_lengths=kv_lengths, mask=mask)
+        run = by_pass(lambda train: partial(_late, names[train])) if traced else partial(_late, names[0])
+        return run(q, k, v, kv_lengths, mask)
     except (NotImplementedError, RuntimeError, ImportError) as error:
         if isinstance(error, Unsupported):
             raise
-        raise _refusal(choice, [f"{name}: {error}"]) from error
+        raise _refusal(choice, [f"{' or '.join(dict.fromkeys(names))}: {error}"]) from error
 
 
-def pick(q: Array, k: Array, v: Array, form: Form, choice: str, known: AnyMask | None = None) -> str:
+def _late(name: str, q: Array, k: Array, v: Array, kv_lengths: Array | None, mask: Array | None) -> Array:
+    return jax_late_masks.attend(name, q, k, v, scale=SCALE, kv_lengths=kv_lengths, mask=mask)
+
+
+def pick(
+    q: Array, k: Array, v: Array, form: Form, choice: str, train: bool = False, known: AnyMask | None = None
+) -> str:
     """The implementation of one call: `explain`'s pick, or the next that takes such a mask; or Unsupported."""
     mask = known or jax_late_masks.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
     reasons = []
     for name in CHOICES[choice]:
-        told = explain(q, k, v, mask=mask, scale=SCALE, impl=name)
+        told = explained(q, k, v, Words(mask, SCALE, None, name, "bshd", None, False), train)
         able = told.able
         for name in able:
             late = None if form == "none" else jax_late_masks.takes(name)
@@ -145,10 +157,7 @@ def pick(q: Array, k: Array, v: Array, form: Form, choice: str, known: AnyMask |
 
 
 def _refusal(choice: str, reasons: list[str]) -> Unsupported:
-    return Unsupported(
-        f'flash_attention_impl="{choice}" cannot run this: {"; ".join(reasons)}. '
-        "fallback=True uses the standard attention instead."
-    )
+    return Unsupported(f'flash_attention_impl="{choice}" cannot run this: {"; ".join(reasons)}.')
 
 
 def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:

@@ -53,6 +53,8 @@ class Attention(nn.Module):
         """Outputs per expert and the grown cache; the cache given is left as it was."""
         if len({(c.head_dim, c.num_heads, c.num_kv_heads) for c in self.configs}) != 1:
             raise UsageError("experts that attend together need the same head_dim, num_heads and num_kv_heads.")
+        if len(xs) != len(self.configs) or all(x is None for x in xs):
+            raise UsageError(f"{len(self.configs)} experts need a list of as many token arrays, not all of them None.")
         dtype = next(x.dtype for x in xs if x is not None)
         projected = [self._project(i, x) for i, x in enumerate(xs) if x is not None]
         q, k, v = (jnp.concatenate(parts, axis=1) for parts in zip(*projected, strict=True))

@@ -42,7 +42,7 @@ def get_config(variant: Variant | str) -> Config:
     if variant in _SIZES:
         return _SIZES[variant]
     if variant not in _RANKS:
-        raise UnknownName("Gemma variant", variant, [*_SIZES, *_RANKS], "attnbench.models.gemma.get_config")
+        raise UnknownName("Gemma variant", variant, [*_SIZES, *_RANKS], "")
     from attnbench.models.lora import LoRAConfig
 
     rank = _RANKS[variant]

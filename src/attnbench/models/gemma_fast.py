@@ -32,7 +32,7 @@ Cache = tuple[Array, Array, Array]
 def get_config(variant: Variant | str) -> dict[str, Any]:
     """The arguments of `Module` for a variant."""
     if variant not in VARIANTS:
-        raise UnknownName("Gemma variant", variant, VARIANTS, "attnbench.models.gemma_fast.get_config")
+        raise UnknownName("Gemma variant", variant, VARIANTS, "")
     sizes = gemma_config.get_config(variant)
     return {
         "variant": variant,

@@ -181,11 +181,13 @@ def make_attn_mask(input_mask: Array, mask_ar: Array) -> Array:
 
 
 def check_shape(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: int) -> None:
-    """A TokenMask of other lengths, or an array that is not [B, 1, T, S], is a mistake."""
+    """A TokenMask of other lengths, or an array that is no boolean [B, 1, T, S], is a mistake."""
     if isinstance(attn_mask, TokenMask):
         found, wanted = (attn_mask.q_len, attn_mask.kv_len), (q_len, kv_len)
     else:
         found, wanted = tuple(attn_mask.shape), (batch, 1, q_len, kv_len)
+        if attn_mask.dtype != bool:
+            raise InvalidWorkload(f"an attention mask says by booleans who is seen, not by {attn_mask.dtype}.")
     if found != wanted:
         raise WrongMaskShape(f"the attention mask covers {found}, queries and keys are {wanted}.")
 

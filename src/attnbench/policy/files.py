@@ -43,7 +43,7 @@ def read_policy(content: bytes, origin: str) -> Policy:
     try:
         found = msgspec.json.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BrokenFile(origin, None, f"this is no policy file ({error}).") from error
+        raise BrokenFile(origin, *_where_broken(content, error)) from error
     if not isinstance(found, dict) or found.get("kind") != "policy":
         raise BrokenFile(origin, None, 'this is no policy file (it does not say "kind": "policy").')
     schema = found.get("schema", SCHEMA)
@@ -55,6 +55,17 @@ def read_policy(content: bytes, origin: str) -> Policy:
         return structs.replace(msgspec.convert(found, Policy), origin=origin)
     except msgspec.ValidationError as error:
         raise BrokenFile(origin, None, f"this policy is broken: {error}.") from error
+
+
+def _where_broken(content: bytes, error: Exception) -> tuple[int | None, str]:
+    """The line at which this stops being JSON, and why."""
+    try:
+        json.loads(content)
+    except json.JSONDecodeError as found:
+        return found.lineno, f"this is no policy file ({found.msg}, column {found.colno})."
+    except (ValueError, RecursionError):
+        pass
+    return None, f"this is no policy file ({error})."
 
 
 def save_policy(policy: Policy, path: str | Path) -> None:

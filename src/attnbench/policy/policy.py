@@ -79,6 +79,12 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         bare = (structs.replace(one, software={}).key for one in (self, other))
         return next(bare) == next(bare) and not other_versions(self.software, other.software)
 
+    def __str__(self) -> str:
+        regrets = ((self.on_grid, "on the measured shapes"), (self.held_out, "held out"))
+        told = [f"regret {one.mean:.3f} {where}" for one, where in regrets if one is not None]
+        told += [str(self.within)] if self.within else []
+        return f"{self.framework} on {self.device_name}: {', '.join([f'{len(self.entries)} shapes', *told])}"
+
     @property
     def on_grid(self) -> Regret | None:
         """Over the measured shapes themselves; None without entries."""
@@ -186,7 +192,13 @@ class Policy(
             return f"{self.name} holds nothing for {environment.framework or 'this framework'}"
         return f"{self.name} does not hold here: {'; '.join(dict.fromkeys(of_framework))}"
 
+    def __str__(self) -> str:
+        """One line for each place; `repr` has everything."""
+        return "\n".join([f"{self.name}: {len(self.entries)} choices", *(f"  {place}" for place in self.places)])
+
     def __or__(self, other: Policy) -> Policy:
+        if not isinstance(other, Policy):
+            return NotImplemented
         places = {place.key: place for place in self.places}
         for place in other.places:
             places[place.key] = _merged(places[place.key], place) if place.key in places else place

@@ -49,6 +49,8 @@ def use_policy(policy: Policy, *, on_miss: OnMiss | None = None) -> Iterator[Pol
 
     `on_miss` ("warn", "error" or "quiet") says what `attention` does in the block where no policy was measured.
     """
+    if not isinstance(policy, Policy):
+        raise UsageError(f"use_policy takes what load_policy(path) returns, not {policy!r:.60}.")
     if on_miss not in (None, *get_args(OnMiss)):
         raise UsageError(f"on_miss is {' or '.join(get_args(OnMiss))}, not {on_miss!r}.")
     outer = _stack.get()

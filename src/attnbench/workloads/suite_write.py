@@ -25,7 +25,10 @@ def write_suite(path: Path, name: str, description: str, workloads: Iterable[Wor
     """The file, replaced if it exists."""
     tables = [_table(workload) for workload in workloads]
     head = f"name = {_text(name)}\ndescription = {_text(description)}\n"
-    path.write_text("\n".join([head, *tables]), encoding="utf-8")
+    try:
+        path.write_text("\n".join([head, *tables]), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
 def _table(workload: Workload) -> str:

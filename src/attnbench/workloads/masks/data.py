@@ -51,7 +51,9 @@ def to_numpy(values: Any, what: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except Exception as error:
-        raise InvalidWorkload(f"{what} must be concrete numbers (build masks outside jit): {error}") from error
+        raise InvalidWorkload(
+            f"{what} must be concrete numbers (build masks outside jit), not {type(values).__name__}."
+        ) from error
     if array.dtype.name == "bfloat16":  # JAX's own NumPy type, which NumPy does not count as floating
         array = array.astype(np.float32)
     if array.dtype == object:
