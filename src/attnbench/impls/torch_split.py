@@ -17,9 +17,9 @@ from attnbench.spec import Array, Environment, Workload
 class TorchSplit(Split):
     """Through one backend of scaled_dot_product_attention."""
 
-    def __init__(self, inner: Sdpa) -> None:
+    def __init__(self, inner: Sdpa, never_on: tuple[str, ...] = ()) -> None:
         super().__init__(inner)
-        self.untested = ("cuda", *inner.untested)
+        self.untested = (*never_on, *inner.untested)
         self._lower_right = inner.backend == "flash"
 
     def needs_array(self, part: Workload, environment: Environment) -> bool:
@@ -34,5 +34,5 @@ class TorchSplit(Split):
         return torch.cat(list(parts), dim=axis)
 
 
-FLASH_SPLIT = TorchSplit(FLASH)
+FLASH_SPLIT = TorchSplit(FLASH, never_on=("cuda",))
 CUDNN_SPLIT = TorchSplit(CUDNN)
