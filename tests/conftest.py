@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,15 @@ def pytest_collection_modifyitems(items):
         for framework in ("torch", "jax"):
             if framework in item.keywords and importlib.util.find_spec(framework) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{framework} is not installed"))
+
+
+def pytest_collection_finish():
+    """One thread for torch in this process: arrays are tiny here, and workers side by side wait for each other's cores.
+
+    Processes that tests start keep torch's own number.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _have_gpu():
