@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 os.environ["ATTNBENCH_CACHE"] = str(HERE.parent / ".pytest_cache" / f"attnbench-{WORKER}")
 """Of its own for each test process: who tests side by side must not find the other's lock."""
-LONG_FILES = ("models", "run", "impls", "dispatch", "nn", "report")
+LONG_FILES = ("models", "impls", "dispatch", "nn", "run", "report")
 OPTIMIZE_LITTLE = "jax_disable_most_optimizations"
 
 
