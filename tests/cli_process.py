@@ -17,10 +17,11 @@ PATIENCE_S = 120.0
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
     """`python -m attnbench ...` in a folder; what it caches lies beside the folder, for the tests that follow."""
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.Popen(
         [sys.executable, "-m", "attnbench", *map(str, arguments)],
         cwd=folder,
-        env={**os.environ, "ATTNBENCH_CACHE": str(folder.parent / "attnbench-cache")},
+        env={**inherited, "ATTNBENCH_CACHE": str(folder.parent / "attnbench-cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,23 @@ from attnbench.run.instructions import isa_cap
 os.environ.update(isa_cap())  # before torch is first imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its children
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Arrays are tiny here, and threads of tests side by side wait for each other's cores: one each takes a third of the
+time. Tests of how workers run are without it: run/conftest.py."""
+if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
+    # XLA's older code generator compiles tiny programs in half the time; a flag that it does not know would end the
+    # process. Whole commands and the tests of how workers run are without it: cli_process.py, run/conftest.py.
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 HERE = Path(__file__).parent
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 os.environ["ATTNBENCH_CACHE"] = str(HERE.parent / ".pytest_cache" / f"attnbench-{WORKER}")
 """Of its own for each test process: who tests side by side must not find the other's lock."""
+LONG_FILES = ("models", "impls", "dispatch", "nn", "run", "report")
+OPTIMIZE_LITTLE = "jax_disable_most_optimizations"
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.parent != HERE)  # whole programs first: no core waits for the last of them
+    items.sort(key=lambda item: _turn(item.path))
     have_gpu = _have_gpu() if any("gpu" in item.keywords for item in items) else False
     for item in items:
         if "gpu" in item.keywords and not have_gpu:
@@ -29,6 +39,28 @@ def pytest_collection_modifyitems(items):
         for framework in ("torch", "jax"):
             if framework in item.keywords and importlib.util.find_spec(framework) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{framework} is not installed"))
+
+
+@pytest.fixture
+def quick_to_compile(request):
+    """JAX programs are tiny here: without XLA's optimisations they compile sooner. A GPU's kernels need them."""
+    if request.node.get_closest_marker("gpu") or importlib.util.find_spec("jax") is None:
+        yield
+        return
+    import jax
+
+    before = jax.config.read(OPTIMIZE_LITTLE)
+    jax.config.update(OPTIMIZE_LITTLE, True)
+    yield
+    jax.config.update(OPTIMIZE_LITTLE, before)
+
+
+def _turn(path):
+    """Whole programs first, then the folders of long files: at the end no core waits long for the last of them."""
+    if path.parent == HERE:
+        return 0
+    folder = path.relative_to(HERE).parts[0]
+    return 1 + LONG_FILES.index(folder) if folder in LONG_FILES else 1 + len(LONG_FILES)
 
 
 def _have_gpu():

@@ -11,7 +11,7 @@ import pytest
 from git_repository import Repository
 from record_factory import CPU, incorrect, noisy, ok, unsupported, workload
 
-from attnbench import gating
+from attnbench import comparing, gating
 from attnbench.comparing import compare_refs
 from attnbench.comparison import EXIT_CODES, Control
 from attnbench.errors import UsageError
@@ -44,6 +44,8 @@ SILENT = [
     for name in ("a/a", "+5 %")
 ]
 WRONG = "def attend(q, k, v):\n    return q * 0\n"
+ONE_LAUNCH = {"budget_s": 0.01}
+"""For tests in which it does not matter what the clock says: a comparison ends with its first launch."""
 
 
 class Quiet:
@@ -65,12 +67,17 @@ def repository(tmp_path, monkeypatch, request):
     made.write("attnbench.toml", 'framework = "numpy"\n')
     made.commit("first", "fast.py", PLAIN)
     monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gating, "Terms", partial(Terms, launch_s=0.05))
+    for module in (gating, comparing):
+        monkeypatch.setattr(module, "Terms", partial(Terms, launch_s=0.05))
     monkeypatch.setattr(gating, "CPU_CONTROL", SMALL)
     monkeypatch.setattr(gating, "CPU_MORE_WORK", msgspec.structs.replace(SMALL, batch=3))
     if "real_controls" not in request.fixturenames:
-        monkeypatch.setattr(gating._Gate, "controls", lambda self: list(gate_factory.controls()))
+        pretend_controls(monkeypatch)
     return made
+
+
+def pretend_controls(monkeypatch):
+    monkeypatch.setattr(gating._Gate, "controls", lambda self: list(gate_factory.controls()))
 
 
 @pytest.fixture
@@ -92,7 +99,7 @@ def run(repository, baseline="HEAD~1", current="HEAD", name="fast:attend", watch
     return gate_refs(order, watch or Quiet())
 
 
-def test_a_slower_commit_is_found_confirmed_and_named(repository, real_controls):
+def test_a_slower_commit_is_found_confirmed_and_named(repository, real_controls, monkeypatch):
     slow = repository.commit("thrice the work", "fast.py", THRICE)
     watch = Quiet()
     report = run(repository, watch=watch)
@@ -107,6 +114,7 @@ def test_a_slower_commit_is_found_confirmed_and_named(repository, real_controls)
     assert (case.first.commit_a, case.first.commit_b) == (repository.git("rev-parse", "HEAD~1"), slow)
     assert [title.partition(" ")[0] for title in watch.titles] == ["fast:attend", "fast:attend", "control", "control"]
     assert repository.worktrees() == 1
+    pretend_controls(monkeypatch)
     back = run(repository, "HEAD", "HEAD~1")
     assert (back.outcome, back.cases[0].status) == ("pass", "improved"), "an improvement never fails"
 
@@ -125,7 +133,7 @@ def test_an_interrupted_gate_tells_what_it_had(repository, monkeypatch):
     other = msgspec.structs.replace(SMALL, batch=3)
     order = GateOrder(
         baseline="HEAD~1", current="HEAD", suite="own", workloads=(SMALL, other), implementations=("fast:attend",),
-        folder=repository.path, threads=1,
+        folder=repository.path, threads=1, **ONE_LAUNCH,
     )  # fmt: skip
     report = gate_refs(order, Quiet())
     assert report.outcome == "interrupted"
@@ -176,7 +184,7 @@ def test_a_crash_counts_only_when_it_happens_again(repository, tmp_path):
     crash = f"\n\nplain = attend\n\ndef attend(q, k, v):\n    import os\n    if not os.path.exists({str(once)!r}):\n"
     crash += f"        open({str(once)!r}, 'w').close()\n        os.abort()\n    return plain(q, k, v)\n"
     repository.commit("crashes once", "fast.py", PLAIN + crash)
-    assert run(repository).cases[0].status in ("pass", "inconclusive")
+    assert run(repository, **ONE_LAUNCH).cases[0].status in ("pass", "inconclusive")
     repository.commit("crashes always", "fast.py", "import os\n\ndef attend(q, k, v):\n    os.abort()\n")
     assert run(repository, "HEAD~2").cases[0].status == "wrong"
 
@@ -186,7 +194,7 @@ def test_a_kernel_that_cannot_do_the_usual_control_has_one_of_its_own(repository
     picky = PLAIN.replace("    logits =", "    assert q.shape[-1] == 16\n    logits =")
     repository.commit("picky", "fast.py", picky)
     repository.commit("no change", "notes.txt", "nothing")
-    report = run(repository)
+    report = run(repository, **ONE_LAUNCH)
     assert [control.name for control in report.controls] == ["a/a", "+5 %"]
     assert report.controls[0].comparison.workload.batch == 20
 
@@ -200,7 +208,7 @@ def test_a_budget_that_is_none_is_refused(repository):
 def test_uncommitted_changes_count_only_when_asked_for(repository):
     repository.commit("no change", "notes.txt", "nothing")
     repository.write("fast.py", WRONG)
-    clean = run(repository)
+    clean = run(repository, **ONE_LAUNCH)
     assert clean.cases[0].status in ("pass", "inconclusive")
     assert any("uncommitted changes" in text for text in clean.warnings)
     dirty = run(repository, "HEAD", ".")
@@ -237,6 +245,7 @@ def test_two_gates_at_once_refuse_each_other(repository):
 def test_without_a_good_control_a_gate_is_not_trusted(repository, monkeypatch, controls, outcome, warning):
     repository.commit("no change", "notes.txt", "nothing")
     monkeypatch.setattr(gating._Gate, "controls", lambda self: controls)
+    monkeypatch.setattr(gating._Gate, "_case", lambda *given: gate_factory.case("pass"))
     report = run(repository)
     assert report.outcome == outcome
     assert EXIT_CODES[outcome] == (4 if controls is SILENT else 5)

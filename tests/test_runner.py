@@ -123,10 +123,14 @@ def test_a_function_in_a_file():
 
 
 @pytest.mark.torch
-def test_a_torch_function_after_torch_has_used_its_threads_here():
+def test_a_torch_function_after_torch_has_used_its_threads_here(monkeypatch):
     import torch
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(2, threads))
     torch.randn(600, 600) @ torch.randn(600, 600)
+    torch.set_num_threads(threads)
     record = ab.measure(
         lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True

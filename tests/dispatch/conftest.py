@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from attnbench import policy
@@ -22,3 +24,10 @@ def _no_policies(monkeypatch):
     yield
     monkeypatch.undo()
     policy.forget()
+
+
+@pytest.fixture(autouse=True)
+def _quick(request):
+    """Which implementation is called, and with what, does not depend on how well XLA optimises it."""
+    if "jax" in sys.modules:
+        request.getfixturevalue("quick_to_compile")

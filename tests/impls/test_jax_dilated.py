@@ -5,7 +5,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("quick_to_compile")]
 
 import dilated_oracle as oracle  # noqa: E402
 

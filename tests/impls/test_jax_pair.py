@@ -13,7 +13,7 @@ from attnbench.spec import Cell, Workload
 from attnbench.workloads import masks
 
 jax = pytest.importorskip("jax")
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("quick_to_compile")]
 
 from attnbench.impls import jax_nn  # noqa: E402
 from attnbench.impls.jax_pair import PAIR  # noqa: E402

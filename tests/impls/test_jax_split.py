@@ -15,7 +15,7 @@ from attnbench.spec import Environment, Workload
 from attnbench.workloads import masks
 
 jax = pytest.importorskip("jax")
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("quick_to_compile")]
 SQUARE = {"batch": 2, "q_len": 24, "heads": 4, "kv_heads": 1, "head_dim": 8}
 LIKE_PI0 = masks.block_causal(np.repeat([0, 1, 2], [16, 1, 7]))
 PI0 = Workload(

@@ -15,15 +15,18 @@ from attnbench.workloads import masks
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
 jnp = jax.numpy
+quick = pytest.mark.usefixtures("quick_to_compile")
 SQUARE = {"batch": 2, "q_len": 24, "heads": 4, "kv_heads": 2, "head_dim": 8}
 
 
+@quick
 @pytest.mark.parametrize("implementation", [EINSUM, XLA], ids=repr)
 @pytest.mark.parametrize("kind", every_mask())
 def test_every_mask_forward_and_backward(implementation, kind):
     check(implementation, Workload(**SQUARE, mask=every_mask()[kind], pass_="train"), 3e-6)
 
 
+@quick
 @pytest.mark.parametrize("implementation", [EINSUM, XLA], ids=repr)
 @pytest.mark.parametrize("align", ["bottom-right", "top-left"])
 @pytest.mark.parametrize("sizes", [(6, 20), (20, 6)])
@@ -55,6 +58,7 @@ def test_einsum_softcap_scale_and_narrow_values():
     check(EINSUM, workload, 3e-6)
 
 
+@quick
 @pytest.mark.parametrize("implementation", [EINSUM, XLA], ids=repr)
 @pytest.mark.parametrize("kind", ["full", "causal", "lengths", "additive", "dense"])
 def test_lse(implementation, kind):
@@ -147,11 +151,13 @@ class EvenXla(type(XLA)):
     trains_even_only = True
 
 
+@quick
 @pytest.mark.parametrize("kind", [kind for kind, mask in every_mask().items() if not mask.weighted])
 def test_odd_lengths_as_even_ones(kind):
     check(EvenXla(), Workload(**SQUARE | {"q_len": 23}, mask=every_mask(tokens=23)[kind], pass_="train"), 3e-6)
 
 
+@quick
 @pytest.mark.parametrize("sizes", [(1, 23), (23, 24), (24, 23)], ids=str)
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal("top-left"), masks.causal()], ids=str)
 def test_one_odd_length(mask, sizes):
@@ -159,6 +165,7 @@ def test_one_odd_length(mask, sizes):
     check(EvenXla(), Workload(**shape, mask=mask, pass_="train"), 3e-6, compiled=True)
 
 
+@quick
 def test_odd_lengths_as_even_ones_with_a_window_and_lengths():
     mask = masks.window(3, 0) & masks.lengths([23, 20])
     check(EvenXla(), Workload(**SQUARE | {"q_len": 23}, mask=mask, pass_="train"), 3e-6, compiled=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.jax
 
 
 def python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile
+    return subprocess.run([sys.executable, "-c", code], env=quick, capture_output=True, text=True, timeout=240)
 
 
 def test_the_script_of_the_page_runs():

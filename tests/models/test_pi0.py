@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
 import jax.numpy as jnp  # noqa: E402
-from gemma_cases import CHOICES, error, random_params  # noqa: E402
+from gemma_cases import CHOICES, error, random_params, run  # noqa: E402
 
 from attnbench.errors import UsageError  # noqa: E402
 from attnbench.models import pi0  # noqa: E402
@@ -58,8 +58,8 @@ def everything(model, params, observation, actions):
 
 
 @cache
-def standard(pi05, padded=True, dtype="float32"):
-    return jax.jit(lambda *a: everything(pi0.Pi0(config(pi05, dtype)), *a))(*case(pi05, padded))
+def standard(pi05, dtype="float32"):
+    return jax.jit(lambda *a: everything(pi0.Pi0(config(pi05, dtype)), *a))(*case(pi05))
 
 
 @pytest.mark.parametrize("pi05", [False, True], ids=["pi0", "pi0.5"])
@@ -80,10 +80,12 @@ def test_without_padding_no_kernel_gets_a_mask(monkeypatch):
     real = calls.pick
     monkeypatch.setattr(calls, "pick", lambda *given: forms.append(given[3]) or real(*given))
     params, observation, actions = case(False, padded=False)
-    apply = jax.jit(lambda *a: flash("jax").apply({"params": a[0]}, *a[1:], method="velocity"))
-    found = apply(params, observation, actions, jnp.array([0.3, 0.8]))
+    time = jnp.array([0.3, 0.8])
+    found, wanted = (
+        run(model, params, observation, actions, time, method="velocity") for model in (flash("jax"), pi0.Pi0(config()))
+    )
     assert set(forms) == {"none"}
-    assert error(found, standard(False, padded=False)["velocity"]) < 1e-5
+    assert error(found, wanted) < 1e-5
 
 
 def test_bfloat16_is_as_good_as_the_standard_path():
@@ -144,12 +146,12 @@ def test_positions_count_valid_tokens_and_the_suffix_goes_on():
     params, observation, actions = case(False)
     model = pi0.Pi0(config())
     row = jax.tree.map(lambda x: x[:1], observation)
-    masked = model.apply({"params": params}, row, actions[:1], jnp.ones(1), method="velocity")
+    masked = run(model, params, row, actions[:1], jnp.ones(1), method="velocity")
     there, told = MISSING[0], PADDED[0]
     short = row.replace(
         image_tokens=row.image_tokens[:, there], tokens=row.tokens[:, told], image_mask=None, token_mask=None
     )
-    found = model.apply({"params": params}, short, actions[:1], jnp.ones(1), method="velocity")
+    found = run(model, params, short, actions[:1], jnp.ones(1), method="velocity")
     assert error(found, masked) < 1e-5
 
 

@@ -11,11 +11,21 @@ def counts(tokens, heads, segments, rates, offset="mod"):
     """[h, i, j]: branches in which i and j meet, by listing each segment's tokens."""
     found = torch.zeros(heads, tokens, tokens, dtype=torch.float64)
     for width, rate in zip(segments, rates):
+        met = {}
         for head in range(heads):
             first = head % rate if offset == "mod" else head // math.ceil(heads / rate)
-            for start in range(0, tokens, width):
-                kept = torch.tensor([*range(start + first, min(start + width, tokens), rate)], dtype=torch.long)
-                found[head, kept.view(-1, 1), kept] += 1
+            if first not in met:
+                met[first] = _meetings(tokens, width, rate, first)
+            found[head] += met[first]
+    return found
+
+
+def _meetings(tokens, width, rate, first):
+    """[i, j]: 1 where both are among the tokens that one segment keeps."""
+    found = torch.zeros(tokens, tokens, dtype=torch.float64)
+    for start in range(0, tokens, width):
+        kept = slice(start + first, min(start + width, tokens), rate)
+        found[kept, kept] = 1
     return found
 
 

@@ -58,6 +58,13 @@ class Seen(Listener):
         return closing(self.records)
 
 
+@pytest.fixture(autouse=True)
+def _as_a_user_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers start with what the frameworks choose by themselves."""
+    for name in ("OMP_NUM_THREADS", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings that nothing reaches, so that no second is spent on measuring them."""

@@ -22,7 +22,8 @@ LARGEST = 3e-5
 
 @pytest.fixture(scope="module")
 def seen():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    more = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    flags = {"XLA_FLAGS": more, "JAX_PLATFORMS": "cpu"}
     path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, HERE / "jax_on_eight_devices.py"],
