@@ -395,6 +395,9 @@ class Time(Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls_per_sample: int = 1
     rounds: tuple[int, ...] = ()
     """Samples taken in each interleaving round, so that neighbours can be paired."""
+    sitting: str = ""
+    """When the cells of its workload began to take turns; behind a `+` which turn of its own, where it had one. Times
+    of two sittings are not compared, and rounds are paired only where all of this agrees."""
 
 
 class Memory(Struct, frozen=True, kw_only=True, omit_defaults=True):

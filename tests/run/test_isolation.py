@@ -262,6 +262,9 @@ def test_cells_that_would_fill_the_device_come_after_the_others(monkeypatch):
     assert all(by_name[name].status == "ok" for name in names)
     apart = {name for name in names if any("apart" in note for note in by_name[name].notes)}
     assert apart == {"numpy.float32", "torch.eager"}
+    began, turns = zip(*(by_name[name].time.sitting.split("Z") for name in names))
+    assert len(set(began)) == 1
+    assert turns == ("+1", "", "+1")
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -121,6 +121,21 @@ def test_wrong_gradients_are_caught(lab, torch_trap, causal):
     check(seen, traps, ["honest"])
 
 
+def test_a_ceiling_that_is_exceeded_is_measured_again_for_every_cell(lab, trap, monkeypatch):
+    from attnbench.measuring.rates import Ceilings
+    from attnbench.run import crew
+
+    asked = []
+    monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: Ceilings(1e3, 1e3))
+    monkeypatch.setattr(crew, "store_ceilings", lambda *_: None)
+    monkeypatch.setattr(crew.Crew, "_measure_ceilings", lambda *_: asked.append(1) or Ceilings(1e15, 1e15))
+    seen = lab(trap("honest"), "numpy.float32")
+    costs = [record.cost for record in seen.records if not record.implementation.startswith("anchor")]
+    assert len(costs) == 2
+    assert len({round(cost.tflops / cost.roofline, 6) for cost in costs}) == 1
+    assert len(asked) == 1
+
+
 def test_figures_above_the_ceiling_are_not_published(lab, trap, monkeypatch):
     from attnbench.measuring.rates import Ceilings
     from attnbench.run import crew

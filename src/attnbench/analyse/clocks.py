@@ -1,4 +1,5 @@
-"""Records of one workload -> the same by one clock: a time by events over a time of kernels is no ratio."""
+"""Records of one workload -> those that may be compared: a time by events over a time of kernels is no ratio, nor is a
+time of today over one of yesterday."""
 
 from __future__ import annotations
 
@@ -23,13 +24,24 @@ def on_one_clock(records: Iterable[Record]) -> list[Record]:
     return [_by(record, clock) for record in kept]
 
 
-def without_other_clocks(records: Iterable[Record]) -> list[Record]:
-    """By one clock, and without the timed ones that do not hold it: what is left may be compared."""
+def comparable(records: Iterable[Record]) -> list[Record]:
+    """By one clock and of one sitting, without the timed ones of others: of those that most were timed by and in, of
+    several such sittings the last."""
     kept = on_one_clock(records)
     counts = Counter(map(clock_of, kept))
     counts.pop("", None)
     clock = max(counts, key=lambda name: counts[name], default="")
-    return [record for record in kept if clock_of(record) in ("", clock)]
+    sittings = Counter(sitting_of(record) for record in kept if clock and clock_of(record) == clock)
+    sitting = max(sittings, key=lambda name: (sittings[name], name), default="")
+    return [
+        record for record in kept
+        if not clock_of(record) or (clock_of(record), sitting_of(record)) == (clock, sitting)
+    ]  # fmt: skip
+
+
+def sitting_of(record: Record) -> str:
+    """Empty where nothing was timed, or by an attnbench that did not write it."""
+    return record.time.sitting.partition("+")[0] if isinstance(record, Ok) and record.time is not None else ""
 
 
 def clock_of(record: Record) -> str:

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from msgspec import Struct
 
-from attnbench.analyse.clocks import clock_of, on_one_clock, without_other_clocks
+from attnbench.analyse.clocks import clock_of, comparable, on_one_clock, sitting_of
 from attnbench.analyse.ratios import Ratio, paired_ratio
 from attnbench.spec import Cell, Ok, Record
 
@@ -20,7 +20,8 @@ ANCHOR = "anchor."
 NOT_TIMED = "verified, not timed"
 """How the note begins of a record that may be checked but not timed (an interpreter, say)."""
 
-OTHER_CLOCK = "timed by another clock"
+OTHER_CLOCK, OTHER_SITTING = "timed by another clock", "timed in another sitting"
+NOT_COMPARED = (OTHER_CLOCK, OTHER_SITTING)
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -89,8 +90,8 @@ def matches(name: str, wanted: str) -> bool:
 def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
     """Rows of one workload: exact and timed ones by time, then approximate ones, then the rest with their reasons."""
     shown = on_one_clock(r for r in records if not r.implementation.startswith(ANCHOR))
-    timed = sorted((r for r in without_other_clocks(shown) if is_timed(r)), key=_order)
-    clock = clock_of(timed[0]) if timed else ""
+    timed = sorted((r for r in comparable(shown) if is_timed(r)), key=_order)
+    clock, sitting = (clock_of(timed[0]), sitting_of(timed[0])) if timed else ("", "")
     named = [r for r in timed if label(r) == base] or [r for r in timed if r.implementation == base]
     reference = next(iter(named), None)
     rows = _ranked([r for r in timed if not r.approximate], reference)
@@ -100,6 +101,9 @@ def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
     for record in shown:
         if is_timed(record) and clock_of(record) != clock:
             reason = f"{OTHER_CLOCK} ({clock_of(record)}; the others by {clock}): not compared"
+            rows.append(Row(implementation=label(record), record=record, reason=reason))
+        elif is_timed(record) and sitting_of(record) != sitting:
+            reason = f"{OTHER_SITTING}, so that it took no turns with the others: not compared"
             rows.append(Row(implementation=label(record), record=record, reason=reason))
     for record in shown:
         if not is_timed(record):

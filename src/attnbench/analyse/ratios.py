@@ -1,7 +1,7 @@
 """How much slower one timed record is than another, with an interval: what rankings and closing sentences stand on.
 
 Implementations of a workload are sampled in interleaved rounds, so rounds are paired: whatever slowed the machine down
-in a round slowed both. Records without rounds are compared unpaired.
+in a round slowed both. Records without rounds, or of rounds that were not taken together, are compared unpaired.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def condensed(record: Record) -> Record:
 def paired_ratio(a: Ok, b: Ok, level: float = 0.95) -> Ratio:
     """Time of b / time of a."""
     first, second = round_medians(_timed(a)), round_medians(_timed(b))
-    shared = min(len(first), len(second))
+    shared = min(len(first), len(second)) if _in_turn(a, b) else 0
     if shared < FEW_ROUNDS:
         return log_ratio(a, b).ratio(level)
     return _quick_ratio(np.log(second[:shared]) - np.log(first[:shared]), level)
@@ -76,7 +76,7 @@ def log_ratio(a: Ok, b: Ok, seed: int = SEED) -> LogRatio:
     rng = np.random.default_rng(seed)
     rounds_a, rounds_b = round_medians(first), round_medians(second)
     # A cell that was tight early left the loop early: the rounds they share are the first ones.
-    shared = min(len(rounds_a), len(rounds_b))
+    shared = min(len(rounds_a), len(rounds_b)) if _in_turn(a, b) else 0
     if shared >= 2:
         return _paired(np.log(rounds_b[:shared]) - np.log(rounds_a[:shared]), seed)
     spread_a, spread_b = (_median_draws(np.log(t.samples_ns), rng) for t in (first, second))
@@ -168,6 +168,11 @@ def _distinct_places(count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.
     """The pairs of places among those draws, and how often each was drawn."""
     pairs, counts = np.unique(np.stack(_seeded_places(count, seed)), axis=1, return_counts=True)
     return pairs[0], pairs[1], counts
+
+
+def _in_turn(a: Ok, b: Ok) -> bool:
+    """Whether their rounds were taken together."""
+    return _timed(a).sitting == _timed(b).sitting
 
 
 def _timed(record: Ok) -> Time:

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from attnbench.analyse.ranking import (
+    NOT_COMPARED,
     NOT_TIMED,
-    OTHER_CLOCK,
     Row,
     baseline,
     by_workload,
@@ -70,7 +70,7 @@ def closing(
         return " ".join([*before, _nothing_timed(kept), *after])
     ranked_records = [row.record for rows in rankings.values() for row in rows]
     base = labelled(baseline(ranked_records, against), ranked_records)
-    return " ".join([*before, _verdict(rankings, base, focus), *_by_other_clocks(found), *after])
+    return " ".join([*before, _verdict(rankings, base, focus), *_not_compared(found), *after])
 
 
 def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
@@ -92,13 +92,13 @@ def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
     return f"{_against_baseline(champion, rankings, base)}{tail}."
 
 
-def _by_other_clocks(found: Iterable[Sequence[Row]]) -> list[str]:
+def _not_compared(found: Iterable[Sequence[Row]]) -> list[str]:
     """One sentence for each reason, of those that were ranked nowhere."""
     rows = [row for group in found for row in group]
     ranked = {row.implementation for row in rows if row.rank is not None}
     told: dict[str, dict[str, None]] = {}
     for row in rows:
-        if row.reason.startswith(OTHER_CLOCK) and row.implementation not in ranked:
+        if row.reason.startswith(NOT_COMPARED) and row.implementation not in ranked:
             told.setdefault(row.reason, {})[row.implementation] = None
     return [f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} {why}." for why, names in told.items()]
 

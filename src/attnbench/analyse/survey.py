@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct, structs
 
 from attnbench.analyse.candidates import Refusal, eligible
-from attnbench.analyse.clocks import without_other_clocks
+from attnbench.analyse.clocks import comparable
 from attnbench.analyse.ranking import is_timed, label
 from attnbench.analyse.ratios import condensed
 from attnbench.analyse.settle import Field
@@ -99,7 +99,7 @@ def _together(records: Iterable[Ok]) -> dict[tuple[tuple[object, ...], str], lis
     for record in records:
         groups.setdefault((_place(record).key, record.workload.id), {})[record.cell.id] = record
     return {
-        key: [one for one in map(condensed, without_other_clocks(group.values())) if is_timed(one)]
+        key: [one for one in map(condensed, comparable(group.values())) if is_timed(one)]
         for key, group in groups.items()
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import structs
 
-from attnbench.analyse.clocks import without_other_clocks
+from attnbench.analyse.clocks import comparable
 from attnbench.analyse.families import OVERALL, Family, by_family, family_of
 from attnbench.analyse.ranking import by_workload, is_timed
 from attnbench.spec import Ok, Record
@@ -25,7 +25,7 @@ def timed_together(runs: Runs) -> list[Ok]:
     best: dict[str, list[Ok]] = {}
     for run in runs:
         for key, group in by_workload({record.cell.id: record for record in run}.values()).items():
-            found = [record for record in without_other_clocks(filter(is_timed, group)) if is_timed(record)]
+            found = [record for record in comparable(filter(is_timed, group)) if is_timed(record)]
             if found and len(found) >= len(best.get(key, ())):
                 best[key] = found
     return [record for group in best.values() for record in group]

@@ -58,6 +58,13 @@ def implausible(cost: Cost) -> str | None:
     )
 
 
+def above_roofline(cost: Cost) -> tuple[str, ...]:
+    """A note where a figure that is published lies above what was measured to be the limit."""
+    if cost.roofline is None or cost.roofline <= 1:
+        return ()
+    return (f"{cost.roofline:.0%} of the measured {cost.bound} ceiling: that was measured in a slower moment",)
+
+
 def throughput_of(workload: Workload, time_ns: float) -> Throughput:
     """Query tokens, calls and batch rows per second."""
     per_s = 1e9 / time_ns

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.analyse.ranking import OTHER_CLOCK, Row, baseline, by_workload, is_timed, labelled, rank
+from attnbench.analyse.ranking import NOT_COMPARED, Row, baseline, by_workload, is_timed, labelled, rank
 from attnbench.analyse.summary import count_notes, format_ratio, not_run
 from attnbench.report import units
 from attnbench.report.units import DASH
@@ -39,7 +39,7 @@ def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> No
     if timed:
         console.print(ranking_table(timed, base, console.width))
     for row in rows:
-        if is_timed(row.record) and row.reason.startswith(OTHER_CLOCK):
+        if is_timed(row.record) and row.reason.startswith(NOT_COMPARED):
             console.print(f"  [dim]{DASH}  {escape(row.implementation)}  {escape(row.reason)}[/dim]", highlight=False)
         if is_timed(row.record) or isinstance(row.record, Unsupported):
             continue

@@ -9,12 +9,13 @@ import random
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from attnbench.measuring import anchors
-from attnbench.measuring.rates import Ceilings, cost_of, implausible, throughput_of
+from attnbench.measuring.rates import Ceilings, above_roofline, cost_of, implausible, throughput_of
 from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, summarise
 from attnbench.run import protocol as p
 from attnbench.run.crew import Crew
@@ -50,6 +51,7 @@ class WorkloadRun:
         self._crowded_out: list[Cell] = []
         self._in_company = False
         self._by_kernel = False
+        self._began, self._turn = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}", 0
         self._abandoned = False
 
     def records(self, cells: Sequence[Cell]) -> list[Record]:
@@ -94,6 +96,7 @@ class WorkloadRun:
 
     def _run_apart(self, cells: Sequence[Cell]) -> None:
         """These only."""
+        self._turn += 1
         self._run_together(cells)
         for cell in cells:
             if (group := self._crew.group(cell.implementation)).framework in KEEPS_MEMORY:
@@ -214,10 +217,26 @@ class WorkloadRun:
             return
         rule = StopRule(request.budget_s, request.precision, request.trials)
         gathered = interleave(timed, rule, self._rng, always=companions)
+        self._doubt_ceilings(gathered)
         for series in gathered:
             one = series.source
             assert isinstance(one, RemoteCell)
             self._finish(one.lost if one.lost is not None else self._timed_record(one, series))
+
+    def _doubt_ceilings(self, gathered: Sequence[Series]) -> None:
+        """One that a cell exceeds may have been measured in a bad moment: look again before accusing anyone, and before
+        anything is divided by it."""
+        for series in gathered:
+            one = series.source
+            assert isinstance(one, RemoteCell)
+            ok = one.opened.record
+            if one.lost is not None or ok.implementation in anchors.NAMES or ok.environment is None:
+                continue
+            main = summarise(series.rounds["main"], one.steady.clock, series.calls)
+            if implausible(self._cost(ok, main.median_ns)) is not None:
+                device = ok.environment.device
+                self._ceilings[device] = self._crew.ceilings(self._workload.dtype, device, again=True)
+                return
 
     def _on_one_clock(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
         """Cells of one workload are ranked by one clock: where some are published by kernel time, all are that can."""
@@ -263,7 +282,8 @@ class WorkloadRun:
         warm, ok = one.steady, one.opened.record
         assert ok.environment is not None
         times = {part: summarise(rounds, warm.clock, series.calls) for part, rounds in series.rounds.items()}
-        main = times.pop("main")
+        sitting = f"{self._began}+{self._turn}" if self._turn else self._began
+        main = msgspec.structs.replace(times.pop("main"), sitting=sitting)
         spent_ns = {**ok.spent_ns, "warm_up": warm.spent_ns, "sample": one.clock_ns}
         if ok.implementation in anchors.NAMES:
             return msgspec.structs.replace(ok, time=main, spent_ns=spent_ns)
@@ -273,12 +293,7 @@ class WorkloadRun:
         except Dropped:
             assert one.lost is not None
             return one.lost
-        device = ok.environment.device
         cost = self._cost(ok, main.median_ns)
-        if implausible(cost) is not None:
-            # The ceiling may have been measured in a bad moment: look again before accusing anyone.
-            self._ceilings[device] = self._crew.ceilings(self._workload.dtype, device, again=True)
-            cost = self._cost(ok, main.median_ns)
         if (reason := implausible(cost)) is not None:
             facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
             return Failed(reason=reason, **facts)
@@ -289,7 +304,7 @@ class WorkloadRun:
             also=times,
             cost=cost,
             throughput=throughput_of(self._workload, main.median_ns),
-            notes=(*ok.notes, *_warnings(main)),
+            notes=(*ok.notes, *_warnings(main), *above_roofline(cost)),
             spent_ns=spent_ns,
         )
 
