@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from attnbench.errors import UnknownName, Unsupported
 from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock
+from attnbench.frameworks.host_memory import host_memory
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 from attnbench.workloads.masks import Namespace
 
@@ -33,7 +33,7 @@ def cpu_name() -> str:
 
 def cpu_facts() -> dict[str, Any]:
     """The fields of Environment that every CPU framework fills alike."""
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

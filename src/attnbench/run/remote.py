@@ -17,6 +17,7 @@ from typing import IO, Any, Protocol
 
 import psutil
 
+from attnbench.frameworks.host_memory import host_memory
 from attnbench.run import protocol as p
 from attnbench.run.environment import without_home
 from attnbench.run.instructions import isa_cap
@@ -104,7 +105,8 @@ class Remote:
 
     def __init__(self, framework: str, process: Process, connection: Connection, output: IO[bytes]) -> None:
         self.framework, self._process, self._connection, self._stderr = framework, process, connection, output
-        self._limit_bytes = psutil.virtual_memory().available - SPARE_BYTES
+        available = host_memory().available
+        self._limit_bytes = max(available - SPARE_BYTES, available // 2)
 
     @classmethod
     def start(cls, framework: str, device: str | None, threads: int | None) -> Remote:
