@@ -23,7 +23,8 @@ class MemoryProfiler:
     """`with MemoryProfiler() as m: ...` then `m.get_peak_memory()`; None and `m.reason` where it cannot be had.
 
     device: "cuda", "cpu" or a torch.device; by default the GPU where torch is loaded and has one, else the CPU. Blocks
-    do not nest: the inner one resets the counter.
+    do not nest: the inner one resets the counter. On a CPU malloc gives freed memory back at once from the first block
+    on, which cannot be undone: time in another process what should pay as it usually does.
     """
 
     def __init__(self, device: Any = None) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 from attnbench.spec import Time
 
 VISIT_NS = 10e6
-SLOW_VISIT_NS, MOST_BY_SLOW_CLOCK, FEWEST_BY_SLOW_CLOCK = 50e6, 20, 3
-"""A profiler costs about as much as these calls."""
 """How long one implementation is sampled before the next one has its turn."""
+SLOW_VISIT_NS, MOST_BY_SLOW_CLOCK, FEWEST_BY_SLOW_CLOCK = 50e6, 20, 3
+"""The same by a profiler, which costs about as much as these calls."""
 SHORTEST_SAMPLE_NS = 50e3
 """Shorter calls are timed several at a time: the clock and the wait around a call cost about a microsecond."""
 MIN_ROUNDS = 8
