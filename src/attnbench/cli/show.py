@@ -22,7 +22,9 @@ def show(
     words: Annotated[
         str, Parameter(name=["--filter", "-k"], help="Only cells whose id contains all these words.")
     ] = "",
-    against: Annotated[tuple[str, ...], Many, Parameter(help="What the others are compared with; as in the run.")] = (),
+    against: Annotated[
+        tuple[str, ...], Many, Parameter(help="What the others are compared with; else what the run named.")
+    ] = (),
     json: Json = False,
 ) -> int:
     """Tables and closing sentence of a run; `--detail` for each cell."""

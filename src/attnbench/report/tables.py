@@ -56,7 +56,7 @@ def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> No
 def ranking_table(timed: Sequence[tuple[Row, Ok]], base: str | None, width: int = 200) -> Table:
     """Rank, name and time are never cut: where the screen is narrow, whole columns go, the least telling first."""
     columns = _columns(timed, base)
-    for name in EXPENDABLE:
+    for name in (*EXPENDABLE, f"against {base}"):
         if _width(columns) <= width:
             break
         if name != timed[0][1].workload.pass_:

@@ -77,7 +77,9 @@ class Window(Mask, frozen=True, tag="window"):
         check_align(self.align)
         for side in (self.left, self.right):
             if side is not None and not _is_count(side):
-                raise InvalidWorkload(f"a window reaches 0 to {LARGEST_SIZE} keys (or None: no bound), not {side!r}.")
+                raise InvalidWorkload(
+                    f"a window reaches 0 or more keys (None: no bound), {LARGEST_SIZE} at most, not {side!r}."
+                )
 
     @property
     def id(self) -> str:
@@ -106,7 +108,7 @@ class Prefix(Mask, frozen=True, tag="prefix"):
     def __post_init__(self) -> None:
         check_align(self.align)
         if not _is_count(self.n):
-            raise InvalidWorkload(f"a prefix has 0 to {LARGEST_SIZE} keys, not {self.n!r}.")
+            raise InvalidWorkload(f"a prefix has 0 or more keys, {LARGEST_SIZE} at most, not {self.n!r}.")
 
     @property
     def id(self) -> str:
