@@ -61,6 +61,14 @@ def test_shape_options_make_a_grid_of_their_own(lab: FakeLab):
     assert request.budget_s == 0.5
 
 
+def test_whole_numbers_in_other_forms(lab: FakeLab):
+    assert execute(["run", "--seq-len", "1e2", "64.0", "0x40", "0128", "--trials", "3.0"]) == 0
+    (request,) = lab.requests
+    assert [w.q_len for w in request.workloads] == [100, 64, 128]
+    assert request.trials == 3
+    assert all(type(w.q_len) is int for w in request.workloads)
+
+
 def test_options_repeat_or_list(lab: FakeLab):
     assert (
         execute(
@@ -171,6 +179,23 @@ def test_show_prints_tables_detail_and_json(lab: FakeLab, capsys: pytest.Capture
     document = json.loads(capsys.readouterr().out)
     assert document["baseline"] == "torch.sdpa-math"
     assert document["header"]["suite"] == "own"
+
+
+def test_show_and_resume_compare_with_what_the_run_did(lab: FakeLab, capsys: pytest.CaptureFixture[str]):
+    lab.interrupt_after = 1
+    against = ["--impl", "torch.sdpa", "torch.eager", "--against", "jax.xla"]
+    assert execute(["run", "--seq-len", "64", "128", *against, "--quiet"]) == 130
+    out = capsys.readouterr().out
+    assert "against jax.xla" in out
+    path = out.strip().splitlines()[-1]
+    assert execute(["show", path]) == 0
+    assert "against jax.xla" in capsys.readouterr().out
+    assert execute(["show", path, "--against", "torch.eager"]) == 0
+    assert "against torch.eager" in capsys.readouterr().out
+    assert execute(["show", path, "-k", "torch.eager"]) == 0
+    lab.interrupt_after = None
+    assert execute(["run", "--resume", path, "--quiet"]) == 0
+    assert "against jax.xla" in capsys.readouterr().out.partition("128 tokens")[2]
 
 
 def test_verify_says_yes_or_no(lab: FakeLab, capsys: pytest.CaptureFixture[str]):

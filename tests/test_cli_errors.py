@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from record_factory import noisy, ok
 
 from attnbench import registry
 from attnbench.cli import execute
+from attnbench.store.runfile import RunWriter
 
 NAMES = ["jax.xla", "torch.eager", "torch.sdpa", "torch.sdpa-math"]
 
@@ -36,6 +38,28 @@ def _known_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("run --framework pytorch", 'no framework called "pytorch"'),
         ("run --against nothing", 'no implementation called "nothing"'),
         ("run --trials 0", "--trials must be more than 0"),
+        ("run --seq-len 64.9", '--seq-len takes whole numbers, not "64.9"'),
+        ("run --batch 1.7", '--batch takes whole numbers, not "1.7"'),
+        ("run --trials 1.5", '--trials takes whole numbers, not "1.5"'),
+        ("run --trials inf", "--trials takes whole numbers"),
+        ("gate --threads 1.5", "--threads takes whole numbers"),
+        ("run --heads", "--heads needs a value"),
+        ("run --seq-len --list", "--seq-len needs a value"),
+        ("run --dtype", "--dtype needs a value"),
+        ("run --impl --seq-len 8", "--impl needs a value"),
+        ("run --framework", "--framework needs a value"),
+        ("compare torch.eager torch.sdpa --fail-on", "--fail-on needs a value"),
+        ("run --seq-len 99999999999999999999 --list", "q_len can be 2147483647 at most"),
+        ("run --seq-len 1000000000 --list --mask blocks:random:90", "take larger blocks or fewer tokens"),
+        ("run --seq-len 8 --list --mask window:99999999999999999999", "window side can be 2147483647 at most"),
+        ("run --seq-len 8 --list --mask documents:2000000000", "covers 2000000000 tokens, kv_len is 8"),
+        ("run --heads 1000000007:7 --seq-len 8 --list", "must divide the first (1 or 1000000007)"),
+        ("run --budget inf", "budget_s must be more than 0 and finite"),
+        ("run --timeout inf", "timeout_s must be more than 0 and finite"),
+        ("run --seed 99999999999999999999", "seed must lie in 0 ..."),
+        ("run --threads 99999999999999999999", "threads can be 65536 at most"),
+        ("compare torch.eager torch.sdpa --budget inf", "budget_s must be positive, a finite number of seconds"),
+        ("tune --minutes inf", "--minutes must be more than 0 and finite"),
         ("run --shard 3/2", "--shard takes i/n"),
         ("run --tag none", "tagged none"),
         ("run -k zzz", "zzz"),
@@ -62,6 +86,39 @@ def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "taken").write_text("a file")
     assert execute(["run", "--impl", "torch.sdpa", "--seq-len", "64", "--out", "taken", "--quiet"]) == 2
     assert capsys.readouterr().err.startswith("error: cannot write taken")
+
+
+def test_unwritable_trace_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "taken").write_text("a file")
+    assert execute(["run", "--impl", "torch.sdpa", "--seq-len", "64", "--trace", "taken", "--quiet"]) == 2
+    assert "cannot write taken" in (err := capsys.readouterr().err)
+    assert err.endswith("Choose another folder with --trace.\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["tables", "json"])
+def test_a_full_disk_under_stdout(form: list[str], tmp_path: Path):
+    writer = RunWriter.create(tmp_path, "cpu", "quick")
+    writer.write([ok("torch.sdpa", noisy(1e6, 1))])
+    writer.close()
+    command = [sys.executable, "-m", "attnbench", "show", str(writer.path), *form]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot write the output: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def too_much(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("attnbench.cli.selection.select_workloads", too_much)
+    monkeypatch.setattr("attnbench.cli.order.select_workloads", too_much)
+    assert execute(["run"]) == 2
+    assert capsys.readouterr().err == (
+        "error: the request does not fit into this machine's memory: take smaller shapes.\n"
+    )
 
 
 def test_broken_run_file_names_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

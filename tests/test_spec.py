@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 from attnbench import spec
@@ -62,6 +63,12 @@ WRONG = [
     ({"heads": True}, "heads must be"),
     ({"heads": 12, "kv_heads": 5}, "12 query heads cannot share 5 key/value heads: the second must divide the first "
      "(1, 2, 3, 4, 6 or 12)"),
+    ({"batch": np.float64(2)}, "batch must be a whole number"),
+    ({"batch": np.True_}, "batch must be a whole number"),
+    ({"q_len": 10**20}, "q_len can be 2147483647 at most"),
+    ({"heads": 2**31 - 1, "kv_heads": 2}, "must divide the first (1 or 2147483647)"),
+    ({"scale": 10**400}, "scale must be a finite number"),
+    ({"mask": np.ones((8, 8), bool)}, "wrap an array in masks.dense"),
     ({"dtype": "float8"}, 'dtype "float8" is not one of float64, float32'),
     ({"pass_": "both"}, 'pass "both" is not one of forward, backward, train'),
     ({"inputs": "zeros"}, 'inputs "zeros" is not one of'),
@@ -78,6 +85,14 @@ def test_impossible_workloads_are_refused(change, words):
     with pytest.raises(InvalidWorkload) as caught:
         Workload(**(SMALL | change))
     assert words in str(caught.value)
+
+
+def test_whole_numbers_of_numpy_are_taken_as_pythons_own():
+    sizes = {name: np.int64(value) for name, value in SMALL.items()}
+    w = Workload(**sizes, kv_len=np.int32(8), kv_heads=np.uint8(4))
+    assert w == Workload(**SMALL)
+    assert all(type(getattr(w, name)) is int for name in spec.SIZES)
+    assert msgspec.json.encode(w) == msgspec.json.encode(Workload(**SMALL))
 
 
 def test_cell_ids_tell_configs_apart():

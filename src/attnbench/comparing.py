@@ -17,7 +17,7 @@ from attnbench.errors import UsageError
 from attnbench.run import git
 from attnbench.run.arms import Arm, LocalSide, NurserySide, Side, arm_of
 from attnbench.run.duel import Duel, Terms, Watch
-from attnbench.run.launch import CannotTravel, refuse_distortion
+from attnbench.run.launch import CannotTravel, check_seconds, refuse_distortion
 from attnbench.run.refs import Ref, checkout
 from attnbench.spec import Implementation, Workload
 
@@ -136,8 +136,7 @@ def check(workload: Workload, budget_s: float) -> None:
     """Refuse what cannot be compared before anything starts."""
     if not isinstance(workload, Workload):
         raise UsageError(f"a workload is an attnbench.Workload, not {type(workload).__name__}.")
-    if not budget_s > 0:
-        raise UsageError(f"budget_s must be positive, not {budget_s!r}.")
+    check_seconds("budget_s", budget_s)
 
 
 def _silent(launches: object, decision: object) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -24,6 +25,9 @@ FILE_RELATIVE = ("runs_dir", "baselines_dir", "thresholds", "policy")
 """Paths that a settings file gives relative to itself."""
 SEPARATORS = {"implementations": None, "pythonpath": os.pathsep}
 """Of the settings that are lists, between the words of a variable; None for spaces."""
+
+LARGEST_SEED = 1 << 62
+MOST_THREADS = 1 << 16
 
 OnMiss = Literal["warn", "error", "quiet"]
 
@@ -63,10 +67,12 @@ class Settings(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("threads", "budget_s", "timeout_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be more than 0, not {value:g}")
-        if self.seed is not None and self.seed < 0:
-            raise ValueError(f"seed must be 0 or more, not {self.seed}")
+            if value is not None and not (value > 0 and isfinite(value)):
+                raise ValueError(f"{name} must be more than 0 and finite, not {value:g}")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise ValueError(f"threads can be {MOST_THREADS} at most, not {self.threads}")
+        if self.seed is not None and not 0 <= self.seed <= LARGEST_SEED:
+            raise ValueError(f"seed must lie in 0 ... {LARGEST_SEED}, not {self.seed}")
 
 
 NAMES = Settings.__struct_fields__

@@ -14,7 +14,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.run.crew import Crew
-from attnbench.run.launch import CannotTravel, Listener, Request, launch
+from attnbench.run.launch import CannotTravel, Listener, Request, check_seconds, launch
 from attnbench.spec import Implementation, Record, Workload
 from attnbench.workloads import masks
 from attnbench.workloads.suites import parse_mask
@@ -103,6 +103,9 @@ def compare_implementations(
     trials: int | None = None,
 ) -> Results:
     """Measure several implementations on one workload, interleaved."""
+    for name, given in (("implementations", implementations), ("metrics", metrics)):
+        if isinstance(given, str):
+            raise UsageError(f'{name} must be a list, such as ["{given}"], not the text "{given}".')
     for metric in metrics:
         if metric not in METRICS:
             raise UnknownName("metric", metric, METRICS, "help(attnbench.compare_implementations)")
@@ -190,7 +193,9 @@ def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Work
 def _heads_of(d_model: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """heads and head_dim from a model width; a head_dim that is also given must agree."""
     heads = fields.get("heads", DEFAULTS["heads"])
-    if not isinstance(d_model, int) or not isinstance(heads, int) or heads < 1 or d_model % heads:
+    if any(isinstance(n, bool) or not isinstance(n, SupportsIndex) for n in (d_model, heads)):
+        raise InvalidWorkload(f"d_model and heads must be whole numbers, not {d_model!r} and {heads!r}.")
+    if heads < 1 or d_model % heads:
         raise InvalidWorkload(f"d_model {d_model} is not a whole number of {heads} heads.")
     if fields.get("head_dim", d_model // heads) != d_model // heads:
         raise InvalidWorkload(f"d_model {d_model} is not {heads} heads with head_dim {fields['head_dim']}: give one.")
@@ -234,9 +239,8 @@ def _carry_out(request: Request) -> Results:
 
 
 def _check(request: Request) -> None:
-    if not request.budget_s > 0:
-        raise UsageError(f"budget_s must be positive, not {request.budget_s!r}.")
-    if request.trials is not None and (not isinstance(request.trials, int) or request.trials < 1):
+    check_seconds("budget_s", request.budget_s)
+    if request.trials is not None and (type(request.trials) is not int or request.trials < 1):
         raise UsageError(f"trials must be a whole number of at least 1, not {request.trials!r}.")
     if not request.implementations:
         raise UsageError("no implementation was given: name at least one.")

@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
+from contextlib import suppress
+from math import isfinite, isqrt
+from operator import index
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field
 
 from attnbench.errors import InvalidWorkload
-from attnbench.workloads.masks import AnyMask, Full, Mask, MaskShape
+from attnbench.workloads.masks import LARGEST_SIZE, AnyMask, Full, Mask, MaskShape
 
 Pass = Literal["forward", "backward", "train"]
 Layout = Literal["bshd", "bhsd"]
@@ -30,6 +32,7 @@ Passes = tuple[Callable[..., tuple[Array, Array]] | None, Callable[..., tuple[Ar
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PASSES: tuple[Pass, ...] = ("forward", "backward", "train")
+SIZES = ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim", "v_head_dim")
 INPUTS = ("normal", "sincostan", "structured")
 SAME = -(1 << 62)
 """Stands for "not given": kv_len as q_len, kv_heads as heads."""
@@ -157,20 +160,10 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
 
 
 def _check_shape(w: Workload) -> None:
-    sizes = {
-        "batch": w.batch,
-        "q_len": w.q_len,
-        "kv_len": w.kv_len,
-        "heads": w.heads,
-        "kv_heads": w.kv_heads,
-        "head_dim": w.head_dim,
-        "v_head_dim": w.value_dim,
-    }
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidWorkload(f"{name} must be a whole number of at least 1, not {value!r}.")
+    for name in SIZES:
+        _check_size(w, name)
     if w.heads % w.kv_heads:
-        divisors = [str(n) for n in range(1, w.heads + 1) if w.heads % n == 0]
+        divisors = [str(n) for n in _divisors(w.heads)]
         choices = ", ".join(divisors[:-1]) + f" or {divisors[-1]}" if len(divisors) > 1 else divisors[0]
         raise InvalidWorkload(
             f"{w.heads} query heads cannot share {w.kv_heads} key/value heads: "
@@ -183,10 +176,36 @@ def _check_shape(w: Workload) -> None:
     if w.inputs not in INPUTS:
         raise InvalidWorkload(f'inputs "{w.inputs}" is not one of {", ".join(INPUTS)}.')
     for name, value in (("scale", w.scale), ("softcap", w.softcap)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
+        if value is not None and not _is_number(value):
             raise InvalidWorkload(f"{name} must be a finite number, not {value!r}.")
     if w.softcap is not None and not w.softcap > 0:
         raise InvalidWorkload(f"softcap must be positive, not {w.softcap:g}.")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    with suppress(OverflowError):
+        return isfinite(value)
+    return False
+
+
+def _check_size(w: Workload, name: str) -> None:
+    """A whole number of NumPy or the like becomes Python's own."""
+    value = getattr(w, name)
+    if type(value) is not int:
+        with suppress(TypeError):
+            value = value if isinstance(value, bool) else index(value)
+            msgspec.structs.force_setattr(w, name, value)
+    if type(value) is not int or value < 1:
+        raise InvalidWorkload(f"{name} must be a whole number of at least 1, not {value!r}.")
+    if value > LARGEST_SIZE:
+        raise InvalidWorkload(f"{name} can be {LARGEST_SIZE} at most, not {value}.")
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 class Library(Struct, frozen=True, omit_defaults=True):

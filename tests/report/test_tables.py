@@ -52,6 +52,21 @@ def test_train_shows_its_parts():
     assert "2.00 ms" in text
 
 
+@pytest.mark.parametrize("pass_", ["forward", "backward", "train"])
+def test_a_narrow_screen_keeps_the_time(pass_: str):
+    parts = {"forward": timing([1e6] * 5), "backward": timing([2e6] * 5)} if pass_ == "train" else {}
+    records = [
+        ok(name, noisy(3e6, 1), workload(pass_=pass_), also=parts, memory=Memory(peak_bytes=97_000_000))
+        for name in ("torch.sdpa", "torch.eager")
+    ]
+    stream = io.StringIO()
+    print_rankings(Console(file=stream, width=50), records)
+    heading = next(line for line in stream.getvalue().splitlines() if "implementation" in line).split()
+    assert heading[:3] == ["#", "implementation", pass_]
+    assert not {"TFLOP/s", "roofline", *parts} & set(heading)
+    assert "torch.eager     3.17 ms" in stream.getvalue()
+
+
 def test_ties_and_approximate_ones_are_marked():
     same = noisy(1e6, 1)
     records = [ok("a", same), ok("b", same * 1.001), ok("c", same * 0.5, approximate=True)]

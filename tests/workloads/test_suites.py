@@ -251,6 +251,15 @@ def test_grid_refuses_what_means_nothing():
     for heads in ("a", "4:0", "4:2:1", "4:", (4, 2, 1)):
         with pytest.raises(InvalidWorkload, match="such as 32:8"):
             grid(**(good | {"heads": heads}))
+    for heads in (2.0, {}, None):
+        with pytest.raises(InvalidWorkload, match="such as 32:8"):
+            grid(**(good | {"heads": heads}))
+    for tags in ("abc", 3, [1]):
+        with pytest.raises(InvalidWorkload, match="tags are a list of words"):
+            grid(**good, tags=tags)
+    for axis in ("mask", "dtype", "kv_len"):
+        with pytest.raises(InvalidWorkload, match=f"{axis} is an empty list"):
+            grid(**good, **{axis: []})
     with pytest.raises(InvalidWorkload, match="scale must be a finite number"):
         grid(**good, scale="big")
 
@@ -292,6 +301,7 @@ def test_users_file(tmp_path):
     assert suite.workloads[-1].visible_mask.pairs(suite.workloads[-1].mask_shape) == 2 * 28
 
 
+PLAIN = "[[workload]]\nbatch = 1\nq_len = 8\nheads = 2\nhead_dim = 8\n"
 WRONG_FILES = [
     ("[[workload]]\nbatch = 1\nq_len = = 3\n", 3, "no valid TOML"),
     ("[[workload]]\nbatch = [1,\n", 2, "no valid TOML"),
@@ -310,6 +320,22 @@ WRONG_FILES = [
     ),
     ("[[workload]]\nbatch = 1\nq_len = 8\nheads = 2\nhead_dim = 8\nmask = 'lengths:1,2'\n", 6, "names 2 batch rows"),
     ("[[workload]]\nbatch = 1\nq_len = 8\nheads = 2\nhead_dim = 8\nmask = 3\n", 6, "mask must be text"),
+    ("[[workload]]\nbatch = 1\nq_len = 8\nheads = 2.0\nhead_dim = 8\n", 4, "heads are a number"),
+    ("[[workload]]\nbatch = 1\nq_len = []\nheads = 2\nhead_dim = 8\n", 3, "q_len is an empty list"),
+    (f"{PLAIN}mask = []\n", 6, "mask is an empty list"),
+    (f"{PLAIN}tags = 'abc'\n", 6, "tags are a list of words"),
+    (f"{PLAIN}step = 'foo'\n", 6, 'no step called "foo". There is: multihead'),
+    (f"{PLAIN}dtype = {{}}\n", 6, "dtype must be text"),
+    (f"{PLAIN}source = 3\n", 6, "source must be text"),
+    (f"{PLAIN}mask = {{kind = ['window']}}\n", 6, "no mask called"),
+    (f"{PLAIN}mask = {{kind = 'window', left = true}}\n", 6, "a window reaches 0 or more keys"),
+    (f"{PLAIN}mask = {{kind = 'prefix', n = 'x'}}\n", 6, "a prefix has 0 or more keys"),
+    (f"{PLAIN}mask = {{kind = 'both'}}\n", 6, "needs parts"),
+    (f"{PLAIN}mask = {{kind = 'documents', sizes = [4, 4.5]}}\n", 6, "each of sizes must be a whole number"),
+    (f"{PLAIN}mask = {{kind = 'documents', sizes = [-1, 9]}}\n", 6, "each of sizes must be 0 or more"),
+    (f"{PLAIN}mask = {{kind = 'block_causal', mask_ar = 5}}\n", 6, "mask_ar is runs of 0 and 1"),
+    (f"{PLAIN}mask = {{kind = 'block_causal', mask_ar = '0*99999999999'}}\n", 6, "mask_ar run can be 2147483647"),
+    (f"{PLAIN}mask = {{kind = 'blocks', block_mask = [[true]], block_size = 8.5}}\n", 6, "block_size must be a whole"),
     (
         "[[workload]]\nbatch=1\nq_len=8\nheads=2\nhead_dim=8\n\n[[workload]]\nbatch=0\nq_len=8\nheads=2\nhead_dim=8\n",
         8,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, MissingArgumentError
 
 from attnbench.cli.baseline import baseline
 from attnbench.cli.bisect import bisect
@@ -32,6 +33,7 @@ from attnbench.cli.verify import verify
 from attnbench.errors import AttnBenchError
 
 USAGE, BUG, INTERRUPTED = 2, 70, 130
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def installed_version() -> str:
@@ -77,19 +79,27 @@ def execute(arguments: Sequence[str]) -> int:
     try:
         code = app(list(arguments), exit_on_error=False, print_error=False)
         sys.stdout.flush()
+    except MissingArgumentError as error:
+        option = error.keyword
+        return _tell(_one_line(error) if option is None else f"{option} needs a value.", USAGE)
     except CycloptsError as error:
-        return _tell(" ".join(str(error).split()), USAGE)
+        return _tell(_one_line(error), USAGE)
     except AttnBenchError as error:
         return _tell(str(error), USAGE)
     except KeyboardInterrupt:
         return _tell("interrupted.", INTERRUPTED)
+    except MemoryError:
+        return _tell("the request does not fit into this machine's memory: take smaller shapes.", USAGE)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; the interpreter must not complain about it at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()  # the reader (head, less) has seen enough
         return 0
+    except OSError as error:
+        if error.errno not in FULL:
+            return _tell_bug()
+        _leave_stdout()
+        return _tell(f"cannot write the output: {os.strerror(error.errno)}. Make room, or send it elsewhere.", USAGE)
     except Exception:
-        traceback.print_exc()
-        return _tell("this is a bug in attnbench: please report it with the lines above.", BUG)
+        return _tell_bug()
     return code if isinstance(code, int) else 0
 
 
@@ -97,6 +107,20 @@ def _end_tidily() -> None:
     """A cancelled CI job sends SIGTERM: end as Ctrl-C does, so that workers and worktrees go too."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _leave_stdout() -> None:
+    """What cannot be written any more must not make the interpreter complain at exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _one_line(error: CycloptsError) -> str:
+    return " ".join(str(error).split())
+
+
+def _tell_bug() -> int:
+    traceback.print_exc()
+    return _tell("this is a bug in attnbench: please report it with the lines above.", BUG)
 
 
 def _tell(message: str, code: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from attnbench.cli.options import Json, Quiet, Shape
+from attnbench.cli.options import Json, Many, Quiet, Shape, Whole
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,11 +29,12 @@ def compare(
     shape: Shape = Shape(),  # noqa: B008 (frozen)
     framework: Annotated[str | None, Parameter(help="Framework of bare functions (torch).")] = None,
     device: Annotated[str | None, Parameter(help="cpu, cuda, ...")] = None,
-    threads: Annotated[int | None, Parameter(help="CPU threads.")] = None,
+    threads: Annotated[int | None, Whole, Parameter(help="CPU threads.")] = None,
     budget: Annotated[float, Parameter(help="Seconds that one comparison may take at most.")] = 60.0,
     fail_on: Annotated[
         tuple[Literal["slower", "inconclusive"], ...],
-        Parameter(consume_multiple=True, negative="", help="Exit 1 (slower) or 4 (inconclusive) on this verdict."),
+        Many,
+        Parameter(help="Exit 1 (slower) or 4 (inconclusive) on this verdict."),
     ] = (),
     json: Json = False,
     quiet: Quiet = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from attnbench.cli.options import Choice, Json, Many, Quiet, Shape
+from attnbench.cli.options import Choice, Json, Many, Quiet, Shape, Whole
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def gate(
     ] = (),
     words: Annotated[str, Parameter(name=["--filter", "-k"], help="Words that cases must contain.")] = "",
     device: Annotated[str | None, Parameter(help="cpu, cuda, ...")] = None,
-    threads: Annotated[int | None, Parameter(help="CPU threads.")] = None,
+    threads: Annotated[int | None, Whole, Parameter(help="CPU threads.")] = None,
     budget: Annotated[float, Parameter(help="Seconds that one comparison may take at most.")] = 60.0,
     thresholds: Annotated[Path | None, Parameter(help="TOML file of floors per case, only upward.")] = None,
     on_inconclusive: Annotated[
@@ -53,7 +53,7 @@ def gate(
     settings = load_settings({"device": device, "threads": threads, "thresholds": thresholds and str(thresholds)})
     baseline = _required(baseline, settings)
     if ci is not None:
-        check_writable(ci)
+        check_writable(ci, "--ci")
     if _is_stored(current) or _is_stored(baseline):
         report = _gate_stored(baseline, current, settings, on_inconclusive)
     else:

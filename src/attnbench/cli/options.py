@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_origin
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
+
+from attnbench.errors import UsageError
 
 SHAPE = Group(
     "Shape", help="Without SUITE these make a grid of their own; with it they replace that axis of the suite."
@@ -14,8 +18,26 @@ SHAPE = Group(
 CHOICE = Group("What to run")
 SAMPLING = Group("How to measure")
 
-Many = Parameter(consume_multiple=True, negative="")
-"""`--batch 1 4` and `--batch 1 --batch 4` mean the same."""
+Many = Parameter(consume_multiple=1, negative="")
+"""`--batch 1 4` and `--batch 1 --batch 4` mean the same; `--batch` alone means nothing."""
+
+
+def read_whole(kind: Any, tokens: Sequence[Token]) -> Any:
+    """Whole numbers as they stand, 64, 0x40, 64.0 or 1e3: nothing is rounded."""
+    numbers = tuple(_whole(token) for token in tokens)
+    return numbers if get_origin(kind) is tuple else numbers[0]
+
+
+def _whole(token: Token) -> int:
+    for read in (int, lambda text: int(text, 0), float):
+        with suppress(ValueError, OverflowError):
+            number = read(token.value)
+            if number == int(number):
+                return int(number)
+    raise UsageError(f'{token.keyword} takes whole numbers, not "{token.value}".')
+
+
+Whole = Parameter(converter=read_whole)
 Json = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout and nothing else.")]
 Quiet = Annotated[bool, Parameter(name="--quiet", negative="", help="No progress on stderr.")]
 
@@ -25,12 +47,12 @@ Quiet = Annotated[bool, Parameter(name="--quiet", negative="", help="No progress
 class Shape:
     """Axes of workloads; an empty one was not given."""
 
-    seq_len: Annotated[tuple[int, ...], Many, Parameter(help="Query tokens.")] = ()
-    kv_len: Annotated[tuple[int, ...], Many, Parameter(help="Key tokens, where they are not the query's.")] = ()
-    batch: Annotated[tuple[int, ...], Many, Parameter(help="Sequences.")] = ()
+    seq_len: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Query tokens.")] = ()
+    kv_len: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Key tokens, where they are not the query's.")] = ()
+    batch: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Sequences.")] = ()
     heads: Annotated[tuple[str, ...], Many, Parameter(help="Query heads, or query:key/value heads such as 32:8.")] = ()
-    head_dim: Annotated[tuple[int, ...], Many, Parameter(help="Width of a head.")] = ()
-    v_head_dim: Annotated[tuple[int, ...], Many, Parameter(help="Width of the values, where it differs.")] = ()
+    head_dim: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Width of a head.")] = ()
+    v_head_dim: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Width of the values, where it differs.")] = ()
     dtype: Annotated[tuple[str, ...], Many, Parameter(help="float32, bfloat16, float16 or float64.")] = ()
     mask: Annotated[
         tuple[str, ...], Many, Parameter(help="full, causal, window:128:0, prefix:816, lengths:512,300, A&B ...")
@@ -81,11 +103,11 @@ class Choice:
 class Sampling:
     """How long and how; None leaves it to the settings (attnbench.toml, ATTNBENCH_*)."""
 
-    trials: Annotated[int | None, Parameter(help="Exactly this many samples instead of the stop rule.")] = None
+    trials: Annotated[int | None, Whole, Parameter(help="Exactly this many samples instead of the stop rule.")] = None
     budget: Annotated[float | None, Parameter(help="Seconds of sampling per cell.")] = None
     precision: Annotated[float | None, Parameter(help="Stop when the 95 % interval is within this share.")] = None
     timeout: Annotated[float | None, Parameter(help="Seconds that a stage of a cell may take.")] = None
-    threads: Annotated[int | None, Parameter(help="CPU threads.")] = None
-    seed: Annotated[int | None, Parameter(help="Seed of the order and the inputs.")] = None
+    threads: Annotated[int | None, Whole, Parameter(help="CPU threads.")] = None
+    seed: Annotated[int | None, Whole, Parameter(help="Seed of the order and the inputs.")] = None
     clock: Annotated[str | None, Parameter(help="Another clock of the device, such as graph.")] = None
     trace: Annotated[Path | None, Parameter(help="Folder for a profiler trace of one call per cell.")] = None

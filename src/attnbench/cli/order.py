@@ -18,6 +18,8 @@ from attnbench.run.launch import Request
 from attnbench.store.runfile import Run, read_run, repair
 
 QUICK_BUDGET_S = 0.5
+MOST = 1_000_000_000
+"""Of samples and the like: beyond it nobody waits for the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,8 @@ def prepare(order: Order) -> Prepared:
         suite, request = kept.header.suite, _stored_request(order.resume, kept)
     else:
         suite, request = make_request(order)
-    return Prepared(request, suite, order.resume.parent, order.choice.against, (), order.resume, kept.done)
+    against = order.choice.against or kept.header.against
+    return Prepared(request, suite, order.resume.parent, against, (), order.resume, kept.done)
 
 
 def _where(order: Order) -> tuple[str, ...]:
@@ -141,5 +144,5 @@ def make_request(order: Order) -> tuple[str, Request]:
 
 
 def _check_positive(option: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise UsageError(f"{option} must be more than 0, not {value:g}.")
+    if value is not None and not 0 < value <= MOST:
+        raise UsageError(f"{option} must be more than 0 and at most {MOST}, not {value:g}.")

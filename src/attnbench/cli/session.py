@@ -33,6 +33,8 @@ class Recorder:
         self._earlier = set() if prepared.resumed is None else _fingerprints(prepared.resumed)
         if prepared.resumed is None:
             check_writable(prepared.runs_dir)
+        if prepared.request.trace is not None:
+            check_writable(prepared.request.trace, "--trace")
 
     def __call__(self, records: Sequence[Record]) -> None:
         """Put the records of a workload on disk."""
@@ -50,8 +52,9 @@ class Recorder:
     def _header(self) -> Header:
         from attnbench.cli import installed_version
 
-        request = self._prepared.request
-        return new_header(installed_version(), self._prepared.suite, store_request(request), request.seed)
+        asked = self._prepared
+        request = store_request(asked.request)
+        return new_header(installed_version(), asked.suite, request, asked.request.seed, asked.against)
 
 
 def _fingerprints(path: Path) -> set[str]:

@@ -22,7 +22,9 @@ def show(
     words: Annotated[
         str, Parameter(name=["--filter", "-k"], help="Only cells whose id contains all these words.")
     ] = "",
-    against: Annotated[tuple[str, ...], Many, Parameter(help="What the others are compared with.")] = (),
+    against: Annotated[
+        tuple[str, ...], Many, Parameter(help="What the others are compared with; else what the run named.")
+    ] = (),
     json: Json = False,
 ) -> int:
     """Tables and closing sentence of a run; `--detail` for each cell."""
@@ -43,6 +45,7 @@ def show(
     if not records:
         raise UsageError(f'{path} holds no cell with "{words}" in its id.' if words else f"{path} holds no records.")
     check_against(against, records)
+    against = against or found.header.against
     sentence = closing(records, against)
     if json:
         print_json({"header": found.header, **document(path, records, sentence, against)})

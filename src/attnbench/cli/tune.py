@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated
@@ -56,8 +57,8 @@ def tune(
     from attnbench.cli.output import print_json
     from attnbench.report.choose import document
 
-    if not minutes > 0:
-        raise UsageError(f"--minutes must be more than 0, not {minutes:g}.")
+    if not (minutes > 0 and isfinite(minutes)):
+        raise UsageError(f"--minutes must be more than 0 and finite, not {minutes:g}.")
     constraints = read_constraints(within)
     order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=None, out=out)
     session = Session(prepare(order), Clock(monotonic(), 60 * minutes), quiet or json)

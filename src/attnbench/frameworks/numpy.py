@@ -44,6 +44,12 @@ def cpu_facts() -> dict[str, Any]:
     }
 
 
+def _openmp_threads() -> int:
+    """What OMP_NUM_THREADS says of the outermost level ("4,2" has two); 0 where it says nothing that counts."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
 def versions(*names: str) -> dict[str, str]:
     """Versions of the distributions that are installed."""
     found = {}
@@ -69,7 +75,7 @@ class NumpyFramework(Framework):
             device="cpu",
             device_name=facts["cpu"],
             framework="numpy",
-            threads=int(os.environ.get("OMP_NUM_THREADS") or facts["cores"]),
+            threads=_openmp_threads() or facts["cores"],
             packages=versions("numpy"),
             **facts,
         )

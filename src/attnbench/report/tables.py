@@ -16,6 +16,7 @@ from attnbench.spec import Ok, Record, Time, Unsupported
 
 PARTS = ("forward", "backward")
 EXPENDABLE = ("roofline", "TFLOP/s", "backward", "forward", "remarks", "peak")
+"""The least telling first; `forward` and `backward` as parts of a training step only."""
 STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory": "yellow"}
 
 
@@ -53,12 +54,13 @@ def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> No
 
 
 def ranking_table(timed: Sequence[tuple[Row, Ok]], base: str | None, width: int = 200) -> Table:
-    """Rank and name are never cut: where the screen is narrow, whole columns go, the least telling first."""
+    """Rank, name and time are never cut: where the screen is narrow, whole columns go, the least telling first."""
     columns = _columns(timed, base)
-    for name in EXPENDABLE:
+    for name in (*EXPENDABLE, f"against {base}"):
         if _width(columns) <= width:
             break
-        columns.pop(name, None)
+        if name != timed[0][1].workload.pass_:
+            columns.pop(name, None)
     table = Table(box=None, pad_edge=True, header_style="bold", show_edge=False)
     for heading, cells in columns.items():
         right = heading not in ("implementation", "remarks") and not heading.startswith("against")

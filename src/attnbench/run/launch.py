@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,12 @@ def refuse_distortion() -> None:
     """Some settings make every time wrong."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise UsageError("CUDA_LAUNCH_BLOCKING is set: it times launches, not kernels. Unset it and run again.")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """A time must be a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and isfinite(value)):
+        raise UsageError(f"{name} must be positive, a finite number of seconds, not {value!r}.")
 
 
 def _require_device(request: Request, crew: Crew) -> None:

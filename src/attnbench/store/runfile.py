@@ -37,6 +37,8 @@ class Header(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="l
     request: dict[str, Any] = {}
     """The whole request, so that `run --resume RUN` needs nothing else."""
     seed: int | None = None
+    against: tuple[str, ...] = ()
+    """What the others are compared with, where that was said."""
 
 
 class EnvironmentLine(Struct, frozen=True, tag_field="line", tag="environment"):
@@ -72,11 +74,22 @@ class Run(Struct, frozen=True):
         return frozenset(record.cell.id for record in self.records)
 
 
-def new_header(version: str, suite: str, request: Mapping[str, Any] | None = None, seed: int | None = None) -> Header:
+def new_header(
+    version: str,
+    suite: str,
+    request: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    against: Sequence[str] = (),
+) -> Header:
     """The header of a run that starts now."""
-    created = datetime.now(UTC).isoformat(timespec="seconds")
     return Header(
-        schema=SCHEMA, attnbench=version, created=created, suite=suite, request=dict(request or {}), seed=seed
+        schema=SCHEMA,
+        attnbench=version,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        suite=suite,
+        request=dict(request or {}),
+        seed=seed,
+        against=tuple(against),
     )
 
 
@@ -126,15 +139,15 @@ class RunWriter:
             raise _unwritable(self.path, error) from error
 
 
-def check_writable(folder: Path) -> None:
-    """Refuse at once, not after the first workload, when run files cannot be written there."""
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Refuse at once, not after the first workload, when nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{secrets.token_hex(4)}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _unwritable(folder, error, option) from error
 
 
 def environment_key(environment: Environment) -> str:
@@ -260,5 +273,5 @@ def _torn_warning(path: Path, number: int, torn: bytes) -> str:
     return f"{path}, line {number}: the last line was cut off after {len(torn)} bytes and is left out."
 
 
-def _unwritable(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot write {path}: {error.strerror or error}. Choose another folder with --out.")
+def _unwritable(path: Path, error: OSError, option: str = "--out") -> UsageError:
+    return UsageError(f"cannot write {path}: {error.strerror or error}. Choose another folder with {option}.")

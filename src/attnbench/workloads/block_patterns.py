@@ -21,6 +21,8 @@ BLOCK_SIZE = 128
 GLOBAL_SHARE = 4
 """One in so many kept blocks of `global_local` is global."""
 ROUNDING = 1e-9
+MOST_BLOCKS = 1 << 32
+"""4 GiB while a pattern is made: 128k tokens in blocks of 2, or 1M in blocks of 128 with 64 heads."""
 
 
 class Row(NamedTuple):
@@ -84,6 +86,11 @@ def block_pattern(
         raise InvalidWorkload(f"block_size must be a whole number of at least 1, not {block_size!r}.")
     heads = shape.heads if pattern == "random" else 1
     counts = tuple(-(-length // block_size) for length in (shape.q_len, shape.kv_len))
+    if heads * counts[0] * counts[1] > MOST_BLOCKS:
+        raise InvalidWorkload(
+            f"{heads} x {counts[0]} x {counts[1]} blocks are more than the {MOST_BLOCKS} that a mask may have: "
+            "take larger blocks or fewer tokens."
+        )
     kept = np.zeros((heads, *counts), bool)
     rng = np.random.default_rng(seed)
     for head in range(heads):

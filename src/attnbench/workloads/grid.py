@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -12,6 +12,7 @@ from attnbench.errors import InvalidWorkload, UnknownName
 from attnbench.spec import SAME, Workload
 from attnbench.workloads.mask_text import read_mask
 from attnbench.workloads.masks import MaskShape
+from attnbench.workloads.steps import STEPS
 
 FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(Workload))
 """Names as a file spells them (`pass`, not `pass_`)."""
@@ -32,6 +33,9 @@ def grid(**axes: Any) -> list[Workload]:
     missing = [name for name in _REQUIRED if name not in named]
     if missing:
         raise InvalidWorkload(f"a workload needs {', '.join(missing)} too.")
+    for name, value in named.items():
+        if name not in _PLAIN and isinstance(value, list) and not value:
+            raise InvalidWorkload(f"{name} is an empty list: give it at least one value, or leave it out.")
     unique = {workload.id: workload for workload in map(_workload, _combinations(named))}
     return list(unique.values())
 
@@ -44,7 +48,8 @@ def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _workload(fields: dict[str, Any]) -> Workload:
     fields = fields | read_heads(fields["heads"], fields.get("kv_heads", SAME))
     fields["pass_"] = fields.pop("pass", "forward")
-    fields["tags"] = tuple(fields.get("tags", ()))
+    fields["tags"] = _read_tags(fields.get("tags", ()))
+    _check_words(fields)
     mask = fields.pop("mask", None)
     bare = Workload(**fields)
     if mask is None:
@@ -53,11 +58,26 @@ def _workload(fields: dict[str, Any]) -> Workload:
     return msgspec.structs.replace(bare, mask=read_mask(mask, shape))
 
 
-def read_heads(value: Any, kv_heads: int = SAME) -> dict[str, int]:
+def _read_tags(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(tag, str) for tag in value):
+        raise InvalidWorkload(f'tags are a list of words such as ["long", "nightly"], not {value!r}.')
+    return tuple(value)
+
+
+def _check_words(fields: Mapping[str, Any]) -> None:
+    for name in ("dtype", "pass_", "inputs", "step", "source"):
+        if not isinstance(fields.get(name, ""), str):
+            raise InvalidWorkload(f"{name.rstrip('_')} must be text, not {fields[name]!r}.")
+    step = fields.get("step", "")
+    if step and step not in STEPS:
+        raise UnknownName("step", step, STEPS, "")
+
+
+def read_heads(value: Any, kv_heads: int = SAME) -> dict[str, Any]:
     """32, (32, 8) or "32:8" -> heads and kv_heads."""
-    parts = str(value).split(":") if isinstance(value, str) else value
-    if isinstance(parts, int):
-        return {"heads": parts, "kv_heads": kv_heads}
+    if isinstance(value, SupportsIndex):
+        return {"heads": value, "kv_heads": kv_heads}
+    parts = value.split(":") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
     if len(parts) not in (1, 2) or not all(str(part).strip().isdecimal() and int(part) for part in parts):
         raise InvalidWorkload(f"heads are a number, or query and key/value heads such as 32:8, not {value!r}.")
     numbers = [int(part) for part in parts]

@@ -14,6 +14,7 @@ from attnbench.errors import InvalidWorkload, UnknownName
 from attnbench.workloads import masks
 from attnbench.workloads.block_patterns import BLOCK_SIZE, sparse_mask
 from attnbench.workloads.masks import AnyMask, Mask, MaskShape
+from attnbench.workloads.masks.data import whole_number
 
 FORMS = (
     "full",
@@ -53,20 +54,31 @@ def read_mask(value: str | Mapping[str, Any] | Mask, shape: MaskShape) -> AnyMas
     return value  # pyright: ignore[reportReturnType]
 
 
-def ids_of_sizes(sizes: Sequence[int]) -> np.ndarray:
+def ids_of_sizes(sizes: Sequence[int], kv_len: int) -> np.ndarray:
     """[3, 2] -> 0 0 0 1 1: ids of consecutive blocks or documents of these sizes."""
-    return np.repeat(np.arange(len(sizes)), sizes)
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes:
+        raise InvalidWorkload(f"sizes are a list of whole numbers such as [512, 300], not {sizes!r}.")
+    numbers = [whole_number(size, "each of sizes") for size in sizes]
+    if min(numbers) < 0:
+        raise InvalidWorkload(f"each of sizes must be 0 or more, not {min(numbers)}.")
+    _check_cover("the list of sizes", sum(numbers), kv_len)
+    return np.repeat(np.arange(len(numbers)), numbers)
 
 
-def ids_of_mask_ar(runs: str) -> np.ndarray:
+def ids_of_mask_ar(runs: str, kv_len: int) -> np.ndarray:
     """Running sum of openpi's mask_ar, written in runs: `0*816 1 1 0*49`."""
-    flags: list[int] = []
-    for run in runs.split():
-        flag, _, times = run.partition("*")
-        if flag not in ("0", "1"):
-            raise InvalidWorkload(f'mask_ar is runs of 0 and 1 such as "0*816 1 1 0*49", not "{runs}".')
-        flags += [int(flag)] * (_whole(times, "mask_ar run") if times else 1)
-    return np.cumsum(flags)
+    words = [run.partition("*")[::2] for run in runs.split()] if isinstance(runs, str) else []
+    if not words or not all(flag in ("0", "1") for flag, _ in words):
+        raise InvalidWorkload(f'mask_ar is runs of 0 and 1 such as "0*816 1 1 0*49", not {runs!r}.')
+    counts = [_whole(times, "mask_ar run") if times else 1 for _, times in words]
+    _check_cover("mask_ar", sum(counts), kv_len)
+    return np.cumsum(np.repeat([int(flag) for flag, _ in words], counts))
+
+
+def _check_cover(what: str, tokens: int, kv_len: int) -> None:
+    """Before an array of so many is made."""
+    if tokens != kv_len:
+        raise InvalidWorkload(f"{what} covers {tokens} tokens, kv_len is {kv_len}.")
 
 
 def _parse_part(text: str, shape: MaskShape) -> Mask:
@@ -111,7 +123,7 @@ def _read_prefix(arguments: list[str], shape: MaskShape) -> Mask:
 
 
 def _read_sizes(make: Callable[[Any], Mask]) -> Callable[[list[str], MaskShape], Mask]:
-    return lambda arguments, shape: make(ids_of_sizes(_numbers(arguments, "size")))
+    return lambda arguments, shape: make(ids_of_sizes(_numbers(arguments, "size"), shape.kv_len))
 
 
 def _read_lengths(arguments: list[str], shape: MaskShape) -> Mask:
@@ -170,13 +182,16 @@ _FUNCTIONS: Mapping[str, Callable[..., Mask]] = {name: getattr(masks, name) for 
 def _from_table(table: dict[str, Any], shape: MaskShape) -> Mask:
     kind = table.pop("kind", None)
     if kind == "both":
-        return reduce(and_, [read_mask(part, shape) for part in table["parts"]])
-    if kind not in _FUNCTIONS:
+        parts = table.get("parts")
+        if not isinstance(parts, list) or not parts:
+            raise InvalidWorkload(f'a mask of kind "both" needs parts = [...] with at least one mask, not {parts!r}.')
+        return reduce(and_, [read_mask(part, shape) for part in parts])
+    if not isinstance(kind, str) or kind not in _FUNCTIONS:
         raise UnknownName("mask", str(kind), _FUNCTIONS, "attnbench run --help")
     if kind in ("block_causal", "documents") and "sizes" in table:
-        table["ids"] = ids_of_sizes(table.pop("sizes"))
+        table["ids"] = ids_of_sizes(table.pop("sizes"), shape.kv_len)
     if kind == "block_causal" and "mask_ar" in table:
-        table["ids"] = ids_of_mask_ar(table.pop("mask_ar"))
+        table["ids"] = ids_of_mask_ar(table.pop("mask_ar"), shape.kv_len)
     function = _FUNCTIONS[kind]
     try:
         signature(function).bind(**table)
@@ -203,4 +218,4 @@ def _numbers(arguments: list[str], what: str) -> list[int]:
 def _whole(text: str, what: str) -> int:
     if not text.isdecimal():
         raise InvalidWorkload(f'{what} "{text}" is not a whole number.')
-    return int(text)
+    return whole_number(int(text), what)

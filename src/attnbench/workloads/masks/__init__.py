@@ -12,7 +12,7 @@ import numpy as np
 
 from attnbench.errors import InvalidWorkload
 from attnbench.tracing import constant_when_traced
-from attnbench.workloads.masks.base import Align, Mask, MaskShape, Namespace, Predicate
+from attnbench.workloads.masks.base import LARGEST_SIZE, Align, Mask, MaskShape, Namespace, Predicate
 from attnbench.workloads.masks.combine import Both, Part
 from attnbench.workloads.masks.data import freeze, integers, to_numpy, whole_number
 from attnbench.workloads.masks.dilated import Dilated
@@ -23,7 +23,7 @@ from attnbench.workloads.masks.positional import Causal, Full, Prefix, Window
 AnyMask = Part | Both
 
 __all__ = [
-    "AnyMask", "Align", "Mask", "MaskShape", "Namespace", "Predicate",
+    "AnyMask", "Align", "LARGEST_SIZE", "Mask", "MaskShape", "Namespace", "Predicate",
     "Full", "Causal", "Window", "Prefix", "BlockCausal", "Documents", "Lengths", "Valid", "Dilated", "Blocks", "Dense",
     "Both",
     "full", "causal", "window", "prefix", "block_causal", "documents", "lengths", "valid", "dilated", "blocks", "dense",
@@ -105,7 +105,7 @@ def blocks(block_mask: Any, block_size: int) -> Blocks:
     kept = to_numpy(block_mask, "block_mask")
     if kept.dtype != bool or not 2 <= kept.ndim <= 4:
         raise InvalidWorkload(f"block_mask must be booleans with 2 to 4 axes, not {kept.dtype} with {kept.ndim}.")
-    return Blocks(freeze(kept), int(block_size))
+    return Blocks(freeze(kept), whole_number(block_size, "block_size"))
 
 
 @constant_when_traced

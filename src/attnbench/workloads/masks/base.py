@@ -22,6 +22,10 @@ COUNT_BLOCK = 1 << 24
 """Pairs looked at in one go where no closed form exists."""
 
 
+LARGEST_SIZE = (1 << 31) - 1
+"""Of an axis: what array libraries index with 32 bits."""
+
+
 class MaskShape(NamedTuple):
     """The sizes a mask is evaluated over."""
 

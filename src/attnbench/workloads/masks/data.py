@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from attnbench.errors import InvalidWorkload
 from attnbench.tracing import being_traced
+from attnbench.workloads.masks.base import LARGEST_SIZE
 
 
 class FrozenArray(Struct, frozen=True):
@@ -69,6 +70,8 @@ def whole_number(value: Any, what: str) -> int:
         number = None
     if number is None:
         raise InvalidWorkload(f"{what} must be a whole number, not {value!r}.")
+    if abs(number) > LARGEST_SIZE:
+        raise InvalidWorkload(f"{what} can be {LARGEST_SIZE} at most, not {number}.")
     return number
 
 

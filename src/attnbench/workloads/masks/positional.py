@@ -5,13 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 from attnbench.errors import InvalidWorkload
-from attnbench.workloads.masks.base import Align, Mask, MaskShape, Namespace, Predicate, check_align, query_offset
+from attnbench.workloads.masks.base import (
+    LARGEST_SIZE,
+    Align,
+    Mask,
+    MaskShape,
+    Namespace,
+    Predicate,
+    check_align,
+    query_offset,
+)
 
 Interval = tuple[np.ndarray, np.ndarray]
 
 
 def _rows(align: Align, shape: MaskShape) -> np.ndarray:
     return (np.arange(shape.q_len) + query_offset(align, shape))[None]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_SIZE
 
 
 def _suffix(align: Align) -> str:
@@ -63,8 +76,10 @@ class Window(Mask, frozen=True, tag="window"):
     def __post_init__(self) -> None:
         check_align(self.align)
         for side in (self.left, self.right):
-            if side is not None and (not isinstance(side, int) or side < 0):
-                raise InvalidWorkload(f"a window reaches 0 or more keys (or None for no bound), not {side!r}.")
+            if side is not None and not _is_count(side):
+                raise InvalidWorkload(
+                    f"a window reaches 0 or more keys (None: no bound), {LARGEST_SIZE} at most, not {side!r}."
+                )
 
     @property
     def id(self) -> str:
@@ -92,8 +107,8 @@ class Prefix(Mask, frozen=True, tag="prefix"):
 
     def __post_init__(self) -> None:
         check_align(self.align)
-        if self.n < 0:
-            raise InvalidWorkload(f"a prefix has 0 or more keys, not {self.n}.")
+        if not _is_count(self.n):
+            raise InvalidWorkload(f"a prefix has 0 or more keys, {LARGEST_SIZE} at most, not {self.n!r}.")
 
     @property
     def id(self) -> str:
