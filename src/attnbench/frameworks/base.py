@@ -152,6 +152,8 @@ class Framework(ABC):
     name: str
     compiles: bool = False
     """Whether every new computation costs a compilation first."""
+    overwrites: bool = False
+    """Whether arrays can be changed in place."""
 
     @abstractmethod
     def devices(self) -> tuple[str, ...]:
@@ -217,6 +219,10 @@ class Framework(ABC):
     @abstractmethod
     def put(self, array: Array, index: tuple[Any, ...], value: float) -> Array:
         """A copy with the elements at the index replaced."""
+
+    def overwrite(self, array: Array, values: Array) -> None:
+        """Write other values into the array's memory, leaving no trace of that (such as torch's version counter)."""
+        raise NotImplementedError(f"arrays of {self.name} cannot be changed")
 
     @abstractmethod
     def multiply(self, array: Array, factors: np.ndarray) -> Array:

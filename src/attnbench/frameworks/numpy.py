@@ -59,6 +59,7 @@ class NumpyFramework(Framework):
     """The adapter."""
 
     name = "numpy"
+    overwrites = True
 
     def devices(self) -> tuple[str, ...]:
         return ("cpu",)
@@ -126,6 +127,9 @@ class NumpyFramework(Framework):
         changed = array.copy()
         changed[index] = value
         return changed
+
+    def overwrite(self, array: Array, values: Array) -> None:
+        array[...] = values
 
     def multiply(self, array: Array, factors: np.ndarray) -> Array:
         return array * factors.astype(array.dtype)
