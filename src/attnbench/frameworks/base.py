@@ -75,6 +75,15 @@ class Peak(NamedTuple):
     method: str = ""
 
 
+def unseen(framework: str) -> Peak:
+    """For an output that is larger than all the memory that the call was seen to take."""
+    return Peak(
+        None,
+        f"not seen: the output's own memory did not come from {framework}'s allocator in this call, but from another "
+        "library or an earlier call",
+    )
+
+
 class Clock(ABC):
     """A way to time a Program."""
 
