@@ -121,6 +121,18 @@ def test_a_few_rows_left_out_of_timed_calls_are_caught_in_16_bits(lab, torch_tra
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_factor_of_little_more_than_1_is_caught_in_16_bits(lab, torch_trap, causal, dtype):
+    halves = [
+        msgspec.structs.replace(causal, q_len=length, kv_len=length, head_dim=64, dtype=dtype) for length in (24, 256)
+    ]
+    traps = {"one_percent_too_large": (Incorrect, r"output: [\d.]+ x the relative error allowed")}
+    for workload in halves:
+        seen = lab(torch_trap("honest"), *map(torch_trap, traps), framework="torch", workloads=[workload])
+        check(seen, traps, ["honest"])
+
+
+@pytest.mark.torch
 def test_wrong_gradients_are_caught(lab, torch_trap, causal):
     traps = {
         "wrong_gradient": (Incorrect, "gradient of K: .* error allowed .* first at batch 0, key/value head 0"),

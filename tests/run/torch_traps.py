@@ -26,6 +26,11 @@ def zeros(q, k, v):
     return torch.zeros_like(q) + 0 * (q.sum() + k.sum() + v.sum())
 
 
+def one_percent_too_large(q, k, v):
+    """As little as an ulp of bfloat16, but in every element."""
+    return (honest(q.float(), k.float(), v.float()) * 1.01).to(q.dtype)
+
+
 def cached_result(q, k, v):
     return _kept.setdefault("answer", honest(q, k, v))
 
