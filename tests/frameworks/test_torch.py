@@ -166,6 +166,35 @@ def test_peak_memory_sees_the_scores(pass_):
     assert inputs.q.nbytes <= flash < scores
 
 
+def test_memory_that_torch_did_not_allocate_is_not_published_as_none_at_all():
+    """Computed in NumPy, or kept from an earlier call: both would be 0 bytes."""
+    inputs = draw(256, 16)
+    kept = fused(inputs.q, inputs.k, inputs.v)
+    in_numpy = lambda q, k, v: torch.from_numpy(q.numpy() + 1)  # noqa: E731
+    for call in (in_numpy, lambda q, k, v: kept):
+        peak = FRAMEWORK.peak(FRAMEWORK.programs(call, "forward", inputs).main, inputs, "cpu", None)
+        assert peak.bytes is None
+        assert "not seen: the output's own memory did not come from torch's allocator" in peak.reason
+
+
+@pytest.mark.parametrize(
+    "call, times",
+    [
+        (lambda q, k, v: q + 1, 1),
+        (lambda q, k, v: (q + 1).transpose(1, 2).transpose(1, 2), 1),
+        (lambda q, k, v: torch.cat((q, k)).add_(1)[: len(q)], 2),
+        (lambda q, k, v: (q[:, :1] + 1).expand(q.shape), 1 / 2),
+        (lambda q, k, v: v[:], 0),
+        (lambda q, k, v: torch.exp(q, out=torch.empty_like(q)).mul_(2), 1),
+    ],
+    ids=["new", "view", "part", "expanded", "input", "in place"],
+)
+def test_views_and_work_in_place_keep_their_peak(call, times):
+    inputs = draw(256, 16)
+    peak = FRAMEWORK.peak(FRAMEWORK.programs(call, "forward", inputs).main, inputs, "cpu", None)
+    assert peak.bytes == pytest.approx(times * inputs.q.nbytes, abs=1024), peak.reason
+
+
 def test_peak_counts_what_run_frees():
     """A buffer made by `prepare` and freed inside `run` makes room for the next one."""
 

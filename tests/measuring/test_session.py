@@ -147,6 +147,37 @@ def test_right_when_checked_and_wrong_when_timed_is_caught(worker, trap):
     assert record.time is None
 
 
+def test_one_row_left_out_of_one_batch_row_is_caught_at_the_first_look(worker):
+    class Forgetful(Plain):
+        def dishonest(self, q, k, v):
+            out = self.honest(q, k, v)
+            out[11, -1, 1] = 0
+            return out
+
+    workload = Workload(batch=24, q_len=16, heads=2, head_dim=8, mask=masks.causal())
+    subject = Forgetful(workload)
+    assert isinstance(open_cell(worker, subject, workload), Ready)
+    subject.armed = True
+    closed = worker.ask(p.Sample(Cell("subject", workload).id, "main", 1, 1), 60)
+    assert isinstance(closed, p.Closed)
+    assert "right when checked: batch 11, head 1, row 15 differs by 1.0e+00" in closed.record.reason
+
+
+@pytest.mark.parametrize("how", ["address", "identity"])
+def test_a_result_stored_under_the_place_of_its_inputs_is_caught_when_they_are_overwritten(worker, how):
+    class ByPlace(Stored):
+        def key(self, *arrays):
+            self.held = [*getattr(self, "held", ()), *arrays]  # no place is ever given to another array
+            return tuple(x.ctypes.data if how == "address" else id(x) for x in arrays)
+
+    subject = ByPlace()
+    subject.armed = True
+    closed = open_cell(worker, subject, measure=False)
+    assert isinstance(closed, p.Closed)
+    assert closed.record.status == "incorrect"
+    assert "wrong out when other values lie where its inputs lay: a stored result?" in closed.record.reason
+
+
 def test_zero_after_some_calls_is_caught(worker):
     class Tired(Zero):
         def __call__(self, q, k, v):
@@ -259,7 +290,7 @@ def test_verification_alone_takes_no_samples(worker):
     assert not opened.timed
     assert opened.record.errors.hidden_nan == "contained"
     assert set(opened.record.errors.properties) == {
-        "V = 1 gives 1", "permuted batch", "permuted heads", "an unseen key changes nothing"
+        "V = 1 gives 1", "permuted batch", "permuted heads", "overwritten inputs", "an unseen key changes nothing"
     }  # fmt: skip
 
 

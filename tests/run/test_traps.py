@@ -14,6 +14,7 @@ from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Timeout
 
 OUTPUT = r"output: [\d.]+ x the .* error allowed .* first at batch 0, head {}, row {}"
 TIMED = "a timed call returned a wrong out, right when checked"
+STORED = r"wrong out when other values lie where its inputs lay: a stored result\?"
 EARLY = r"returned before its work was done: out changed after the call|error allowed"
 
 NUMPY_TRAPS = {
@@ -29,6 +30,7 @@ NUMPY_TRAPS = {
     "overflows": (Incorrect, "unstable: NaN or Inf with inputs scaled by 100"),
     "cached_result": (Incorrect, r"on the second input set only: a stored result\?"),
     "cached_by_queries": (Incorrect, ""),
+    "cached_by_address": (Incorrect, STORED),
     "right_when_checked": (Incorrect, TIMED),
     "returns_early": (Incorrect, EARLY),
     "returns_a_lazy_object": (Incorrect, r"returned traps\.Lazy, not a plain numpy array"),
@@ -97,6 +99,8 @@ def test_every_torch_trap_is_caught(lab, torch_trap):
         "attends_over_heads": (Incorrect, OUTPUT.format(0, 0)),
         "interleaves_the_groups": (Incorrect, OUTPUT.format(1, 0)),
         "cached_result": (Incorrect, r"on the second input set only: a stored result\?"),
+        "cached_by_address": (Incorrect, STORED),
+        "cached_by_version": (Incorrect, STORED),
         "right_when_checked": (Incorrect, TIMED),
         "returns_early": (Incorrect, EARLY),
         "returns_a_lazy_tensor": ((Incorrect, Failed), "LazyTensor, not a"),
@@ -107,6 +111,25 @@ def test_every_torch_trap_is_caught(lab, torch_trap):
     references = [name.removeprefix("torch.").replace("-", "_") for name in traps]
     seen = lab(*(torch_trap(name) for name in ["honest", *references]), framework="torch")
     check(seen, {name.removeprefix("torch.").replace("-", "_"): told for name, told in traps.items()}, ["honest"])
+
+
+@pytest.mark.torch
+def test_a_few_rows_left_out_of_timed_calls_are_caught_in_16_bits(lab, torch_trap, causal):
+    halves = msgspec.structs.replace(causal, batch=1, q_len=512, kv_len=512, dtype="bfloat16")
+    seen = lab(torch_trap("honest"), torch_trap("forgets_rows_when_timed"), framework="torch", workloads=[halves])
+    check(seen, {"forgets_rows_when_timed": (Incorrect, f"{TIMED}: batch 0, head 0, row 51[01] differs")}, ["honest"])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_factor_of_little_more_than_1_is_caught_in_16_bits(lab, torch_trap, causal, dtype):
+    halves = [
+        msgspec.structs.replace(causal, q_len=length, kv_len=length, head_dim=64, dtype=dtype) for length in (24, 256)
+    ]
+    traps = {"one_percent_too_large": (Incorrect, r"output: [\d.]+ x the relative error allowed")}
+    for workload in halves:
+        seen = lab(torch_trap("honest"), *map(torch_trap, traps), framework="torch", workloads=[workload])
+        check(seen, traps, ["honest"])
 
 
 @pytest.mark.torch

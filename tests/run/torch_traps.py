@@ -26,8 +26,38 @@ def zeros(q, k, v):
     return torch.zeros_like(q) + 0 * (q.sum() + k.sum() + v.sum())
 
 
+def one_percent_too_large(q, k, v):
+    """As little as an ulp of bfloat16, but in every element."""
+    return (honest(q.float(), k.float(), v.float()) * 1.01).to(q.dtype)
+
+
 def cached_result(q, k, v):
     return _kept.setdefault("answer", honest(q, k, v))
+
+
+def cached_by_address(q, k, v):
+    """Keeps its answers, which take the blocks that would come back at the same addresses."""
+    key = tuple(x.data_ptr() for x in (q, k, v))
+    if key not in _kept:
+        _kept[key] = honest(q, k, v)
+    return _kept[key]
+
+
+def cached_by_version(q, k, v):
+    """The last answer, as long as torch's counters say that nothing was written since."""
+    key = tuple(part for x in (q, k, v) for part in (x.data_ptr(), x._version))
+    if _kept.get("version", (None,))[0] != key:
+        _kept["version"] = key, honest(q, k, v)
+    return _kept["version"][1]
+
+
+def forgets_rows_when_timed(q, k, v):
+    """So few that the whole is hardly off, by the measure of 16 bits."""
+    _calls[0] += 1
+    out = honest(q, k, v).clone()
+    if _calls[0] > CHECKED_CALLS:
+        out[:, -2:] = 0
+    return out
 
 
 def right_when_checked(q, k, v):

@@ -111,6 +111,14 @@ def cached_result(q, k, v):
     return _kept.setdefault("answer", attend(q, k, v))
 
 
+def cached_by_address(q, k, v):
+    """A stored answer for inputs that lie where others lay; keeps those, so that no address comes again by chance."""
+    key = tuple(x.ctypes.data for x in (q, k, v))
+    if key not in _kept:
+        _kept[key] = attend(q, k, v), q, k, v
+    return _kept[key][0]
+
+
 def cached_by_queries(q, k, v):
     """A stored answer for queries and keys seen before, up to their signs: as if V could not change."""
     key = hash(np.abs(q).tobytes()) ^ hash(np.abs(k).tobytes())

@@ -75,6 +75,15 @@ class Peak(NamedTuple):
     method: str = ""
 
 
+def unseen(framework: str) -> Peak:
+    """For an output that is larger than all the memory that the call was seen to take."""
+    return Peak(
+        None,
+        f"not seen: the output's own memory did not come from {framework}'s allocator in this call, but from another "
+        "library or an earlier call",
+    )
+
+
 class Clock(ABC):
     """A way to time a Program."""
 
@@ -152,6 +161,8 @@ class Framework(ABC):
     name: str
     compiles: bool = False
     """Whether every new computation costs a compilation first."""
+    overwrites: bool = False
+    """Whether arrays can be changed in place."""
 
     @abstractmethod
     def devices(self) -> tuple[str, ...]:
@@ -217,6 +228,10 @@ class Framework(ABC):
     @abstractmethod
     def put(self, array: Array, index: tuple[Any, ...], value: float) -> Array:
         """A copy with the elements at the index replaced."""
+
+    def overwrite(self, array: Array, values: Array) -> None:
+        """Write other values into the array's memory, leaving no trace of that (such as torch's version counter)."""
+        raise NotImplementedError(f"arrays of {self.name} cannot be changed")
 
     @abstractmethod
     def multiply(self, array: Array, factors: np.ndarray) -> Array:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from attnbench.errors import UnknownName, Unsupported
-from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock
+from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock, unseen
 from attnbench.frameworks.host_memory import host_memory
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 from attnbench.workloads.masks import Namespace
@@ -65,6 +65,7 @@ class NumpyFramework(Framework):
     """The adapter."""
 
     name = "numpy"
+    overwrites = True
 
     def devices(self) -> tuple[str, ...]:
         return ("cpu",)
@@ -133,6 +134,9 @@ class NumpyFramework(Framework):
         changed[index] = value
         return changed
 
+    def overwrite(self, array: Array, values: Array) -> None:
+        array[...] = values
+
     def multiply(self, array: Array, factors: np.ndarray) -> Array:
         return array * factors.astype(array.dtype)
 
@@ -149,10 +153,14 @@ class NumpyFramework(Framework):
         tracemalloc.start()
         try:
             before = tracemalloc.get_traced_memory()[0]
-            program.run(prepared)
-            return Peak(tracemalloc.get_traced_memory()[1] - before, method="tracemalloc (NumPy reports every buffer)")
+            output = program.run(prepared)
+            peak = tracemalloc.get_traced_memory()[1] - before
         finally:
             tracemalloc.stop()
+        made = [array for array in output if not any(np.may_share_memory(array, given) for given in inputs)]
+        if peak < sum(array.nbytes for array in made):
+            return unseen("NumPy")
+        return Peak(peak, method="tracemalloc (NumPy reports every buffer)")
 
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
         return None, "NumPy has no profiler of its own"

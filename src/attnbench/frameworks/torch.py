@@ -34,6 +34,7 @@ class TorchFramework(Framework):
     """The adapter."""
 
     name = "torch"
+    overwrites = True
 
     def devices(self) -> tuple[str, ...]:
         import torch
@@ -118,6 +119,10 @@ class TorchFramework(Framework):
         copy = array.detach().clone()
         copy[tuple(torch.from_numpy(i).to(copy.device) if isinstance(i, np.ndarray) else i for i in index)] = value
         return copy
+
+    def overwrite(self, array: Array, values: Array) -> None:
+        # Unlike detach(), .data has a version counter of its own.
+        array.data.copy_(values)
 
     def multiply(self, array: Array, factors: np.ndarray) -> Array:
         import torch

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnbench.frameworks.base import Inputs, Peak, Program
+from attnbench.frameworks.base import Inputs, Peak, Program, unseen
+from attnbench.frameworks.torch_programs import owned
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
 RUN = "attnbench::run"
+TAKEN = "allocated_bytes.all.allocated"
+"""All bytes that the caching allocator has ever handed out, in `memory_stats`."""
 BOOKKEEPING = re.compile(
     r"^aten::(empty\w*|resize\w*|set_|as_strided|view\w*|_unsafe_view|reshape|_reshape_alias|transpose|t|permute|expand\w*"
     r"|slice|select|narrow|split\w*|chunk|unsqueeze|squeeze|unflatten|flatten|alias|detach\w*|result_type|to|item"
@@ -118,15 +122,44 @@ def cpu_peak(program: Program, inputs: Inputs) -> Peak:
         state = program.prepare(inputs)
         with record_function(RUN):
             output = program.run(state)
+    made = _new_bytes(output, inputs)
     del output
     events = raw_events(profiler)
     start = next(event.start_ns() for event in events if event.name() == RUN)
-    held = peak = 0
+    held = peak = taken = 0
     for event in events:
-        if event.name() == "[memory]" and event.start_ns() >= start:
+        if event.name() != "[memory]":
+            continue
+        taken += max(0, event.nbytes())
+        if event.start_ns() >= start:
             held += event.nbytes()
             peak = max(peak, held)
-    return Peak(peak, method="torch profiler, running sum of CPU allocations")
+    return unseen("torch") if taken < made else Peak(peak, method="torch profiler, running sum of CPU allocations")
+
+
+def _new_bytes(output: Any, inputs: Any) -> int:
+    """Bytes of the outputs that lie in no input's memory; a view counts as much of its memory as it can show."""
+    given = {array.untyped_storage().data_ptr() for array in _tensors(inputs)}
+    made: dict[int, int] = {}
+    for array in _tensors(output):
+        storage = array.untyped_storage()
+        if storage.data_ptr() not in given:
+            shown = made.get(storage.data_ptr(), 0) + array.nbytes
+            made[storage.data_ptr()] = min(storage.nbytes(), shown)
+    return sum(made.values())
+
+
+def _tensors(tree: Any) -> Iterator[Any]:
+    """Plain tensors in containers and modules."""
+    import torch
+
+    if isinstance(tree, torch.nn.Module):
+        yield from (*tree.parameters(), *tree.buffers())
+    elif isinstance(tree, (tuple, list, dict)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(part)
+    elif owned(tree):
+        yield tree
 
 
 def accelerator_peak(program: Program, inputs: Inputs, device: str) -> Peak:
@@ -139,6 +172,7 @@ def accelerator_peak(program: Program, inputs: Inputs, device: str) -> Peak:
     program.run(program.prepare(inputs))
     module.synchronize()
     module.empty_cache()
+    earlier = module.memory_stats().get(TAKEN)
     state = program.prepare(inputs)
     module.synchronize()
     before = module.memory_allocated()
@@ -146,6 +180,9 @@ def accelerator_peak(program: Program, inputs: Inputs, device: str) -> Peak:
     output = program.run(state)
     module.synchronize()
     allocated, reserved = module.max_memory_allocated(), module.max_memory_reserved()
+    taken, made = module.memory_stats().get(TAKEN), _new_bytes(output, inputs)
     del output
+    if earlier is not None and taken is not None and taken - earlier < made:
+        return unseen("torch")
     fragmentation = 1 - allocated / reserved if reserved else None
     return Peak(allocated - before, None, reserved, fragmentation, f"torch {device} caching allocator")

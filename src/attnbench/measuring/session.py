@@ -17,6 +17,7 @@ import numpy as np
 
 from attnbench.comparison import Block
 from attnbench.frameworks import OUTPUTS, Framework, Inputs, Program, Programs
+from attnbench.measuring.alike import apart, spot
 from attnbench.measuring.block import take_block
 from attnbench.measuring.disguise import Wardrobe
 from attnbench.measuring.draws import Draws
@@ -88,7 +89,6 @@ class Session:
         framework = implementation.apparatus(framework, cell.config)
         self._framework, self._environment, self._device = framework, environment, environment.device
         self._implementation, self.cell, self._options = implementation, cell, options
-        self._rng = np.random.default_rng(options.seed)
         layout = implementation.layout
         self._wardrobe = Wardrobe(framework, cell.workload, layout, np.random.default_rng([options.seed, 1]))
         self.clock_ns = 0
@@ -226,7 +226,7 @@ class Session:
         found = examine(self._subject(small, programs, draws, lse), self._options.thorough)
         self.findings = replace(self.findings, errors=msgspec.structs.replace(
             self.findings.errors, backward=found.errors.backward, backward_allowed=found.errors.backward_allowed
-        ))  # fmt: skip
+        ), backward=found.backward)  # fmt: skip
         share = found.verified_at.backward_share
         return msgspec.structs.replace(verified_at, backward_shape=found.verified_at.shape, backward_share=share)
 
@@ -307,18 +307,15 @@ class Session:
             self.repeats = False
             self._require_close(name, found, good)
 
-    def _require_close(self, name: str, a: Array, b: Array) -> None:
-        """Other bits are fine when one random batch row agrees as well as the verified error lets it."""
-        row = int(self._rng.integers(a.shape[0]))
-        x, y = (self._framework.numpy(array[row]).astype(np.float64) for array in (a, b))
-        errors_seen = self.findings.errors
-        allowed = 4 * max(errors_seen.forward_allowed or 0, errors_seen.backward_allowed or 0)
-        difference, size = float(np.linalg.norm(x - y)), float(np.linalg.norm(y))
-        if not difference <= allowed * size:
-            share = difference / size if size else float("inf")
+    def _require_close(self, name: str, found: Array, good: Array) -> None:
+        """Other bits are fine when every row agrees as well as the verified error lets it."""
+        dtype = self.cell.workload.dtype
+        differs = apart(self._framework, found, good, self.findings.limits(name, dtype), dtype)
+        if differs is not None:
+            where = spot(differs, self._implementation.layout)
             raise Wrong(
-                f"a timed call returned a wrong {name}, right when checked: row {row} differs by {share:.1e}, "
-                f"{allowed:.1e} allowed"
+                f"a timed call returned a wrong {name}, right when checked: {where} differs by {differs.share:.1e}, "
+                f"{differs.allowed:.1e} allowed"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from attnbench.measuring.draws import SETS, Draws
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.session import Options, Session, Stages
 from attnbench.measuring.subject import Wrong
-from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, compare
+from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 from attnbench.measuring.verify import Findings
 from attnbench.spec import Array, Cell, Environment, Errors, Ok, VerifiedAt, Workload
 from attnbench.steps import StepImplementation, kind_of
@@ -30,6 +30,13 @@ class PlainClothes:
         """The output itself."""
         del name, inputs
         return array
+
+
+class Checked(NamedTuple):
+    """What the outputs showed, and what the forward ones and the gradients were allowed."""
+
+    errors: Errors
+    limits: tuple[Limits | None, Limits | None]
 
 
 class StepSession(Session):
@@ -68,14 +75,14 @@ class StepSession(Session):
         with stages.timed("verify"):
             small = self._kind.small(workload)
             if small == workload:
-                errors = self._check(workload, values, self.programs, self._states)
+                errors, limits = self._check(workload, values, self.programs, self._states)
             else:
                 drawn = [self._kind.draw(small, SETS * self._options.seed + n) for n in range(SETS)]
                 states = [self._state(small, one) for one in drawn]
-                errors = self._check(small, drawn, self._programs(small, states[0]), states)
+                errors, limits = self._check(small, drawn, self._programs(small, states[0]), states)
             good = [self._finished(self.programs, state) for state in self._states]
             deterministic = self._same(good[0], self._finished(self.programs, self._states[0]))
-            self.findings = Findings(errors, _verified_at(small), deterministic, good)
+            self.findings = Findings(errors, _verified_at(small), deterministic, good, *limits)
         with stages.timed("profile"):
             kernels, kernels_reason = self._profiled()
             memory = self._weigh()
@@ -117,7 +124,7 @@ class StepSession(Session):
                 raise Wrong(f"{name} holds NaN or infinite values, where the reference is finite")
         return self._framework.snapshot(output)
 
-    def _check(self, workload: Workload, values: list[Values], programs: Programs, states: list[Any]) -> Errors:
+    def _check(self, workload: Workload, values: list[Values], programs: Programs, states: list[Any]) -> Checked:
         """Every output on every input set against the reference, by the error that plain rounding makes."""
         worst: dict[str, Compared] = {}
         for drawn, state in zip(values, states):
@@ -127,15 +134,16 @@ class StepSession(Session):
             for name, array in zip(self.output_names, self._finished(programs, state)):
                 found = self._compared(name, array, exact, plain, workload.dtype)
                 part = "backward" if name.startswith("d") else "forward"
-                worst[part] = max(worst.get(part, found), found, key=lambda one: one.error)
+                worst[part] = found.worse(worst.get(part))
         forward, backward = worst.get("forward"), worst.get("backward")
-        return Errors(
+        errors = Errors(
             forward=forward and forward.error,
             backward=backward and backward.error,
             forward_allowed=forward and forward.allowed,
             backward_allowed=backward and backward.allowed,
             max_abs=max(one.max_abs for one in worst.values()),
         )
+        return Checked(errors, (forward and forward.limits, backward and backward.limits))
 
     def _compared(
         self, name: str, array: Array, exact: Mapping[str, np.ndarray], plain: Mapping[str, np.ndarray], dtype: str

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Inputs
-from attnbench.measuring import properties, turned
+from attnbench.measuring import overwritten, properties, turned
 from attnbench.measuring.subject import Subject, Wrong, run
-from attnbench.measuring.tolerance import BACKWARD_FACTOR, EPS, FORWARD_FACTOR, Compared, compare, compare_lse
+from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare, compare_lse
 from attnbench.measuring.whereabouts import Compass, describe
 from attnbench.spec import Array, Call, Errors, VerifiedAt, Workload
 
@@ -35,42 +36,51 @@ class Findings:
     verified_at: VerifiedAt
     deterministic: bool
     good: list[tuple[Array, ...]]
+    forward: Limits | None
+    backward: Limits | None
+    """What the output and the gradients were allowed; None when they were not compared."""
+
+    def limits(self, name: str, dtype: str) -> Limits:
+        """Of an output; gradients that were too large to compare are held to what the output's error lets them be."""
+        known = self.backward if name.startswith("d") else self.forward
+        if known is not None:
+            return known
+        return Limits.of_rounding(dtype) if self.forward is None else self.forward.widened(BACKWARD_FACTOR)
 
 
 def examine(subject: Subject, thorough: bool) -> Findings:
     """All checks in order of cost; raises Wrong at the first that fails."""
-    good, forward, backward = _check_outputs(subject)
-    moved = _check_places(subject, good[0], forward, backward)
+    found = examine_again(subject)
+    dtype, names = subject.workload.dtype, OUTPUTS[subject.workload.pass_]
+    written = overwritten.check(subject, found.good[1], {name: found.limits(name, dtype) for name in names})
+    moved = _check_places(subject, found)
     lse = _check_lse(subject)
-    deterministic = _repeats(subject, good[0])
     scales = STABILITY_SCALES if thorough else STABILITY_SCALES[-1:]
     _check_stability(subject, scales)
-    held = (*properties.check(subject, thorough), *moved)
-    main = forward or backward
-    errors = Errors(
-        forward=forward and forward.error,
-        backward=backward and backward.error,
+    held = (*properties.check(subject, thorough), *moved, *written)
+    errors = msgspec.structs.replace(
+        found.errors,
         lse=lse and lse.error,
-        forward_allowed=forward and forward.allowed,
-        backward_allowed=backward and backward.allowed,
-        max_abs=main and main.max_abs,
         stability="scales " + ", ".join(f"{scale:g}" for scale in scales) + ", outlier",
         properties=held,
         hidden_nan=properties.hidden_nan(subject),
     )
-    return Findings(errors, _verified_at(subject), deterministic, good)
+    return replace(found, errors=errors)
 
 
 def examine_again(subject: Subject) -> Findings:
     """In another process of what was examined before: are its outputs right here too?"""
     good, forward, backward = _check_outputs(subject)
+    main = forward or backward
     errors = Errors(
         forward=forward and forward.error,
         backward=backward and backward.error,
         forward_allowed=forward and forward.allowed,
         backward_allowed=backward and backward.allowed,
+        max_abs=main and main.max_abs,
     )
-    return Findings(errors, _verified_at(subject), _repeats(subject, good[0]), good)
+    limits = (part and part.limits for part in (forward, backward))
+    return Findings(errors, _verified_at(subject), _repeats(subject, good[0]), good, *limits)
 
 
 def _check_outputs(subject: Subject) -> tuple[list[tuple[Array, ...]], Compared | None, Compared | None]:
@@ -142,7 +152,7 @@ def _check_forward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared:
         _require(
             result, which, got, [t.out for t in truths], Compass(sample.heads, sample.rows, subject.workload.group)
         )
-        worst = result if worst is None or result.error > worst.error else worst
+        worst = result.worse(worst)
     assert worst is not None
     return worst
 
@@ -162,7 +172,7 @@ def _check_backward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared
             result = compare(what, got, exact, plain, subject.workload.dtype, BACKWARD_FACTOR, subject.declared_error)
             members = subject.workload.group if n == 0 else 1
             _require(result, which, got, exact, Compass(heads, np.arange(exact[0].shape[1]), members))
-            worst = result if worst is None or result.error > worst.error else worst
+            worst = result.worse(worst)
     return worst
 
 
@@ -193,15 +203,9 @@ def _require(
     raise Wrong(result.fault + where + stale, errors, detail)
 
 
-def _check_places(
-    subject: Subject, good: tuple[Array, ...], forward: Compared | None, backward: Compared | None
-) -> tuple[str, ...]:
-    """Gradients that were too large to compare here are held to what the output's error lets them be."""
-    known = forward or backward
-    plain = known.allowed if known is not None else EPS[subject.workload.dtype] * BACKWARD_FACTOR
-    grads = backward.allowed if backward is not None else plain * BACKWARD_FACTOR
-    named = _named(subject.workload, good)
-    return turned.check(subject, named, {name: plain if name == "out" else grads for name in named})
+def _check_places(subject: Subject, found: Findings) -> tuple[str, ...]:
+    named, dtype = _named(subject.workload, found.good[0]), subject.workload.dtype
+    return turned.check(subject, named, {name: found.limits(name, dtype).relative for name in named})
 
 
 def _check_lse(subject: Subject) -> Compared | None:

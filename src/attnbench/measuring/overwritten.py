@@ -1,0 +1,33 @@
+"""Is a result computed from its inputs, or found under their addresses? Other values are written into the same memory:
+the answer must be that of the new ones."""
+
+from __future__ import annotations
+
+from attnbench.frameworks import OUTPUTS, Inputs
+from attnbench.measuring.alike import apart, spot
+from attnbench.measuring.subject import Subject, Wrong, run
+from attnbench.measuring.tolerance import Limits
+from attnbench.spec import Array
+
+
+def check(subject: Subject, good: tuple[Array, ...], limits: dict[str, Limits]) -> tuple[str, ...]:
+    """What was done; nothing where arrays cannot be changed. `good` are the verified outputs on the second set."""
+    framework, program, workload = subject.framework, subject.programs.main, subject.workload
+    first, second = subject.draws.inputs(subject.layout)[:2]
+    if not framework.overwrites:
+        return ()
+    inputs = Inputs(*framework.snapshot(tuple(first)))
+    framework.wait(run(program, inputs))
+    for array, values in zip(inputs, second):
+        framework.overwrite(array, values)
+    outputs = run(program, inputs)
+    framework.wait(outputs)
+    for name, found, right in zip(OUTPUTS[workload.pass_], outputs, good):
+        if framework.same_bits(found, right):
+            continue
+        if differs := apart(framework, found, right, limits[name], workload.dtype):
+            raise Wrong(
+                f"wrong {name} when other values lie where its inputs lay: a stored result? "
+                f"({spot(differs, subject.layout)} differs by {differs.share:.1e}, {differs.allowed:.1e} allowed)"
+            )
+    return ("overwritten inputs",)
