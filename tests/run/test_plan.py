@@ -37,9 +37,9 @@ def test_what_does_not_fit_is_refused_with_both_sizes():
 
 
 def test_inputs_that_cannot_fit_are_refused_without_asking_the_mask(monkeypatch):
-    endless = Workload(batch=1, q_len=99_999_999_999, heads=8, head_dim=64, mask=masks.causal())
+    endless = Workload(batch=1, q_len=2_000_000_000, heads=8, head_dim=64, mask=masks.causal())
     monkeypatch.setattr(type(endless.visible_mask), "interval", lambda *_: pytest.fail("asked for an array of rows"))
-    assert inputs_do_not_fit(endless, GPU) == "needs 1230 TB, 24 GB here"
+    assert inputs_do_not_fit(endless, GPU) == "needs 24.6 TB, 24 GB here"
     assert inputs_do_not_fit(SMALL, GPU) is None
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import msgspec
-import psutil
 import pytest
 
+from attnbench.frameworks.host_memory import HostMemory
 from attnbench.run import remote
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Timeout
 
@@ -51,12 +50,7 @@ NUMPY_TRAPS = {
 def little_memory(monkeypatch):
     """A machine whose free memory a few steps of the hoarder fill."""
     free = remote.SPARE_BYTES + (1 << 30)
-    narrow = SimpleNamespace(
-        Process=psutil.Process,
-        NoSuchProcess=psutil.NoSuchProcess,
-        virtual_memory=lambda: SimpleNamespace(available=free),
-    )
-    monkeypatch.setattr(remote, "psutil", narrow)
+    monkeypatch.setattr(remote, "host_memory", lambda: HostMemory(free, free))
 
 
 def check(seen, traps, companions):
