@@ -59,6 +59,14 @@ def test_a_turn_of_its_own_is_compared_but_not_round_by_round():
     assert unpaired.high - unpaired.low > 3 * (paired.high - paired.low)
 
 
+def test_a_clock_beside_the_published_one_is_of_the_same_sitting():
+    by_kernel = structs.replace(ok("torch.b", noisy(2e6, 2)).time, clock="kernel")
+    published = structs.replace(by_kernel, sitting=MORNING)
+    first = structs.replace(at(MORNING, "torch.a", 1e6), also={"kernel": by_kernel})
+    others = [structs.replace(at(MORNING, name, 3e6, 3), time=published) for name in ("torch.b", "torch.c")]
+    assert None not in ranks([first, *others]).values()
+
+
 def test_a_policy_is_chosen_within_a_sitting():
     records = [at(MORNING, "torch.a", 1e6), at(MORNING, "torch.b", 2e6, 2), at(EVENING, "torch.c", 5e5, 3)]
     (entry,) = choose([Source("run", MORNING, records)]).policy.entries

@@ -59,7 +59,7 @@ def _by(record: Record, clock: str) -> Record:
     """With that clock's time for its own, and the rates that follow from it."""
     if not isinstance(record, Ok) or record.time is None or record.time.clock == clock or clock not in _clocks(record):
         return record
-    old, new = record.time, record.also[clock]
+    old, new = record.time, structs.replace(record.also[clock], sitting=record.time.sitting)
     factor = old.median_ns / new.median_ns
     rates = {name: rate * factor for name in ("tflops", "gb_per_s", "roofline") if (rate := getattr(record.cost, name))}
     throughput = record.throughput
