@@ -44,6 +44,18 @@ def softmax_attention(q, k, v, bias, mask, scale, softcap=None):
     return jnp.einsum("bhij,bjhd->bihd", p, v.astype(wide)).astype(q.dtype)
 
 
+def empty_the_cache_of_triton_on_import(monkeypatch, module):
+    """As importing jax-triton does, which kvax and tokamax do."""
+    real = importlib.import_module
+
+    def import_module(name):
+        if name == module:
+            os.environ["TRITON_CACHE_DIR"] = ""
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+
+
 @pytest.fixture
 def tokamax(monkeypatch):
     fake = types.ModuleType("tokamax")
@@ -76,6 +88,12 @@ class TestTokamax:
     @pytest.mark.parametrize("kind", every_mask())
     def test_every_mask_with_rows_without_keys_set_to_zero(self, tokamax, kind):
         check(jax_tokamax.XLA_CHUNKED, Workload(**SQUARE, mask=every_mask()[kind], pass_="backward"), 5e-6)
+
+    def test_the_cache_of_triton_outlives_its_import(self, tokamax, monkeypatch):
+        monkeypatch.setenv("TRITON_CACHE_DIR", "/some/where")
+        empty_the_cache_of_triton_on_import(monkeypatch, "tokamax")
+        check(jax_tokamax.XLA, Workload(**SQUARE), 5e-6)
+        assert os.environ["TRITON_CACHE_DIR"] == "/some/where"
 
     def test_bottom_right_rectangles(self, tokamax):
         for sizes in ({"q_len": 6, "kv_len": 20}, {"q_len": 20, "kv_len": 6}):
@@ -171,6 +189,9 @@ def kvax(monkeypatch):
         assert isinstance(kernels.LOG2_CONST, Constexpr)
         assert inside["specs"]
         utils.tables = len(mask)
+        if len(mask) == 3:  # the backward pass takes whole blocks only
+            largest = max(max(b.query_block_size, b.kv_block_size) for b in utils.blocks)
+            assert {x.shape[1] % largest for x in (q, k, v, q_pos, q_seg, kv_pos, kv_seg)} == {0}
         seen = (q_pos[:, :, None] >= kv_pos[:, None]) & (q_seg[:, :, None] == kv_seg[:, None]) & (kv_seg[:, None] != -1)
         return softmax_attention(q, k, v, None, seen[:, None], scale)
 
@@ -220,16 +241,12 @@ class TestKvax:
         monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
         if before is not None:
             monkeypatch.setenv("TRITON_CACHE_DIR", before)
-        real = importlib.import_module
-
-        def import_module(name):
-            if name == "kvax.ops":  # as jax-triton does
-                os.environ["TRITON_CACHE_DIR"] = ""
-            return real(name)
-
-        monkeypatch.setattr(importlib, "import_module", import_module)
+        empty_the_cache_of_triton_on_import(monkeypatch, "kvax.ops")
         check(KVAX, Workload(**self.shape), 3e-3, HOPPER)
         assert os.environ.get("TRITON_CACHE_DIR") == before
+
+    def test_lengths_that_are_no_whole_blocks_in_training(self, kvax):
+        check(KVAX, Workload(**(self.shape | {"q_len": 131, "kv_len": 257}), pass_="train"), 3e-3, HOPPER)
 
 
 @pytest.fixture

@@ -166,3 +166,18 @@ def test_on_an_accelerator_the_batch_rows_are_turned_copies_of_one(framework, mo
         twice = np.concatenate([values[0].ravel()] * 2)
         starts = np.lib.stride_tricks.sliding_window_view(twice, values[0].size)
         assert all((starts == row.ravel()).all(axis=1).any() for row in values)
+
+
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=pytest.mark.torch)])
+def test_on_an_accelerator_a_long_sequence_is_one_stretch_again_and_again_from_other_places(framework, monkeypatch):
+    fw = frameworks.get(framework)
+    monkeypatch.setattr(fw, "array", lambda values, dtype, device, make=fw.array: make(values, dtype, "cpu"))
+    monkeypatch.setattr(module, "HOST_VALUES", 32)
+    workload = Workload(batch=2, q_len=10, heads=2, kv_heads=1, head_dim=4, pass_="train")
+    for array, heads, tokens in zip(Draws(fw, "elsewhere", workload, 5).inputs("bshd")[0], (2, 1, 1, 2), (4, 8, 8, 4)):
+        values = fw.numpy(array)
+        assert values.shape == (2, 10, heads, 4)
+        assert len(np.unique(values)) == tokens * heads * 4  # the values of one stretch, and no others
+        stretches = [row[:tokens] for row in values] + [row[tokens : 2 * tokens] for row in values if tokens == 4]
+        assert len({stretch.tobytes() for stretch in stretches}) == len(stretches)
+        assert array.is_contiguous() if framework == "torch" else array.flags.c_contiguous

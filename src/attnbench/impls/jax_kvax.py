@@ -2,17 +2,15 @@
 
 Traps handled here: scale defaults to 1; its block sizes know "H100" by name only, so they are given; it needs a mesh
 and `attention_specs` even on one device; segment -1 means padding. kvax 0.1.0 needs two repairs: an attribute
-that newer JAX dropped, and module constants that newer Triton wants as constexpr. Importing jax-triton empties
-TRITON_CACHE_DIR for the whole process, without which torch compiles no Triton kernel any more: it is put back.
+that newer JAX dropped, and module constants that newer Triton wants as constexpr.
+It pads lengths to whole blocks in the forward pass only and refuses them in the backward pass: they are padded here.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import typing
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from attnbench.impls.conditions import (
     needs_package,
 )
 from attnbench.impls.jax_masks import one_documents_part, own_documents
+from attnbench.impls.jax_beside_torch import import_beside_torch
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 from attnbench.workloads.masks import Causal
 from attnbench.workloads.masks.base import query_offset
@@ -117,12 +116,15 @@ def attend(
     ops, utils = _import_kvax()
     forward, backward = _blocks(utils, config)
     words = [jnp.asarray(x, jnp.int32) for x in tokens]
+    q_len = q.shape[1]
+    if gradients:
+        q, k, v, words = _in_whole_blocks(q, k, v, words, max(forward.query_block_size, forward.kv_block_size))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
     with utils.attention_specs(query_specs=AXES, kv_specs=AXES):
         tables = ops.create_attention_mask(
             *words, fwd_params=forward, bwd_params=backward, calc_bwd_mask=gradients, mesh=mesh
         )
-        return ops.flash_attention(
+        out = ops.flash_attention(
             q, _rounded_gradient(k), _rounded_gradient(v), *words, tables,
             scale=scale,
             fwd_params=forward,
@@ -131,6 +133,26 @@ def attend(
             permute_tokens_for_load_balance=False,
             mesh=mesh,
         )  # fmt: skip
+    return out[:, :q_len]
+
+
+def _in_whole_blocks(
+    q: Array, k: Array, v: Array, words: list[Array], block: int
+) -> tuple[Array, Array, Array, list[Array]]:
+    """Tokens added up to whole blocks: queries that see what the last one sees, keys that belong to no segment."""
+    import jax.numpy as jnp
+
+    def longer(array: Array, **how: Any) -> Array:
+        return jnp.pad(array, [(0, 0), (0, -array.shape[1] % block), *[(0, 0)] * (array.ndim - 2)], **how)
+
+    q_positions, q_segments, kv_positions, kv_segments = words
+    words = [
+        longer(q_positions, mode="edge"),
+        longer(q_segments, mode="edge"),
+        longer(kv_positions, mode="edge"),
+        longer(kv_segments, constant_values=-1),
+    ]
+    return longer(q), longer(k), longer(v), words
 
 
 def _rounded_gradient(array: Array) -> Array:
@@ -182,8 +204,7 @@ def _import_kvax() -> tuple[Any, Any]:
     shard_map = importlib.import_module("jax.experimental.shard_map")
     if not hasattr(shard_map, "Specs"):
         shard_map.Specs = typing.Any  # pyright: ignore[reportAttributeAccessIssue]
-    with _kept("TRITON_CACHE_DIR"):
-        ops, utils = importlib.import_module("kvax.ops"), importlib.import_module("kvax.utils")
+    ops, utils = import_beside_torch("kvax.ops"), import_beside_torch("kvax.utils")
     kernels = importlib.import_module("kvax.ops.flash_attention_triton")
     constexpr = importlib.import_module("triton.language").constexpr
     for name in ("LOG2_CONST", "NEG_INF"):
@@ -191,19 +212,6 @@ def _import_kvax() -> tuple[Any, Any]:
         if not isinstance(value, constexpr):
             setattr(kernels, name, constexpr(value))
     return ops, utils
-
-
-@contextmanager
-def _kept(variable: str) -> Iterator[None]:
-    """An environment variable that has its old value again afterwards."""
-    before = os.environ.get(variable)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = before
 
 
 KVAX = Kvax()

@@ -14,6 +14,7 @@ import numpy as np
 from attnbench import registry
 from attnbench.impls.jax_nn import JaxNn
 from attnbench.impls.jax_tokamax import Tokamax
+from attnbench.impls.jax_beside_torch import import_beside_torch
 from attnbench.spec import Array
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask
@@ -55,6 +56,5 @@ def attend(
         found: Any = jax.nn.dot_product_attention(q, k, v, **words)
         return found
     assert isinstance(implementation, Tokamax)
-    import tokamax
-
+    tokamax: Any = import_beside_torch("tokamax")
     return tokamax.dot_product_attention(q, k, v, mask=mask, implementation=implementation.backend, **words)

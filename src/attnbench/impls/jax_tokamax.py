@@ -19,6 +19,7 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
     needs_package,
 )
+from attnbench.impls.jax_beside_torch import import_beside_torch
 from attnbench.impls.jax_masks import mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
@@ -82,8 +83,7 @@ class Tokamax(Implementation):
         arguments = mask_arguments(workload)
 
         def call(q: Array, k: Array, v: Array) -> Array:
-            import tokamax
-
+            tokamax: Any = import_beside_torch("tokamax")
             out = tokamax.dot_product_attention(
                 q, k, v,
                 scale=workload.softmax_scale,
@@ -101,9 +101,8 @@ class Tokamax(Implementation):
         plain = not arguments.needs_array and arguments.window is None and arguments.kv_lengths is None
         if self.backend != "mosaic" or not plain:
             return None, None
-        from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
-
-        kernel: Any = PallasMosaicGpuFlashAttention()
+        mosaic: Any = import_beside_torch("tokamax._src.ops.attention.pallas_mosaic_gpu")
+        kernel = mosaic.PallasMosaicGpuFlashAttention()
         words = {"logits_scale": workload.softmax_scale, "logits_soft_cap": workload.softcap}
 
         def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:

@@ -27,10 +27,14 @@ BACKWARD_FLOPS = {"cpu": 3e9}
 DEVICE_FLOPS = 2e13
 HOST_HEAD_FLOPS = 2e10
 """What the reference may cost per input set: NumPy on a CPU, the float64 port on an accelerator."""
+DEVICE_PAIRS = 1 << 32
+"""Pairs of all sampled heads there: the many passes over a mask of several parts cost more than the products."""
 MAX_HEADS, MAX_ROWS = 4, 16
 """Sampled heads; of masks that differ between batch rows, so many rows are looked into."""
 ALL_HEADS = {"cpu": 64}
 DEVICE_BLOCK_PAIRS = 1 << 27
+HOST_VALUES = 1 << 26
+"""Of each input, what the host draws for an accelerator at most."""
 PROOF = 8
 EDGE_ROWS = (0, 1, 63, 64, 127, 128)
 
@@ -78,21 +82,27 @@ class Draws:
         return [self._drawn(SETS * self.seed + n) for n in range(SETS)]
 
     def _drawn(self, seed: int) -> Inputs:
-        """One input set. On an accelerator the host draws one batch row only: the others are the same numbers, each
-        turned by an offset of its own, since drawing and sending gigabytes takes longer than all else."""
+        """One input set. On an accelerator the host draws one stretch of tokens only: the others are the same numbers,
+        each turned by an offset of its own, since drawing and sending gigabytes takes longer than all else."""
         w = self.workload
-        if self.device == "cpu" or w.batch == 1 or w.inputs != "normal" or w.dtype == "float64":
+        q_len, kv_len = (min(n, max(1, HOST_VALUES // width)) for n, width in zip((w.q_len, w.kv_len), _widths(w)))
+        whole = w.batch == 1 and (q_len, kv_len) == (w.q_len, w.kv_len)
+        if self.device == "cpu" or whole or w.inputs != "normal" or w.dtype == "float64":
             return Inputs(*(self._put(x, "bshd") for x in drawing.draw(w, seed)))
-        row = drawing.draw(msgspec.structs.replace(w, batch=1, mask=None), seed)
+        drawn = drawing.draw(msgspec.structs.replace(w, batch=1, q_len=q_len, kv_len=kv_len, mask=None), seed)
         rng = np.random.default_rng(seed)
-        return Inputs(*(self._turned(values, rng.integers(values.size, size=w.batch)) for values in row))
+        return Inputs(*(self._turned(*one, rng) for one in zip(drawn, (w.q_len, w.kv_len, w.kv_len, w.q_len))))
 
-    def _turned(self, row: np.ndarray, offsets: np.ndarray) -> Array:
-        """[batch, ...] of one batch row: its flat values, begun at each offset."""
-        flat = self.framework.array(row.ravel(), self.workload.dtype, self.device)
-        places, starts = (self.framework.array(x, "int32", self.device) for x in (np.arange(row.size), offsets))
-        order = (places[None, :] + starts[:, None]) % row.size
-        return flat[order].reshape(len(offsets), *row.shape[1:])
+    def _turned(self, stretch: np.ndarray, tokens: int, rng: np.random.Generator) -> Array:
+        """[batch, tokens, ...] of one stretch of tokens: its flat values again and again, begun at random places."""
+        fw, size, batch = self.framework, stretch.size, self.workload.batch
+        flat = fw.array(stretch.ravel(), self.workload.dtype, self.device)
+        places = fw.array(np.arange(size), "int32", self.device)
+        whole, rest = divmod(tokens * (size // stretch.shape[1]), size)
+        lengths = [*[size] * whole, *([rest] if rest else [])] * batch
+        starts = fw.array(rng.integers(size, size=len(lengths)), "int32", self.device)
+        pieces = [flat[(places[:length] + starts[n]) % size] for n, length in enumerate(lengths)]
+        return array_api_compat.array_namespace(flat).concat(pieces).reshape(batch, tokens, *stretch.shape[2:])
 
     @cached_property
     def sample(self) -> Sample:
@@ -103,7 +113,8 @@ class Draws:
         per_row = 2 * (w.head_dim + w.value_dim) * w.kv_len * w.group
         if self._few_heads and per_row * w.q_len * w.batch * w.kv_heads <= budget:
             heads = [(b, g) for b in range(w.batch) for g in range(w.kv_heads)]
-        count = max(1, int(budget / (per_row * len(heads))))
+        most = min(budget / per_row, DEVICE_PAIRS / (w.kv_len * w.group))
+        count = max(1, int(most / len(heads)))
         rows = np.arange(w.q_len)
         if count < w.q_len:
             edges = {row for row in (*EDGE_ROWS, w.q_len // 2, w.q_len - 1) if row < w.q_len}
@@ -123,7 +134,8 @@ class Draws:
         budget = BACKWARD_FLOPS.get(self.device, DEVICE_FLOPS)
         if self._few_heads and per_head * w.batch * w.kv_heads <= budget:
             return tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads))
-        return tuple(_choose_heads(w, np.random.default_rng(self.seed), min(MAX_HEADS, int(budget // per_head))))
+        most = min(MAX_HEADS, budget // per_head, DEVICE_PAIRS // (w.kv_len * w.q_len * w.group))
+        return tuple(_choose_heads(w, np.random.default_rng(self.seed), int(most)))
 
     def truths(self, which: int, gradients: bool) -> list[Truth]:
         """Truth of each head of the sample (or of `gradient_heads`) for one input set."""
@@ -192,6 +204,12 @@ class Draws:
         if key not in self._runs:
             self._runs[key] = fw.exact(compute)
         return self._runs[key]
+
+
+def _widths(w: Workload) -> tuple[int, int]:
+    """Values per token: of Q or dO, whichever has more, and of K or V."""
+    dim = max(w.head_dim, w.value_dim)
+    return w.heads * dim, w.kv_heads * dim
 
 
 def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
