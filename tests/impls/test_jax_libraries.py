@@ -189,6 +189,7 @@ def kvax(monkeypatch):
         assert isinstance(kernels.LOG2_CONST, Constexpr)
         assert inside["specs"]
         utils.tables = len(mask)
+        assert scale != 1, "'float' object has no attribute 'to', in the backward kernel"
         if len(mask) == 3:  # the backward pass takes whole blocks only
             largest = max(max(b.query_block_size, b.kv_block_size) for b in utils.blocks)
             assert {x.shape[1] % largest for x in (q, k, v, q_pos, q_seg, kv_pos, kv_seg)} == {0}
@@ -244,6 +245,9 @@ class TestKvax:
         empty_the_cache_of_triton_on_import(monkeypatch, "kvax.ops")
         check(KVAX, Workload(**self.shape), 3e-3, HOPPER)
         assert os.environ.get("TRITON_CACHE_DIR") == before
+
+    def test_a_scale_of_one(self, kvax):
+        check(KVAX, Workload(**self.shape, scale=1.0, pass_="train"), 3e-3, HOPPER)
 
     def test_lengths_that_are_no_whole_blocks_in_training(self, kvax):
         check(KVAX, Workload(**(self.shape | {"q_len": 131, "kv_len": 257}), pass_="train"), 3e-3, HOPPER)

@@ -201,3 +201,17 @@ def test_two_halves_on_a_gpu(implementation):
     close(grads[0][0].float() + grads[1][0].float(), want[0], "bfloat16")
     for name in (1, 2):
         close(torch.cat([of_half[name] for of_half in grads], 1), want[name], "bfloat16")
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
+def test_dynamo_traces_the_operators_of_a_gpu(backend):
+    """Without a GPU: on fake tensors of one, as Dynamo sees them. torch's quicker bindings cannot be traced."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    lengths = {"q_len": 64, "kv_len": 128} if backend == "flash" else {"q_len": 128}
+    workload = Workload(batch=1, heads=4, head_dim=64, dtype="bfloat16", mask=masks.causal(), **lengths)
+    call = torch_sdpa_aten.operator(backend, workload)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, 4, n, 64, device="cuda", dtype=torch.bfloat16) for n in (workload.q_len, 128))
+        out, lse = torch.compile(call, backend="eager", fullgraph=True)(q, k, k)
+    assert out.shape == q.shape and lse.shape[:3] == q.shape[:3]

@@ -4,6 +4,7 @@ Traps handled here: scale defaults to 1; its block sizes know "H100" by name onl
 and `attention_specs` even on one device; segment -1 means padding. kvax 0.1.0 needs two repairs: an attribute
 that newer JAX dropped, and module constants that newer Triton wants as constexpr.
 It pads lengths to whole blocks in the forward pass only and refuses them in the backward pass: they are padded here.
+A scale of exactly 1 becomes a constant of jax-triton that its backward kernel cannot convert: half of it is given.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ def attend(
     forward, backward = _blocks(utils, config)
     words = [jnp.asarray(x, jnp.int32) for x in tokens]
     q_len = q.shape[1]
+    if scale == 1:
+        q, scale = q * 2, 0.5
     if gradients:
         q, k, v, words = _in_whole_blocks(q, k, v, words, max(forward.query_block_size, forward.kv_block_size))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))

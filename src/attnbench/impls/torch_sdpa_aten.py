@@ -118,6 +118,15 @@ def _cpu_flash(workload: Workload) -> Partial:
     return forward, backward
 
 
+def _forward_op(name: str) -> Callable[..., Any]:
+    """torch's quick binding, which gives lengths as tensors that Dynamo cannot trace; there, the operator itself."""
+    import torch
+    from torch.compiler import is_dynamo_compiling
+
+    quick, traced = getattr(torch, name), getattr(torch.ops.aten, name)
+    return lambda *given, **named: (traced if is_dynamo_compiling() else quick)(*given, **named)
+
+
 def _gpu_flash(workload: Workload) -> Partial | None:
     """The operator aligns a rectangular causal mask bottom-right."""
     import torch
@@ -127,7 +136,7 @@ def _gpu_flash(workload: Workload) -> Partial | None:
     if not fits or workload.head_dim % 8 or workload.value_dim != workload.head_dim or may_have_dead_rows(workload):
         return None
     scale, causal = workload.softmax_scale, way != "none"
-    forward_op = torch._scaled_dot_product_flash_attention  # pyright: ignore[reportPrivateImportUsage]
+    forward_op = _forward_op("_scaled_dot_product_flash_attention")
     backward_op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     random = once_per_device(lambda device: _no_dropout(device, torch.uint64, 2))
 
@@ -148,7 +157,7 @@ def _cudnn(workload: Workload) -> Partial | None:
     if way not in ("none", "causal") or workload.head_dim % 8 or workload.value_dim % 8:
         return None
     scale, causal = workload.softmax_scale, way == "causal"
-    forward_op = torch._scaled_dot_product_cudnn_attention  # pyright: ignore[reportPrivateImportUsage]
+    forward_op = _forward_op("_scaled_dot_product_cudnn_attention")
     backward_op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     random = once_per_device(lambda device: _no_dropout(device, torch.int64))
 
