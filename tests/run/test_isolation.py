@@ -304,3 +304,30 @@ def test_only_what_stores_scores_on_an_accelerator_that_cannot_hold_all_is_heavy
         Crew, "environment", lambda self, framework: Environment(device="cpu", device_name="CPU", framework="torch")
     )
     assert not heavy(*storing)
+
+
+def test_heavy_ones_run_as_many_at_a_time_as_the_memory_holds(monkeypatch):
+    from attnbench.run.workload import WorkloadRun
+
+    shares = {"a": 0.2, "b": 0.2, "c": 0.2, "d": 0.7, "e": 0.1}
+    monkeypatch.setattr(WorkloadRun, "_share", lambda self, cell: shares[cell.implementation])
+    workload = Workload(batch=1, q_len=8, heads=1, head_dim=8)
+    run = WorkloadRun(None, workload, Crew((), "cpu", None), Listener(), None, 0)
+    batches = run._that_fit_together([Cell(name, workload) for name in shares])
+    assert [[cell.implementation for cell in few] for few in batches] == [["a", "b", "c"], ["d"], ["e"]]
+
+
+def test_an_anchor_without_memory_is_told_in_a_line(monkeypatch):
+    from attnbench.run import protocol as p
+    from attnbench.run.workload import WorkloadRun
+    from attnbench.spec import OutOfMemory
+
+    told = []
+    listener = Listener()
+    listener.warning = told.append
+    workload = Workload(batch=1, q_len=8, heads=1, head_dim=8)
+    refused = p.Closed(OutOfMemory(implementation="anchor.copy", workload=workload, reason="no memory is left"))
+    monkeypatch.setattr(Crew, "ask", lambda *_: refused)
+    run = WorkloadRun(Request(workloads=(workload,), implementations=("numpy.float32",)), workload, Crew((), "cpu", None), listener, None, 0)
+    assert run._open_anchor(Cell("anchor.copy", workload), None) is None
+    assert told == ["anchor.copy could not be opened: no memory is left"]

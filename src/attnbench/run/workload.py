@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from attnbench.run.launch import Listener, Request
 
 APART = "measured apart from others of its workload: device memory would not hold them all at once"
-HEAVY_SHARE, CROWD_SHARE = 1 / 12, 1 / 2
+HEAVY_SHARE, CROWD_SHARE, BATCH_SHARE = 1 / 12, 1 / 2, 2 / 3
 """Of device memory, by the least that cells need: one above the first comes after the others where all together need
-more than the second."""
+more than the second, with as many of its kind as need no more than the third."""
 KEEPS_MEMORY = frozenset({"jax"})
 """Frameworks whose process gives no device memory back while it lives."""
 UNSTABLE = 0.05
@@ -62,7 +62,8 @@ class WorkloadRun:
         light = [cell for cell in cells if cell not in heavy]
         with tempfile.TemporaryDirectory(prefix="attnbench-") as self._shared:
             self._run_together(light)
-            self._run_apart(heavy)
+            for few in self._that_fit_together(heavy):
+                self._run_apart(few)
             crowded = self._take_crowded()
             if 1 < len(crowded) < len(cells):
                 self._crew.dismiss_all()
@@ -80,6 +81,17 @@ class WorkloadRun:
         if sum(shares) <= CROWD_SHARE:
             return []
         return [cell for cell, share in zip(cells, shares, strict=True) if share > HEAVY_SHARE]
+
+    def _that_fit_together(self, heavy: Sequence[Cell]) -> Iterator[list[Cell]]:
+        """As many at a time as the memory holds, at least one."""
+        few: list[Cell] = []
+        for cell in heavy:
+            if few and sum(map(self._share, [*few, cell])) > BATCH_SHARE:
+                yield few
+                few = []
+            few.append(cell)
+        if few:
+            yield few
 
     def _share(self, cell: Cell) -> float:
         """Of an accelerator's memory, what a cell needs at least."""
@@ -268,7 +280,8 @@ class WorkloadRun:
         except WorkerDied as died:
             raise last_words(cell, group, self._crew, died) from died
         if not isinstance(answer, p.Opened):
-            self._listener.warning(f"{cell.implementation} could not be opened: {getattr(answer, 'record', answer)}")
+            reason = getattr(getattr(answer, "record", answer), "reason", type(answer).__name__)
+            self._listener.warning(f"{cell.implementation} could not be opened: {reason}")
             return None
         return RemoteCell(cell, group, answer, self._crew, self._request.timeout_s)
 
