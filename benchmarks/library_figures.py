@@ -114,7 +114,7 @@ def models() -> str:
 
 def turns() -> str:
     """pi0's training step in attention alone: time, and memory with and without outputs and gradients."""
-    records = read_run(RESULTS / "earlier/gemma-turns.jsonl").records
+    records = read_run(RESULTS / "gemma-turns.jsonl").records
     found = {label(r): (r.time.median_ns, r.memory.peak_bytes) for r in records if isinstance(r, Ok) and r.time}
     weighed = {name: Weighed(ns, peak) for name, (ns, peak) in found.items() if peak is not None}
     outputs, base = demand(records[0].workload).output_bytes, weighed[BASE]
@@ -148,7 +148,7 @@ PAGES: Pages = {
     },
     "docs/pairs.md": {"pairs": ("h200/pairs.json", pairs)},
     "docs/gemma.md": {
-        "turns": ("h200/earlier/gemma-turns.jsonl", turns),
+        "turns": ("h200/gemma-turns.jsonl", turns),
         "models": ("h200/gemma_models.json", models),
     },
 }

@@ -137,6 +137,11 @@ class TestLengths:
         rows += [{"family": "b", "batch": 1, "len": n, "ns": 1.0} for n in (1, 2)]
         assert [choice.text for choice in family_choices(rows, "ns")] == ["b", "a"]
 
+    def test_of_two_curves_the_one_with_more_cells_is_shown_first(self):
+        rows = [{"family": "long", "batch": 1, "len": n, "ns": 1.0} for n in range(6)]
+        rows += [{"family": "contested", "batch": 1, "len": n, "ns": 1.0} for n in range(3)] * 4
+        assert [choice.text for choice in family_choices(rows, "ns")] == ["contested", "long"]
+
     def test_one_batch_at_a_time_where_that_makes_a_curve(self):
         rows = [
             {"family": "f", "batch": b, "len": n, "ns": 1.0}

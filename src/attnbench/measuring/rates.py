@@ -62,8 +62,8 @@ def above_roofline(cost: Cost) -> tuple[str, ...]:
     """A note where a figure that is published lies above what was measured to be the limit."""
     if cost.roofline is None or cost.roofline <= 1:
         return ()
-    told = f"{cost.roofline:.0%} of the measured {cost.bound} ceiling"
-    return (f"{told}: that was measured in a slower moment, or work was left out",)
+    other = "it is a copy's, and reading alone is quicker; or that" if cost.bound == "memory" else "that"
+    return (f"above the measured {cost.bound} ceiling: {other} was measured in a slower moment, or work was left out",)
 
 
 def throughput_of(workload: Workload, time_ns: float) -> Throughput:

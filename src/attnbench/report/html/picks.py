@@ -45,7 +45,7 @@ def set_beside(cells: Sequence[dict[str, Any]]) -> None:
 
 
 def family_choices(cells: Cells, needs: str) -> list[Choice]:
-    """The family with most lengths first; of its batches, that with most lengths where they make a curve."""
+    """Of the families that make a curve the one with most cells first; of its batches, that with most lengths."""
     found: dict[str, dict[int, list[int]]] = {}
     for cell in cells:
         if cell.get(needs) is not None:
@@ -55,7 +55,7 @@ def family_choices(cells: Cells, needs: str) -> list[Choice]:
 
 def _weight(batches: Mapping[int, Sequence[int]]) -> tuple[int, int]:
     lengths = [n for batch in batches.values() for n in batch]
-    return -len(set(lengths)), -len(lengths)
+    return -min(len(set(lengths)), FEW_LENGTHS), -len(lengths)
 
 
 def _of(family: str, found: Mapping[str, Mapping[int, Sequence[int]]]) -> list[Choice]:
