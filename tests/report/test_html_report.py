@@ -92,21 +92,36 @@ class TestCells:
         cell = next(c for c in make_cells(section).rows if c["label"] == "torch.sdpa")
         assert "gain0" not in cell
 
-    def test_cells_of_several_runs_are_shown_and_not_ranked(self):
+    def test_cells_of_several_runs_are_shown_and_ranked_within_theirs(self):
         old = [timed("torch.eager", 4e6), timed("torch.sdpa", 1e6), timed("torch.eager", 8e6, 256)]
         page = compose([source(*old), source(timed("torch.sdpa", 2e6))])
         (part,) = page.parts
         cells = {(cell["label"], cell["len"]): cell for cell in part.cells.rows}
         assert cells["torch.sdpa", 128]["ns"] == pytest.approx(2e6, rel=0.2)
-        assert cells["torch.sdpa", 128]["rank"] is None
+        assert cells["torch.sdpa", 128]["rank"] == 1, "four times as fast where both took turns"
         assert cells["torch.eager", 128]["rank"] is None
         assert cells["torch.eager", 256]["rank"] == 1
         assert part.cells.pooled == 1
-        assert any("their order is not certain" in note for note in part.notes)
-        assert "too close to call" in summarise(page)
+        assert any("did not share their rounds" in note for note in part.notes)
+        assert "too close to call" not in summarise(page)
         assert re.search(r"torch\.sdpa leads on 1 of 2 shapes, (3\.9|4\.0)\dx", part.answer[0])
         (winner,) = [one for one in part.advice if one.kind == "winner"]
         assert winner.figures[0].value == pytest.approx(4, rel=0.05)
+
+    @pytest.mark.parametrize("pace", [1.0, 0.4, 3.0])
+    def test_of_another_run_what_is_clearly_behind_by_what_both_timed_is_slower(self, pace):
+        """Both runs hold torch.sdpa, so that a machine that was quicker or slower in one of them deceives nobody."""
+
+        def ranks(flash):
+            old = [timed("torch.eager", 9e6), timed("torch.sdpa-flash", flash), timed("torch.sdpa", 4e6)]
+            new = [timed("torch.sdpa", 4e6 * pace), timed("torch.sdpa-math", 16e6 * pace)]
+            (section,) = gather([source(*old), source(*new)])
+            return {cell["label"]: cell["rank"] for cell in make_cells(section).rows}
+
+        assert set(ranks(flash=4.1e6).values()) == {None}, "too near to torch.sdpa"
+        behind = ranks(flash=7e6)
+        assert behind["torch.sdpa-flash"] is None
+        assert behind["torch.sdpa"] == (1 if pace <= 1 else None), "the fastest as shown must lead"
 
     def test_runs_that_share_no_implementation_are_not_compared(self):
         (part,) = compose([source(timed("torch.eager", 4e6)), source(timed("torch.sdpa", 1e6))]).parts

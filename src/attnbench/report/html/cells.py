@@ -11,6 +11,7 @@ from attnbench.analyse.clocks import clock_of, on_one_clock
 from attnbench.analyse.ranking import RANK_LEVEL, Row, by_workload, is_timed, label, rank
 from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.analyse.speedup import category
+from attnbench.analyse.survey import CLEARLY
 from attnbench.analyse.together import newest
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.families import Families, find_families, kind_words, length_text
@@ -40,7 +41,7 @@ class Cells(Struct, frozen=True):
     repeated: int = 0
     """Cells that several runs hold; only the newest of each is shown."""
     pooled: int = 0
-    """Shapes whose newest cells are of several runs: not timed in the same rounds, so not ranked."""
+    """Shapes whose newest cells are of several runs: not timed in the same rounds, so not all ranked."""
 
     @property
     def newest(self) -> list[Record]:
@@ -70,18 +71,20 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
     ranked = [[rank(map(condensed, group), baselines[0] if baselines else None) for group in run] for run in runs]
     kept: dict[str, Cell] = {}
     places: dict[str, dict[str, int]] = {}
+    times: dict[str, dict[int, dict[str, float]]] = {}
     for place, run in enumerate(ranked):
         for group in run:
+            took = {row.record.cell.id: row.record.time.median_ns for row in group if _has_rank(row)}
+            times.setdefault(group[0].record.workload.id, {})[place] = took
             others = {name: _timed_record(group, name) for name in baselines}
             for row in group:
                 kept[row.record.cell.id] = _cell(row, families, baselines, others)
                 if is_timed(row.record) and not row.record.approximate:
                     home = OTHER_CLOCK if row.rank is None else place
                     places.setdefault(row.record.workload.id, {})[row.record.cell.id] = home
-    for cells in places.values():
-        if len(set(cells.values())) > 1:
-            for name in cells:
-                kept[name]["rank"] = None
+    for workload, homes in places.items():
+        for name in _without_rank(homes, times[workload]):
+            kept[name]["rank"] = None
     pooled = sum(len({*cells.values()} - {OTHER_CLOCK}) > 1 for cells in places.values())
     for record in records:
         if record.time is not None:
@@ -94,6 +97,28 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
     by_run = [[row.record for group in run for row in group] for run in ranked]
     repeated = len(section.records) - len(records)
     return Cells(rows, groups, records, families, baselines, by_run, maps, repeated, pooled)
+
+
+def _without_rank(homes: Mapping[str, int], times: Mapping[int, Mapping[str, float]]) -> list[str]:
+    """Of a shape's cells and the runs they are of: those of another run than the fastest, which took no turns with it,
+    and all where one of these may be as fast, by what both runs hold."""
+    if len(set(homes.values())) == 1:
+        return []
+    took = {name: times.get(home, {}).get(name, 0.0) for name, home in homes.items()}
+    first = min(homes, key=lambda name: took[name])
+    own = times.get(homes[first], {})
+
+    def may_be_as_fast(name: str) -> bool:
+        there = times.get(homes[name], {})
+        likely = [took[name] * own[link] / there[link] for link in own.keys() & there.keys()]
+        return min(likely, default=0.0) <= CLEARLY * took[first]
+
+    elsewhere = [name for name in homes if homes[name] != homes[first]]
+    return list(homes) if any(map(may_be_as_fast, elsewhere)) else elsewhere
+
+
+def _has_rank(row: Row) -> bool:
+    return row.rank is not None
 
 
 def _number_kernels(records: Iterable[Record], cells: Mapping[str, Cell]) -> None:

@@ -20,6 +20,7 @@ from attnbench.analyse.losses import tell_not_run
 from attnbench.analyse.ranking import by_workload, is_timed
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.summary import closing, count_notes, wrong_sentences
+from attnbench.analyse.survey import CLEARLY
 from attnbench.report.html.answers import group_advice
 from attnbench.report.html.bundle import vega_script
 from attnbench.report.html.cells import Cells, make_cells
@@ -115,8 +116,9 @@ def _part(section: Section, title: str, cells: Cells, views: list[View], against
     if cells.pooled:
         shapes = "1 shape holds" if cells.pooled == 1 else f"{cells.pooled} shapes hold"
         notes.append(
-            f"{shapes} cells of several runs, which did not share their rounds: their order is not certain, and what "
-            "is said of them rests on the run that timed most there"
+            f"{shapes} cells of several runs, which did not share their rounds: one of another run is called slower only "
+            f"where it takes over {CLEARLY} times as long by what both runs timed, and what is said in words rests on the "
+            "run that timed most there"
         )
     advice = recommend(*cells.runs, against=against)
     headline = [one for one in advice if one.kind == "overall"]
