@@ -20,7 +20,8 @@ MASKS = {
 
 
 def sees(mask, **sizes):
-    subject = SimpleNamespace(workload=Workload(**(dict(batch=2, q_len=24, heads=4, head_dim=8, mask=mask) | sizes)))
+    usual = {"batch": 2, "q_len": 24, "heads": 4, "head_dim": 8, "mask": mask}
+    subject = SimpleNamespace(workload=Workload(**(usual | sizes)))
     return subject.workload, properties._rows_see(subject)  # pyright: ignore[reportArgumentType]
 
 
@@ -39,7 +40,8 @@ def test_rows_that_do_not_see_their_own_place_are_looked_up_as_far_as_the_budget
     truth = mask.array(workload.mask_shape).any(axis=-1).transpose(0, 2, 1)
     known = ~np.isnan(found)
     assert np.array_equal(found[known], np.broadcast_to(truth, found.shape)[known])
-    assert (found == 1).sum() == truth.sum() and 0 < (found == 0).sum() < (truth == 0).sum()
+    assert (found == 1).sum() == truth.sum()
+    assert 0 < (found == 0).sum() < (truth == 0).sum()
 
 
 def test_a_million_tokens_take_a_moment():

@@ -328,6 +328,13 @@ def test_an_anchor_without_memory_is_told_in_a_line(monkeypatch):
     workload = Workload(batch=1, q_len=8, heads=1, head_dim=8)
     refused = p.Closed(OutOfMemory(implementation="anchor.copy", workload=workload, reason="no memory is left"))
     monkeypatch.setattr(Crew, "ask", lambda *_: refused)
-    run = WorkloadRun(Request(workloads=(workload,), implementations=("numpy.float32",)), workload, Crew((), "cpu", None), listener, None, 0)
+    run = WorkloadRun(
+        Request(workloads=(workload,), implementations=("numpy.float32",)),
+        workload,
+        Crew((), "cpu", None),
+        listener,
+        None,
+        0,
+    )
     assert run._open_anchor(Cell("anchor.copy", workload), None) is None
     assert told == ["anchor.copy could not be opened: no memory is left"]

@@ -130,8 +130,8 @@ def cpu_peak(program: Program, inputs: Inputs) -> Peak:
     for event in events:
         if event.name() != "[memory]":
             continue
-        taken += max(0, event.nbytes())
         if event.start_ns() >= start:
+            taken += max(0, event.nbytes())
             held += event.nbytes()
             peak = max(peak, held)
     return unseen("torch") if taken < made else Peak(peak, method="torch profiler, running sum of CPU allocations")

@@ -25,8 +25,8 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
     needs_package,
 )
-from attnbench.impls.jax_masks import one_documents_part, own_documents
 from attnbench.impls.jax_beside_torch import import_beside_torch
+from attnbench.impls.jax_masks import one_documents_part, own_documents
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 from attnbench.workloads.masks import Causal
 from attnbench.workloads.masks.base import query_offset

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from attnbench import registry
+from attnbench.impls.jax_beside_torch import import_beside_torch
 from attnbench.impls.jax_nn import JaxNn
 from attnbench.impls.jax_tokamax import Tokamax
-from attnbench.impls.jax_beside_torch import import_beside_torch
 from attnbench.spec import Array
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from attnbench.measuring import lse_call
 from attnbench.measuring.subject import Subject, Wrong
 from attnbench.measuring.tolerance import relative_error
-from attnbench.measuring.verify import sampled_lse
 from attnbench.spec import Config, Errors, Implementation
 from attnbench.workloads.masks.block_layout import block_layout
 
@@ -31,7 +31,7 @@ def quality_of(subject: Subject, implementation: Implementation, config: Config,
         figures["output_error"] = errors.forward
     if subject.lse is not None:
         truths = subject.draws.truths(0, gradients=False)
-        figures["recall"] = _recall(sampled_lse(subject, subject.lse), [truth.lse for truth in truths])
+        figures["recall"] = _recall(lse_call.on_first_set(subject, subject.lse), [truth.lse for truth in truths])
     least = implementation.declared_recall
     if least is not None and not figures.get("recall", 0.0) >= least:
         raise Wrong(f"recall of attention mass {figures.get('recall', 0.0):.3f} is less than the declared {least:.3f}")

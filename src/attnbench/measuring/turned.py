@@ -34,31 +34,44 @@ class Places(NamedTuple):
 
 def check(subject: Subject, good: Mapping[str, Array], allowed: Mapping[str, float]) -> tuple[str, ...]:
     """What was turned. `good` are the outputs on the first input set, `allowed` their relative errors."""
+    places = draw_places(subject)
+    if places is None:
+        return ()
+    first = subject.draws.inputs(subject.layout)[0]
+    turned = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), first)))
+    outputs = run(subject.programs.main, turned)
+    subject.framework.wait(outputs)
+    for (name, before), after in zip(good.items(), outputs):
+        _require_alike(subject, name, moved(subject, before, name, places), after, SLACK * allowed[name], places)
+    batch, heads = (_others(order) for order in (places.batch, places.heads))
+    return (*(("permuted batch",) if batch else ()), *(("permuted heads",) if heads else ()))
+
+
+def draw_places(subject: Subject) -> Places | None:
+    """Where everything comes from when it is moved; None where nothing may be."""
     w = subject.workload
     rng = np.random.default_rng(subject.draws.seed)
     batch = 0 if w.batch == 1 or w.visible_mask.per_batch else int(rng.integers(1, w.batch))
     alike = w.kv_heads > 1 and not w.visible_mask.per_head and subject.declared_error is None
     heads = int(rng.integers(1, w.kv_heads)) if alike else 0
     if not batch and not heads:
-        return ()
+        return None
     grouped = np.arange(w.heads).reshape(w.kv_heads, w.group)
-    places = Places(
+    return Places(
         np.roll(np.arange(w.batch), batch),
         np.roll(grouped, heads, axis=0).ravel(),
         np.roll(np.arange(w.kv_heads), heads),
     )
-    first = subject.draws.inputs(subject.layout)[0]
-    turned = Inputs(*(_moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), first)))
-    outputs = run(subject.programs.main, turned)
-    subject.framework.wait(outputs)
-    for (name, before), after in zip(good.items(), outputs):
-        _require_alike(subject, name, _moved(subject, before, name, places), after, SLACK * allowed[name], places)
-    return (*(("permuted batch",) if batch else ()), *(("permuted heads",) if heads else ()))
 
 
-def _moved(subject: Subject, array: Array, name: str, places: Places) -> Array:
+def _others(order: np.ndarray) -> bool:
+    return not np.array_equal(order, np.arange(len(order)))
+
+
+def moved(subject: Subject, array: Array, name: str, places: Places) -> Array:
+    """Batch rows and heads of an input or output, taken from these places."""
     for order, axis in ((places.batch, 0), (places.of(name), subject.head_axis)):
-        if not np.array_equal(order, np.arange(len(order))):
+        if _others(order):
             index = subject.framework.namespace(subject.device).asarray(order)
             array = array_api_compat.array_namespace(array).take(array, index, axis=axis)
     return array

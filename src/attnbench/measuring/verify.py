@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Inputs
-from attnbench.measuring import overwritten, properties, turned
+from attnbench.measuring import lse_call, overwritten, properties, turned
 from attnbench.measuring.subject import Subject, Wrong, run
-from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare, compare_lse
+from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 from attnbench.measuring.whereabouts import Compass, describe
-from attnbench.spec import Array, Call, Errors, VerifiedAt, Workload
+from attnbench.spec import Array, Errors, VerifiedAt, Workload
 
 SETTLE_S = 0.004
 """How long an output is watched for changes after its call has returned."""
@@ -54,7 +54,7 @@ def examine(subject: Subject, thorough: bool) -> Findings:
     dtype, names = subject.workload.dtype, OUTPUTS[subject.workload.pass_]
     written = overwritten.check(subject, found.good[1], {name: found.limits(name, dtype) for name in names})
     moved = _check_places(subject, found)
-    lse = _check_lse(subject)
+    lse = lse_call.check(subject, found.good, found.limits("out", dtype))
     scales = STABILITY_SCALES if thorough else STABILITY_SCALES[-1:]
     _check_stability(subject, scales)
     held = (*properties.check(subject, thorough), *moved, *written)
@@ -206,26 +206,6 @@ def _require(
 def _check_places(subject: Subject, found: Findings) -> tuple[str, ...]:
     named, dtype = _named(subject.workload, found.good[0]), subject.workload.dtype
     return turned.check(subject, named, {name: found.limits(name, dtype).relative for name in named})
-
-
-def _check_lse(subject: Subject) -> Compared | None:
-    if subject.lse is None or subject.declared_error is not None:  # of an approximate one, quality takes the recall
-        return None
-    truths = subject.draws.truths(0, gradients=False)
-    got = sampled_lse(subject, subject.lse)
-    result = compare_lse(got, [t.lse for t in truths], [t.plain_lse for t in truths])
-    _require(result, 0)
-    return result
-
-
-def sampled_lse(subject: Subject, call: Call) -> list[np.ndarray]:
-    """[g, rows] of each sampled head, on the first input set, from a call that returns (out, lse)."""
-    w, sample, inputs = subject.workload, subject.draws.sample, subject.draws.inputs(subject.layout)[0]
-    programs = subject.framework.programs(lambda q, k, v: call(q, k, v)[1], "forward", inputs)
-    lse = subject.framework.numpy(run(programs.main, inputs)[0])
-    if lse.shape != (w.batch, w.heads, w.q_len):
-        raise Wrong(f"lse has shape {lse.shape}, {(w.batch, w.heads, w.q_len)} was asked for")
-    return [lse[at[0], _groups(subject, at)[0]][:, sample.rows].astype(np.float64) for at in sample.heads]
 
 
 def _repeats(subject: Subject, first: tuple[Array, ...]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -285,11 +285,20 @@ class WorkloadRun:
             return None
         return RemoteCell(cell, group, answer, self._crew, self._request.timeout_s)
 
-    def _cost(self, ok: Ok, median_ns: float) -> Cost:
+    def _cost(self, ok: Ok, median_ns: float, part: str = "") -> Cost:
+        """Of the workload's pass, or of a part of it."""
         assert ok.environment is not None
         ceilings = self._ceilings.get(ok.environment.device)
         devices = 1 if ok.ranks is None else ok.ranks.devices
-        return cost_of(self._workload, median_ns, ceilings, ok.quality.get("work", 1.0), devices)
+        workload = msgspec.structs.replace(self._workload, pass_=part) if part else self._workload
+        return cost_of(workload, median_ns, ceilings, ok.quality.get("work", 1.0), devices)
+
+    def _implausible(self, ok: Ok, cost: Cost, parts: Mapping[str, Time]) -> str | None:
+        """Why the time of the whole or of a part cannot be true, or None."""
+        for part, time in parts.items():
+            if (reason := implausible(self._cost(ok, time.median_ns, part))) is not None:
+                return f"{part} pass {reason}"
+        return implausible(cost)
 
     def _timed_record(self, one: RemoteCell, series: Series) -> Record:
         warm, ok = one.steady, one.opened.record
@@ -300,6 +309,7 @@ class WorkloadRun:
         spent_ns = {**ok.spent_ns, "warm_up": warm.spent_ns, "sample": one.clock_ns}
         if ok.implementation in anchors.NAMES:
             return msgspec.structs.replace(ok, time=main, spent_ns=spent_ns)
+        parts = dict(times)
         try:
             for clock in warm.other_clocks:
                 times[clock] = summarise([one.sample_other(clock)], clock, 1)
@@ -307,7 +317,7 @@ class WorkloadRun:
             assert one.lost is not None
             return one.lost
         cost = self._cost(ok, main.median_ns)
-        if (reason := implausible(cost)) is not None:
+        if (reason := self._implausible(ok, cost, parts)) is not None:
             facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
             return Failed(reason=reason, **facts)
         return msgspec.structs.replace(

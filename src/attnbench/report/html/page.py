@@ -116,9 +116,9 @@ def _part(section: Section, title: str, cells: Cells, views: list[View], against
     if cells.pooled:
         shapes = "1 shape holds" if cells.pooled == 1 else f"{cells.pooled} shapes hold"
         notes.append(
-            f"{shapes} cells of several runs, which did not share their rounds: one of another run is called slower only "
-            f"where it takes over {CLEARLY} times as long by what both runs timed, and what is said in words rests on the "
-            "run that timed most there"
+            f"{shapes} cells of several runs, which did not share their rounds: one of another run is called slower "
+            f"only where it takes over {CLEARLY} times as long by what both runs timed, and what is said in words "
+            "rests on the run that timed most there"
         )
     advice = recommend(*cells.runs, against=against)
     headline = [one for one in advice if one.kind == "overall"]
