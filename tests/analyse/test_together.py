@@ -36,6 +36,14 @@ class TestRuns:
         (winner,) = [one for one in recommend(first, second, later) if one.kind == "winner"]
         assert winner.figures[0].value == pytest.approx(2, rel=0.05)
 
+    @pytest.mark.parametrize("pace", [1.0, 0.3, 3.0])
+    def test_a_smaller_run_counts_where_its_fastest_is_clearly_ahead_by_what_both_timed(self, pace):
+        most = run(1, eager=4e6, flex=3e6, sdpa=2e6)
+        ahead = run(9, sdpa=2e6 * pace, compiled=1e6 * pace)
+        near = run(9, sdpa=2e6 * pace, compiled=1.95e6 * pace)
+        assert {record.implementation for record in timed_together([most, ahead])} == {"torch.sdpa", "torch.compiled"}
+        assert len(timed_together([most, near])) == 3
+
     def test_nothing_is_said_where_no_run_holds_two(self):
         assert recommend(run(1, eager=4e6), run(2, sdpa=1e6)) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -163,6 +164,25 @@ def test_figures_above_the_ceiling_are_not_published(lab, trap, monkeypatch):
     monkeypatch.setattr(crew.Crew, "_measure_ceilings", lambda *_: low)
     seen = lab(trap("honest"))
     check(seen, {"honest": (Failed, "implausible: .* the measured compute ceiling")}, [])
+
+
+def test_nor_is_a_half_of_a_training_step_above_it():
+    from attnbench.measuring.rates import Ceilings
+    from attnbench.measuring.sampling import summarise
+    from attnbench.run.crew import Crew
+    from attnbench.run.launch import Listener
+    from attnbench.run.workload import WorkloadRun
+    from attnbench.spec import Environment, Workload
+
+    workload = Workload(batch=1, q_len=64, heads=1, head_dim=8, pass_="train")
+    here = Environment(device="cpu", device_name="CPU", framework="numpy")
+    run = WorkloadRun(None, workload, Crew((), "cpu", None), Listener(), None, 0)
+    run._ceilings = {"cpu": Ceilings(1e9, 1e12)}
+    ok = SimpleNamespace(environment=here, ranks=None, quality={})
+    honest, quick = (summarise([[ns] * 20], "wall", 1) for ns in (1e6, 1e3))
+    whole = run._cost(ok, 2e6)
+    assert run._implausible(ok, whole, {"forward": honest, "backward": honest}) is None
+    assert run._implausible(ok, whole, {"forward": honest, "backward": quick}).startswith("backward pass implausible")
 
 
 def test_a_ceiling_measured_in_a_bad_moment_accuses_nobody(lab, trap, monkeypatch):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, structs
 
+from attnbench.analyse.across_runs import clearly_ahead
 from attnbench.analyse.candidates import Refusal, eligible
 from attnbench.analyse.clocks import comparable
 from attnbench.analyse.ranking import is_timed, label
@@ -16,8 +17,6 @@ from attnbench.spec import Environment, Ok, Record
 
 CONTENDER = 1.5
 """So many times the fastest: nobody slower will lead after another measurement."""
-CLEARLY = 1.1
-"""Ratios of one pair in two runs differ by less."""
 
 
 class Source(Struct, frozen=True):
@@ -71,15 +70,7 @@ def survey(
 def supersedes(new: Field, old: Field) -> bool:
     """Whether a newer measurement takes the place of an older: if it holds those that led there, or if its own leader
     is clearly ahead of theirs, each held against what both runs have."""
-    return set(contenders(old)) <= set(new) or _clearly_ahead(_times(new), _times(old))
-
-
-def _clearly_ahead(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
-    shared = set(new) & set(old)
-    if not shared:
-        return False
-    link = min(shared, key=lambda name: (new[name], name))
-    return new[link] / min(new.values()) > CLEARLY * old[link] / min(old.values())
+    return set(contenders(old)) <= set(new) or clearly_ahead(_times(new), _times(old))
 
 
 def _times(field: Field) -> dict[str, float]:

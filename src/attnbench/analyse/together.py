@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import structs
 
+from attnbench.analyse.across_runs import clearly_ahead
 from attnbench.analyse.clocks import comparable
 from attnbench.analyse.families import OVERALL, Family, by_family, family_of
-from attnbench.analyse.ranking import by_workload, is_timed
+from attnbench.analyse.ranking import by_workload, is_timed, label
 from attnbench.spec import Ok, Record
 
 Runs = Iterable[Iterable[Record]]
@@ -21,14 +22,28 @@ def newest(runs: Runs) -> list[Record]:
 
 
 def timed_together(runs: Runs) -> list[Ok]:
-    """Of each workload the timed records of one run, by one clock: of the run with most of them, the newest of such."""
-    best: dict[str, list[Ok]] = {}
+    """Of each workload the timed records of one run, by one clock: of the run with most of them, the newest of such,
+    unless what is fastest in another is clearly ahead of it."""
+    found: dict[str, list[list[Ok]]] = {}
     for run in runs:
         for key, group in by_workload({record.cell.id: record for record in run}.values()).items():
-            found = [record for record in comparable(filter(is_timed, group)) if is_timed(record)]
-            if found and len(found) >= len(best.get(key, ())):
-                best[key] = found
-    return [record for group in best.values() for record in group]
+            timed = [record for record in comparable(filter(is_timed, group)) if is_timed(record)]
+            if timed:
+                found.setdefault(key, []).append(timed)
+    return [record for groups in found.values() for record in _deciding(groups)]
+
+
+def _deciding(groups: Sequence[list[Ok]]) -> list[Ok]:
+    best = max(reversed(groups), key=len)
+    for other in reversed(groups):
+        if other is not best and clearly_ahead(_times(other), _times(best)):
+            best = other
+    return best
+
+
+def _times(records: Iterable[Ok]) -> dict[str, float]:
+    """Of what may be recommended."""
+    return {label(one): one.time.median_ns for one in records if one.time is not None and not one.approximate}
 
 
 def across_frameworks(runs: Runs) -> dict[Family, list[Record]]:

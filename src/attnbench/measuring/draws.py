@@ -151,6 +151,10 @@ class Draws:
             )
         return self._truths[key]
 
+    def truths_of(self, inputs: Inputs) -> list[Truth]:
+        """Truth of each head of the sample for other inputs, bshd."""
+        return [self._truth(inputs, head, self.sample.rows, gradients=False) for head in self.sample.heads]
+
     @cached_property
     def without_blocks(self) -> Draws | None:
         """The same inputs and sample under the mask without its `blocks` part; None when it has not exactly one."""

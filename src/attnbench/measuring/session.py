@@ -17,6 +17,7 @@ import numpy as np
 
 from attnbench.comparison import Block
 from attnbench.frameworks import OUTPUTS, Framework, Inputs, Program, Programs
+from attnbench.measuring import continued
 from attnbench.measuring.alike import apart, spot
 from attnbench.measuring.block import take_block
 from attnbench.measuring.disguise import Wardrobe
@@ -25,7 +26,8 @@ from attnbench.measuring.quality import quality_of
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.subject import Subject, Wrong
 from attnbench.measuring.verify import examine, examine_again
-from attnbench.spec import Array, Cell, Environment, Implementation, Memory, Ok, Ranks, VerifiedAt, Workload
+from attnbench.registry import Function
+from attnbench.spec import Array, Call, Cell, Environment, Implementation, Memory, Ok, Ranks, VerifiedAt, Workload
 from attnbench.workloads.cost import demand
 from attnbench.workloads.shrink import shrink
 
@@ -37,6 +39,8 @@ WARM_UP_GPU_S = 0.1
 WARM_UP_LIMIT_S = 2.0
 RECHECKS, SLOW_NS = 4, 1e9
 SEEN_BEFORE = "taken in the first launch"
+PARTS = {"forward": OUTPUTS["forward"], "backward": OUTPUTS["backward"]}
+"""What the halves of a training step return."""
 
 
 class FellBack(Exception):
@@ -108,6 +112,8 @@ class Session:
             again = self._options.again
             self.findings = examine_again(subject) if again else examine(subject, self._options.thorough)
             verified_at = self.findings.verified_at if again else self._verify_gradients_smaller()
+            if self._options.thorough and not again:
+                self._add_properties(continued.check(subject, *self._verified_output(), self._call_for))
             figures = {} if again else quality_of(subject, self._implementation, self.cell.config, self.findings.errors)
         with stages.timed("profile"):
             kernels, kernels_reason = (None, SEEN_BEFORE) if again else self._profiled()
@@ -200,6 +206,24 @@ class Session:
         return Subject(
             self._framework, self._device, workload, self._implementation.layout, programs, draws, lse, declared
         )
+
+    def _verified_output(self) -> tuple[Array, float]:
+        """On the first input set, and its allowed error; of a backward pass there is none, and nothing asks for it."""
+        return self.findings.good[0][0], self.findings.limits("out", self.cell.workload.dtype).relative
+
+    def _call_for(self, workload: Workload) -> Call | None:
+        """The same implementation on another workload, where it claims that one. A bare function is judged by what it
+        was given to do."""
+        if isinstance(self._implementation, Function) or self._implementation.approximate:
+            return None
+        if refusal(self._implementation, workload, self._environment) is not None:
+            return None
+        return self._implementation.build(workload, self.cell.config)
+
+    def _add_properties(self, held: tuple[str, ...]) -> None:
+        errors = self.findings.errors
+        errors = msgspec.structs.replace(errors, properties=(*errors.properties, *held))
+        self.findings = replace(self.findings, errors=errors)
 
     def _time_first_call(self) -> int:
         prepared = self.programs.main.prepare(self._inputs[0])
@@ -299,7 +323,8 @@ class Session:
     def _check_last(self, output: tuple[Array, ...], which: int, part: str = "main") -> None:
         """The last timed call's results, freed of their disguise, against the verified ones."""
         worn, verified = self._inputs[which], dict(zip(self.output_names, self.findings.good[which]))
-        for name, array in zip(self.output_names if part == "main" else OUTPUTS[part], output):
+        names = self.output_names if part == "main" else PARTS[part]
+        for name, array in zip(names, output):
             found, good = self._wardrobe.undressed(name, array, worn), verified[name]
             if self._framework.same_bits(found + 0.0, good + 0.0):
                 continue

@@ -24,6 +24,8 @@ SETTLE_S = 0.004
 """How long an output is watched for changes after its call has returned."""
 STABILITY_SCALES = (0.1, 1.0, 10.0, 100.0)
 OUTLIER = 1e4
+SHARPER = 4.0
+"""Times the inputs: logits of 16 times the size."""
 UNLIKE = 4
 """An error of so many times the allowed one belongs to another result, not to a worse one."""
 
@@ -57,6 +59,8 @@ def examine(subject: Subject, thorough: bool) -> Findings:
     lse = lse_call.check(subject, found.good, found.limits("out", dtype))
     scales = STABILITY_SCALES if thorough else STABILITY_SCALES[-1:]
     _check_stability(subject, scales)
+    if thorough and subject.workload.inputs == "normal":
+        _check_sharper(subject)
     held = (*properties.check(subject, thorough), *moved, *written)
     errors = msgspec.structs.replace(
         found.errors,
@@ -224,6 +228,21 @@ def _check_stability(subject: Subject, scales: tuple[float, ...]) -> None:
     for case, inputs in trials.items():
         if not all(fw.is_finite(array) for array in run(subject.programs.main, inputs)):
             raise Wrong(f"unstable: NaN or Inf with {case}, where the reference is finite")
+
+
+def _check_sharper(subject: Subject) -> None:
+    """Values, too, where logits are far from 0 and few keys take all the weight, so that none may be clamped."""
+    if subject.workload.pass_ == "backward" or subject.declared_error is not None:
+        return
+    sample, draws = subject.draws.sample, subject.draws
+    out = run(subject.programs.main, draws.scaled(subject.layout, SHARPER))[0]
+    subject.framework.wait(out)
+    truths = draws.truths_of(draws.scaled("bshd", SHARPER))
+    got = [subject.head_rows(out, at[0], _groups(subject, at)[0], sample.rows) for at in sample.heads]
+    exact, plain = [t.out for t in truths], [t.plain_out for t in truths]
+    what = f"output of inputs scaled by {SHARPER:g}"
+    result = compare(what, got, exact, plain, subject.workload.dtype, FORWARD_FACTOR)
+    _require(result, 0, got, exact, Compass(sample.heads, sample.rows, subject.workload.group))
 
 
 def _verified_at(subject: Subject) -> VerifiedAt:

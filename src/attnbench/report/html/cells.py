@@ -7,11 +7,11 @@ from typing import Any
 
 from msgspec import Struct
 
+from attnbench.analyse.across_runs import CLEARLY
 from attnbench.analyse.clocks import clock_of, on_one_clock
 from attnbench.analyse.ranking import RANK_LEVEL, Row, by_workload, is_timed, label, rank
 from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.analyse.speedup import category
-from attnbench.analyse.survey import CLEARLY
 from attnbench.analyse.together import newest
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.families import Families, find_families, kind_words, length_text
@@ -74,7 +74,8 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
     times: dict[str, dict[int, dict[str, float]]] = {}
     for place, run in enumerate(ranked):
         for group in run:
-            took = {row.record.cell.id: row.record.time.median_ns for row in group if _has_rank(row)}
+            ranked_here = [row.record for row in group if row.rank is not None]
+            took = {record.cell.id: record.time.median_ns for record in ranked_here if is_timed(record) and record.time}
             times.setdefault(group[0].record.workload.id, {})[place] = took
             others = {name: _timed_record(group, name) for name in baselines}
             for row in group:
@@ -115,10 +116,6 @@ def _without_rank(homes: Mapping[str, int], times: Mapping[int, Mapping[str, flo
 
     elsewhere = [name for name in homes if homes[name] != homes[first]]
     return list(homes) if any(map(may_be_as_fast, elsewhere)) else elsewhere
-
-
-def _has_rank(row: Row) -> bool:
-    return row.rank is not None
 
 
 def _number_kernels(records: Iterable[Record], cells: Mapping[str, Cell]) -> None:

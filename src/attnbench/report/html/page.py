@@ -14,13 +14,13 @@ import jinja2
 from markupsafe import Markup
 from msgspec import Struct
 
+from attnbench.analyse.across_runs import CLEARLY
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.clocks import clock_of
 from attnbench.analyse.losses import tell_not_run
 from attnbench.analyse.ranking import by_workload, is_timed
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.summary import closing, count_notes, wrong_sentences
-from attnbench.analyse.survey import CLEARLY
 from attnbench.report.html.answers import group_advice
 from attnbench.report.html.bundle import vega_script
 from attnbench.report.html.cells import Cells, make_cells
