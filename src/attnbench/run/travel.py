@@ -45,8 +45,9 @@ def from_reference(text: str, framework: str, taken: set[str]) -> Traveller:
         if not Path(where).is_file():
             raise UsageError(f"there is no file {where}.")
         text = f"{Path(where).resolve()}:{attribute}"
-    if not attribute:
-        raise UsageError(f'"{text}" names no function: write file.py:function or package.module:function.')
+    if not where or not attribute:
+        lacks = "no file or module" if attribute else "no function"
+        raise UsageError(f'"{text}" names {lacks}: write file.py:function or package.module:function.')
     name = free_name(attribute, taken)
     return Traveller(name=name, framework=framework, process="", label=text, reference=text)
 
