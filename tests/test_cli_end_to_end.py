@@ -26,6 +26,16 @@ def wrong(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 """
 
+PLAIN = """
+import numpy as np
+
+def attend(q, k, v):
+    logits = np.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    out = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+    return ({factor} * out).astype(q.dtype)
+"""
+
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Path:
@@ -86,6 +96,21 @@ def test_a_kernel_from_a_file_is_verified_and_ranked(kernel: Path):
     explained = attnbench(kernel, *shlex.split(hint))
     assert explained.returncode == 1
     assert "row 0" in explained.stdout
+
+
+def test_functions_of_one_name_are_told_apart_by_their_files(tmp_path: Path):
+    for name, factor in (("mine", "1.01"), ("theirs", "1")):
+        (tmp_path / f"{name}.py").write_text(PLAIN.format(factor=factor))
+    references = ["--impl", "mine.py:attend", "theirs.py:attend", "--against", "theirs.py:attend"]
+    done = attnbench(tmp_path, "run", *references, "--framework", "numpy", "--seq-len", "32", "--trials", "3")
+    assert done.returncode == 0, done.stderr
+    assert "against theirs:attend" in done.stdout
+    assert "mine:attend is not ranked: output" in done.stdout
+    (path,) = tmp_path.glob("runs/*/*.jsonl")
+    statuses = {record.implementation: record.status for record in read_run(path).records}
+    assert (statuses["mine:attend"], statuses["theirs:attend"]) == ("incorrect", "ok")
+    (hint,) = re.findall(r"`attnbench (verify [^`]+)` shows where mine:attend is wrong", done.stdout)
+    assert attnbench(tmp_path, *shlex.split(hint)).returncode == 1
 
 
 def test_verify_checks_what_is_installed(kernel: Path):
