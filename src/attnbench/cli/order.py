@@ -17,6 +17,7 @@ from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.run.launch import Request
 from attnbench.run.naming import name_references
+from attnbench.run.sources import refuse_changed_sources
 from attnbench.store.runfile import Run, read_run, repair
 
 QUICK_BUDGET_S = 0.5
@@ -70,6 +71,7 @@ def prepare(order: Order) -> Prepared:
         suite, request = kept.header.suite, _stored_request(order.resume, kept)
     else:
         suite, request = make_request(order)
+    refuse_changed_sources(order.resume, kept.header.sources, request.implementations)
     against = _against(order, request) or kept.header.against
     return Prepared(request, suite, order.resume.parent, against, (), order.resume, kept.done)
 

@@ -17,6 +17,7 @@ from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
 from attnbench.report.tables import print_rankings
 from attnbench.run import launch as launcher
+from attnbench.run.sources import fingerprint_sources
 from attnbench.spec import Environment, Record
 from attnbench.store.runfile import Header, RunWriter, check_writable, new_header, read_run
 
@@ -29,6 +30,7 @@ class Recorder:
     def __init__(self, prepared: Prepared, listener: Silent) -> None:
         self._prepared = prepared
         self._listener = listener
+        self._sources = fingerprint_sources(prepared.request.implementations)
         self.writer: RunWriter | None = RunWriter(prepared.resumed) if prepared.resumed else None
         self._earlier = set() if prepared.resumed is None else _fingerprints(prepared.resumed)
         if prepared.resumed is None:
@@ -54,7 +56,7 @@ class Recorder:
 
         asked = self._prepared
         request = store_request(asked.request)
-        return new_header(installed_version(), asked.suite, request, asked.request.seed, asked.against)
+        return new_header(installed_version(), asked.suite, request, asked.request.seed, asked.against, self._sources)
 
 
 def _fingerprints(path: Path) -> set[str]:
