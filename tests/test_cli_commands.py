@@ -163,6 +163,13 @@ def test_interrupt_before_anything(lab: FakeLab, capsys: pytest.CaptureFixture[s
     assert "nothing was measured" in capsys.readouterr().err
 
 
+def test_what_is_chosen_by_name_must_be_able_to_run(lab: FakeLab):
+    named = ["--impl", "torch.sdpa"], ["--framework", "torch"], ["--impl", "torch.sdpa", "--shard", "1/1"], []
+    for words in named:
+        assert execute(["run", "--seq-len", "64", "--quiet", *words]) == 0
+    assert [request.named for request in lab.requests] == [True, True, False, False]
+
+
 def test_nothing_measured_is_three(lab: FakeLab, capsys: pytest.CaptureFixture[str]):
     assert execute(["run", "--impl", "torch.fa3", "--seq-len", "64"]) == 3
     assert "Nothing could be measured (1 unsupported)." in capsys.readouterr().out

@@ -132,9 +132,20 @@ def test_a_dry_run_measures_nothing(tmp_path: Path):
 
 
 def test_nothing_measured_is_three(tmp_path: Path):
-    done = attnbench(tmp_path, "run", "--impl", "numpy.float32", "--dtype", "bfloat16", "--seq-len", "32")
+    (tmp_path / "mine.py").write_text("def attend(q, k, v):\n    raise ValueError('not today')\n")
+    asked = ["--impl", "mine.py:attend", "--against", "mine.py:attend", "--framework", "numpy", "--seq-len", "32"]
+    done = attnbench(tmp_path, "run", *asked)
     assert done.returncode == 3
-    assert "Nothing could be measured (1 unsupported)." in done.stdout
+    assert "Nothing could be measured (1 failed)." in done.stdout
+
+
+def test_a_request_that_can_run_in_part_runs_in_part(tmp_path: Path):
+    shape = ["--seq-len", "32", "--dtype", "float32", "bfloat16", "--trials", "3"]
+    done = attnbench(tmp_path, "run", "--impl", "numpy.float32", *shape)
+    assert done.returncode == 0
+    (path,) = tmp_path.glob("runs/*/*.jsonl")
+    mine = [record for record in read_run(path).records if record.implementation == "numpy.float32"]
+    assert sorted(record.status for record in mine) == ["ok", "unsupported"]
 
 
 def _occupied(folder: Path) -> None:
@@ -153,6 +164,8 @@ def _occupied(folder: Path) -> None:
         ("run --heads 12:5", "12 query heads cannot share 5 key/value heads"),
         ("run --dtype float7", 'dtype "float7" is not one of float64'),
         ("run --device tpu --impl numpy.float32", 'nothing can run on device "tpu": numpy has no tpu here, only cpu'),
+        ("run --impl numpy.float32 --dtype bfloat16 --seq-len 32", "can run here. numpy.float32: "),
+        ("run --framework numpy --dtype bfloat16 --seq-len 32", "nothing of what is asked can run here."),
         ("run broken.toml", "broken.toml, line 3"),
         ("run empty.toml", "empty.toml"),
         ("run no-such-suite", 'no suite called "no-such-suite"'),
@@ -171,3 +184,4 @@ def test_bad_input_is_one_sentence_and_exit_code_two(tmp_path: Path, command: st
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
     assert told in done.stderr
+    assert not list(tmp_path.glob("runs/**/*.jsonl"))

@@ -16,8 +16,8 @@ from attnbench.errors import UsageError
 from attnbench.run import instructions
 from attnbench.run.launch import Listener, Request, launch, plan_only
 from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit, least_bytes
-from attnbench.run.plan import Asked, cells_of, distinct, group_of, shard
-from attnbench.spec import Environment, Workload
+from attnbench.run.plan import Asked, Planned, cells_of, distinct, group_of, require_some, shard
+from attnbench.spec import Cell, Environment, Workload
 from attnbench.workloads import masks
 
 SMALL = Workload(batch=1, q_len=8, heads=2, head_dim=4)
@@ -150,3 +150,27 @@ def test_a_cap_set_by_the_user_stands(monkeypatch, tmp_path):
     monkeypatch.setenv(instructions.VARIABLE, "AVX2")
     assert instructions.isa_cap() == {}
     assert machine.probes == 0
+
+
+def test_a_request_of_which_nothing_can_run_is_refused_with_the_reasons():
+    def refused(*reasons):
+        return [Planned(Cell(f"numpy.n{n}", SMALL), reason) for n, reason in enumerate(reasons)]
+
+    require_some([])
+    require_some(refused("needs cuda", None))
+    with pytest.raises(UsageError, match=r"can run here\. numpy.n0, numpy.n2: needs cuda; numpy.n1: takes float32\.$"):
+        require_some(refused("needs cuda", "takes float32.", "needs cuda"))
+    with pytest.raises(UsageError, match=r"numpy.n2: c; `run --list` with the same options tells the rest\.$"):
+        require_some(refused("a", "b", "c", "d"))
+
+
+def test_only_a_choice_by_name_is_refused_as_a_whole_and_a_resumed_run_never_is():
+    half = Workload(batch=1, q_len=8, heads=2, head_dim=4, dtype="bfloat16")
+    records = []
+    launch(request("numpy.float32", workloads=(half,)), records.extend, Listener())
+    assert [record.status for record in records] == ["unsupported"]
+    named = request("numpy.float32", workloads=(half,), named=True)
+    with pytest.raises(UsageError, match=r"numpy.float32: takes float32, not bfloat16"):
+        launch(named, records.extend, Listener())
+    launch(named, records.extend, Listener(), done=frozenset({Cell("numpy.float32", SMALL).id}))
+    assert len(records) == 2

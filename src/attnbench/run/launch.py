@@ -17,7 +17,7 @@ from attnbench.errors import UnknownName, UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
 from attnbench.run.naming import free_name, is_reference, name_references
-from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct
+from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_some
 from attnbench.run.travel import Traveller, from_object, from_reference
 from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Implementation, Record, Unsupported, Workload
@@ -56,6 +56,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """Without isolation, for functions that cannot travel."""
     every_config: bool = False
     """Where a name alone means none of its settings (a pair of what?), take all that are worth trying here."""
+    named: bool = False
+    """Someone chose the implementations: that not one of them can do what is asked is a wrong request."""
 
 
 class Listener:
@@ -111,6 +113,8 @@ def _run_all(
     crew.clock = request.clock
     cells = cells_of(workloads, wanted, crew.configs if request.every_config else as_asked)
     planned = _planned(request, crew, [cell for cell in cells if cell.id not in done])
+    if request.named and not done:
+        require_some(planned)
     listener.planned(planned)
     if request.measure:
         _warn_of_load(listener)
