@@ -26,6 +26,16 @@ def wrong(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 """
 
+PLAIN = """
+import numpy as np
+
+def attend(q, k, v):
+    logits = np.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    out = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+    return ({factor} * out).astype(q.dtype)
+"""
+
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Path:
@@ -88,6 +98,21 @@ def test_a_kernel_from_a_file_is_verified_and_ranked(kernel: Path):
     assert "row 0" in explained.stdout
 
 
+def test_functions_of_one_name_are_told_apart_by_their_files(tmp_path: Path):
+    for name, factor in (("mine", "1.01"), ("theirs", "1")):
+        (tmp_path / f"{name}.py").write_text(PLAIN.format(factor=factor))
+    references = ["--impl", "mine.py:attend", "theirs.py:attend", "--against", "theirs.py:attend"]
+    done = attnbench(tmp_path, "run", *references, "--framework", "numpy", "--seq-len", "32", "--trials", "3")
+    assert done.returncode == 0, done.stderr
+    assert "against theirs:attend" in done.stdout
+    assert "mine:attend is not ranked: output" in done.stdout
+    (path,) = tmp_path.glob("runs/*/*.jsonl")
+    statuses = {record.implementation: record.status for record in read_run(path).records}
+    assert (statuses["mine:attend"], statuses["theirs:attend"]) == ("incorrect", "ok")
+    (hint,) = re.findall(r"`attnbench (verify [^`]+)` shows where mine:attend is wrong", done.stdout)
+    assert attnbench(tmp_path, *shlex.split(hint)).returncode == 1
+
+
 def test_verify_checks_what_is_installed(kernel: Path):
     named = attnbench(kernel, "verify", "--impl", "numpy", "--json")
     assert named.returncode == 0
@@ -107,9 +132,20 @@ def test_a_dry_run_measures_nothing(tmp_path: Path):
 
 
 def test_nothing_measured_is_three(tmp_path: Path):
-    done = attnbench(tmp_path, "run", "--impl", "numpy.float32", "--dtype", "bfloat16", "--seq-len", "32")
+    (tmp_path / "mine.py").write_text("def attend(q, k, v):\n    raise ValueError('not today')\n")
+    asked = ["--impl", "mine.py:attend", "--against", "mine.py:attend", "--framework", "numpy", "--seq-len", "32"]
+    done = attnbench(tmp_path, "run", *asked)
     assert done.returncode == 3
-    assert "Nothing could be measured (1 unsupported)." in done.stdout
+    assert "Nothing could be measured (1 failed)." in done.stdout
+
+
+def test_a_request_that_can_run_in_part_runs_in_part(tmp_path: Path):
+    shape = ["--seq-len", "32", "--dtype", "float32", "bfloat16", "--trials", "3"]
+    done = attnbench(tmp_path, "run", "--impl", "numpy.float32", *shape)
+    assert done.returncode == 0
+    (path,) = tmp_path.glob("runs/*/*.jsonl")
+    mine = [record for record in read_run(path).records if record.implementation == "numpy.float32"]
+    assert sorted(record.status for record in mine) == ["ok", "unsupported"]
 
 
 def _occupied(folder: Path) -> None:
@@ -128,6 +164,8 @@ def _occupied(folder: Path) -> None:
         ("run --heads 12:5", "12 query heads cannot share 5 key/value heads"),
         ("run --dtype float7", 'dtype "float7" is not one of float64'),
         ("run --device tpu --impl numpy.float32", 'nothing can run on device "tpu": numpy has no tpu here, only cpu'),
+        ("run --impl numpy.float32 --dtype bfloat16 --seq-len 32", "nothing here takes this dtype. numpy.float32: "),
+        ("run --framework numpy --dtype bfloat16 --seq-len 32", "nothing here takes this dtype."),
         ("run broken.toml", "broken.toml, line 3"),
         ("run empty.toml", "empty.toml"),
         ("run no-such-suite", 'no suite called "no-such-suite"'),
@@ -146,3 +184,4 @@ def test_bad_input_is_one_sentence_and_exit_code_two(tmp_path: Path, command: st
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
     assert told in done.stderr
+    assert not list(tmp_path.glob("runs/**/*.jsonl"))

@@ -20,6 +20,7 @@ NAMES = ["jax.xla", "torch.eager", "torch.sdpa", "torch.sdpa-math"]
 def _known_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "names", lambda: NAMES)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.toml").mkdir()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,8 @@ def _known_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("run --mask windw:4", "windw"),
         ("run --pass sideways", "sideways"),
         ("run qick", 'no suite called "qick". Near: quick'),
-        ("run nowhere.toml", "nowhere.toml"),
+        ("run nowhere.toml", "nowhere.toml: there is no such file"),
+        ("run folder.toml", "folder.toml: it is a folder"),
         ("run --framework pytorch", 'no framework called "pytorch"'),
         ("run --against nothing", 'no implementation called "nothing"'),
         ("run --trials 0", "--trials must be more than 0"),

@@ -602,6 +602,10 @@ class Incorrect(_NotOk, frozen=True, kw_only=True, tag="incorrect"):
     errors: Errors | None = None
 
 
+ONLY_TIMED = "a timed call returned a wrong"
+"""How the reason of an Incorrect begins that was right when checked: a check without timing does not find it."""
+
+
 class OutOfMemory(_NotOk, frozen=True, kw_only=True, tag="out_of_memory"):
     """It did not fit."""
 

@@ -140,6 +140,19 @@ def test_a_call_that_returns_no_tensor_is_named():
         run(FRAMEWORK.programs(lambda q, k, v: (q, k), "forward", inputs).main, inputs)
 
 
+def test_a_tensor_without_values_is_told_apart_from_what_is_no_tensor():
+    class Wrapped(torch.Tensor):
+        pass
+
+    for give, told in [
+        (lambda q, k, v: q.to("meta"), "a tensor of the meta device, which holds no values"),
+        (lambda q, k, v: q.as_subclass(Wrapped), "returned Wrapped, not a plain torch.Tensor"),
+    ]:
+        programs = FRAMEWORK.programs(give, "forward", draw())
+        with pytest.raises(TypeError, match=told):
+            run(programs.main, draw())
+
+
 def test_compile_time_is_reported_only_by_calls_that_compile():
     class Compiles:
         compiles, calls = True, 0

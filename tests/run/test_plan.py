@@ -16,8 +16,8 @@ from attnbench.errors import UsageError
 from attnbench.run import instructions
 from attnbench.run.launch import Listener, Request, launch, plan_only
 from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit, least_bytes
-from attnbench.run.plan import Asked, cells_of, distinct, group_of, shard
-from attnbench.spec import Environment, Workload
+from attnbench.run.plan import Asked, Planned, cells_of, distinct, group_of, require_dtype, shard
+from attnbench.spec import Cell, Environment, Workload
 from attnbench.workloads import masks
 
 SMALL = Workload(batch=1, q_len=8, heads=2, head_dim=4)
@@ -150,3 +150,28 @@ def test_a_cap_set_by_the_user_stands(monkeypatch, tmp_path):
     monkeypatch.setenv(instructions.VARIABLE, "AVX2")
     assert instructions.isa_cap() == {}
     assert machine.probes == 0
+
+
+def test_a_dtype_that_nothing_takes_is_refused_with_the_reasons():
+    def refused(*reasons):
+        return [Planned(Cell(f"numpy.n{n}", SMALL), reason) for n, reason in enumerate(reasons)]
+
+    takes = "takes bfloat16, not float32."
+    require_dtype([])
+    require_dtype(refused(takes, None))
+    require_dtype(refused(takes, "needs cuda"))
+    with pytest.raises(UsageError, match=r"takes this dtype\. numpy.n0, numpy.n1: takes bfloat16, not float32\.$"):
+        require_dtype(refused(takes, takes))
+    with pytest.raises(UsageError, match=r"n2: float32 c; `run --list` with the same options tells the rest\.$"):
+        require_dtype(refused("float32 a", "float32 b", "float32 c", "float32 d"))
+
+
+def test_a_resumed_run_is_never_refused_as_a_whole():
+    half = Workload(batch=1, q_len=8, heads=2, head_dim=4, dtype="bfloat16")
+    records = []
+    with pytest.raises(UsageError, match=r"numpy.float32: takes float32, not bfloat16"):
+        launch(request("numpy.float32", workloads=(half,)), records.extend, Listener())
+    assert records == []
+    done = frozenset({Cell("numpy.float32", SMALL).id})
+    launch(request("numpy.float32", workloads=(half,)), records.extend, Listener(), done=done)
+    assert [record.status for record in records] == ["unsupported"]

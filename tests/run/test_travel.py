@@ -130,6 +130,7 @@ def test_by_reference_to_a_file_or_a_module_of_the_working_folder(folder, refere
     [
         ("nowhere.py:mine", "there is no file nowhere.py"),
         ("kernels/fast.py:", "names no function: write file.py:function"),
+        (":mine", '":mine" names no file or module: write file.py:function'),
         ("kernels/fast.py:mein", r'no function in .*fast.py called "mein". Near: mine'),
         ("kernels/fast.py:constant", "is a int, not a function of"),
         ("kernels.slow:mine", r"kernels.slow:mine.* could not be imported: ModuleNotFoundError"),

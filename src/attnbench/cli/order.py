@@ -9,12 +9,15 @@ from typing import Any
 
 import msgspec
 
+from attnbench import registry
 from attnbench.cli.options import Choice, Sampling, Shape, spell
 from attnbench.cli.output import stderr_console
 from attnbench.cli.selection import DEFAULT_SUITE, filter_words, select_implementations, select_workloads
 from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.run.launch import Request
+from attnbench.run.naming import name_references
+from attnbench.run.sources import refuse_changed_sources
 from attnbench.store.runfile import Run, read_run, repair
 
 QUICK_BUDGET_S = 0.5
@@ -44,9 +47,14 @@ class Prepared:
     runs_dir: Path
     against: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
-    """Options by which `verify` looks at the same workloads."""
+    """Options by which `verify` looks at the same workloads in the same way; a resumed run has none."""
     resumed: Path | None = None
     done: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the run calls the functions that were given by reference."""
+        return called(self.request)
 
 
 def prepare(order: Order) -> Prepared:
@@ -54,7 +62,7 @@ def prepare(order: Order) -> Prepared:
     runs_dir = Path(load_settings({"runs_dir": None if order.out is None else str(order.out)}).runs_dir)
     if order.resume is None:
         suite, request = make_request(order)
-        return Prepared(request, suite, runs_dir, order.choice.against, _where(order))
+        return Prepared(request, suite, runs_dir, _against(order, request), _where(order))
     warning = repair(order.resume)
     kept = read_run(order.resume)
     if warning:
@@ -63,14 +71,32 @@ def prepare(order: Order) -> Prepared:
         suite, request = kept.header.suite, _stored_request(order.resume, kept)
     else:
         suite, request = make_request(order)
-    against = order.choice.against or kept.header.against
+    refuse_changed_sources(order.resume, kept.header.sources, request.implementations)
+    against = _against(order, request) or kept.header.against
     return Prepared(request, suite, order.resume.parent, against, (), order.resume, kept.done)
+
+
+def called(request: Request) -> dict[str, str]:
+    """Reference -> name, as the run makes them."""
+    return name_references(request.implementations, registry.names())
+
+
+def _against(order: Order, request: Request) -> tuple[str, ...]:
+    names = called(request)
+    return tuple(names.get(one, one) for one in order.choice.against)
 
 
 def _where(order: Order) -> tuple[str, ...]:
     shape = spell(order.shape)
     suite = [] if order.suite is None and shape else ["--suite", order.suite or DEFAULT_SUITE]
-    return (*suite, *(["--quick"] if order.quick and suite else []), *shape)
+    quick = ["--quick"] if order.quick and suite else []
+    return (*suite, *quick, *shape, *place_words(order.choice.framework, order.choice.device))
+
+
+def place_words(framework: str | None, device: str | None) -> list[str]:
+    """The options that say where bare functions run, as words."""
+    given = {"--framework": framework, "--device": device}
+    return [word for option, value in given.items() if value is not None for word in (option, value)]
 
 
 def _asks_nothing(order: Order) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from attnbench.cli.options import Choice, Shape
 from attnbench.errors import UnknownName, UsageError
+from attnbench.run.naming import is_reference
 from attnbench.spec import Workload
 
 DEFAULT_SUITE = "quick"
@@ -148,11 +149,6 @@ def swept_names(steps: Collection[str] = ("",)) -> list[str]:
 
     known = [registry.get(name) for name in loadable_names()]
     return [one.name for one in known if not one.by_name_only and one.step in steps]
-
-
-def is_reference(name: str) -> bool:
-    """Whether it points into a file or module instead of the registry."""
-    return ":" in name
 
 
 def expand(wanted: str, known: Sequence[str]) -> list[str]:

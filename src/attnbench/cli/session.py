@@ -10,14 +10,15 @@ from typing import Any
 
 from attnbench.analyse.ranking import ANCHOR, baseline, by_workload, is_timed, label, rank
 from attnbench.analyse.summary import closing
+from attnbench.cli.hints import explain_hints
 from attnbench.cli.order import Prepared, store_request
 from attnbench.cli.output import print_json, stderr_console, stdout_console
-from attnbench.cli.selection import is_reference
 from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
 from attnbench.report.tables import print_rankings
 from attnbench.run import launch as launcher
-from attnbench.spec import Environment, Incorrect, Record
+from attnbench.run.sources import fingerprint_sources
+from attnbench.spec import Environment, Record
 from attnbench.store.runfile import Header, RunWriter, check_writable, new_header, read_run
 
 NOTHING, INTERRUPTED = 3, 130
@@ -29,6 +30,7 @@ class Recorder:
     def __init__(self, prepared: Prepared, listener: Silent) -> None:
         self._prepared = prepared
         self._listener = listener
+        self._sources = fingerprint_sources(prepared.request.implementations)
         self.writer: RunWriter | None = RunWriter(prepared.resumed) if prepared.resumed else None
         self._earlier = set() if prepared.resumed is None else _fingerprints(prepared.resumed)
         if prepared.resumed is None:
@@ -54,7 +56,7 @@ class Recorder:
 
         asked = self._prepared
         request = store_request(asked.request)
-        return new_header(installed_version(), asked.suite, request, asked.request.seed, asked.against)
+        return new_header(installed_version(), asked.suite, request, asked.request.seed, asked.against, self._sources)
 
 
 def _fingerprints(path: Path) -> set[str]:
@@ -95,8 +97,7 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
 
 
 def _print_run(path: Path, records: Sequence[Record], prepared: Prepared, json: bool) -> None:
-    references = {ref.rpartition(":")[2]: ref for ref in prepared.request.implementations if is_reference(ref)}
-    sentence = closing(records, prepared.against, list(references))
+    sentence = closing(records, prepared.against, list(prepared.names.values()))
     if json:
         print_json(document(path, records, sentence, prepared.against))
         return
@@ -104,9 +105,8 @@ def _print_run(path: Path, records: Sequence[Record], prepared: Prepared, json: 
     print_rankings(console, records, prepared.against)
     console.print()
     console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-    for name in dict.fromkeys(r.implementation for r in records if isinstance(r, Incorrect)):
-        hint = shlex.join(["attnbench", "verify", "--impl", references.get(name, name), *prepared.where, "--explain"])
-        console.print(f"`{hint}` shows where {name} is wrong.", highlight=False, markup=False, soft_wrap=True)
+    for hint in explain_hints(records, prepared):
+        console.print(hint, highlight=False, markup=False, soft_wrap=True)
     console.print(os.path.relpath(path), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -47,10 +47,20 @@ def _checked(call: Call) -> Call:
     def output(q: Array, k: Array, v: Array) -> Array:
         out = call(q, k, v)
         if not owned(out):
-            raise TypeError(f"the call returned {type(out).__name__}, not a torch.Tensor: return the output alone.")
+            raise TypeError(_not_owned(out))
         return out
 
     return output
+
+
+def _not_owned(out: Any) -> str:
+    import torch
+
+    if not isinstance(out, torch.Tensor):
+        return f"the call returned {type(out).__name__}, not a torch.Tensor: return the output alone."
+    if out.device.type == "meta":
+        return "the call returned a tensor of the meta device, which holds no values: return the computed output."
+    return f"the call returned {type(out).__name__}, not a plain torch.Tensor: return one that holds its values itself."
 
 
 def _without_graph(output: Call) -> Callable[[Inputs], tuple[Array, ...]]:

@@ -27,7 +27,19 @@ from attnbench.measuring.rates import cost_of
 from attnbench.measuring.subject import Subject, Wrong
 from attnbench.measuring.verify import examine, examine_again
 from attnbench.registry import Function
-from attnbench.spec import Array, Call, Cell, Environment, Implementation, Memory, Ok, Ranks, VerifiedAt, Workload
+from attnbench.spec import (
+    ONLY_TIMED,
+    Array,
+    Call,
+    Cell,
+    Environment,
+    Implementation,
+    Memory,
+    Ok,
+    Ranks,
+    VerifiedAt,
+    Workload,
+)
 from attnbench.workloads.cost import demand
 from attnbench.workloads.shrink import shrink
 
@@ -338,7 +350,7 @@ class Session:
         if differs is not None:
             where = spot(differs, self._implementation.layout)
             raise Wrong(
-                f"a timed call returned a wrong {name}, right when checked: {where} differs by {differs.share:.1e}, "
+                f"{ONLY_TIMED} {name}, right when checked: {where} differs by {differs.share:.1e}, "
                 f"{differs.allowed:.1e} allowed"
             )
 

@@ -16,8 +16,9 @@ from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
-from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct
-from attnbench.run.travel import Traveller, free_name, from_object, from_reference
+from attnbench.run.naming import free_name, is_reference, name_references
+from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
+from attnbench.run.travel import Traveller, from_object, from_reference
 from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Implementation, Record, Unsupported, Workload
 
@@ -110,6 +111,8 @@ def _run_all(
     crew.clock = request.clock
     cells = cells_of(workloads, wanted, crew.configs if request.every_config else as_asked)
     planned = _planned(request, crew, [cell for cell in cells if cell.id not in done])
+    if not done and request.measure:
+        require_dtype(planned)
     listener.planned(planned)
     if request.measure:
         _warn_of_load(listener)
@@ -198,11 +201,11 @@ def _recruit(request: Request) -> tuple[list[Asked], list[Traveller]]:
     """What is wanted in the order asked, and the travellers among it."""
     wanted: list[Asked] = []
     travellers: list[Traveller] = []
+    # What an earlier in-process run registered may be replaced; a rival of this run may not.
+    known = () if request.in_process else registry.names()
+    called = name_references(request.implementations, known)
     for what in request.implementations:
-        # What an earlier in-process run registered may be replaced; a rival of this run may not.
-        names = {one.name for one in wanted}
-        taken = names if request.in_process else {*names, *registry.names()}
-        traveller = _traveller(what, request, taken)
+        traveller = _traveller(what, request, {*known, *(one.name for one in wanted)}, called)
         if traveller is not None:
             travellers.append(traveller)
             wanted.append(Asked(traveller.name))
@@ -212,10 +215,10 @@ def _recruit(request: Request) -> tuple[list[Asked], list[Traveller]]:
     return [one for n, one in enumerate(wanted) if one not in wanted[:n]], travellers
 
 
-def _traveller(what: Any, request: Request, taken: set[str]) -> Traveller | None:
+def _traveller(what: Any, request: Request, taken: set[str], called: dict[str, str]) -> Traveller | None:
     if isinstance(what, str):
-        if ":" in what:
-            return from_reference(what, request.framework, taken)
+        if is_reference(what):
+            return from_reference(what, request.framework, taken, called[what])
         if "[" in what or registry.origin(what) != "this process":
             return None
         what, taken = registry.get(what), set()

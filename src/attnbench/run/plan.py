@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from attnbench.errors import UsageError
 from attnbench.spec import Cell, Config, Implementation, Workload
+
+TOLD_REASONS = 3
 
 
 class Group(NamedTuple):
@@ -69,6 +72,19 @@ def cells_of(
         for config in configs(one, workload)
     ]
     return list({cell.id: cell for cell in cells}.values())
+
+
+def require_dtype(planned: Sequence[Planned]) -> None:
+    """Raise where every cell is refused for its dtype: that is a wrong request, not something that failed."""
+    refused: dict[str, dict[str, None]] = {}
+    for one in planned:
+        if one.reason is None or one.cell.workload.dtype not in one.reason:
+            return
+        refused.setdefault(one.reason.rstrip("."), {})[one.cell.implementation] = None
+    told = [f"{', '.join(names)}: {reason}" for reason, names in list(refused.items())[:TOLD_REASONS]]
+    more = "; `run --list` with the same options tells the rest" if len(refused) > TOLD_REASONS else ""
+    if told:
+        raise UsageError(f"nothing here takes this dtype. {'; '.join(told)}{more}.")
 
 
 def shard(workloads: Sequence[Workload], index: int, count: int) -> list[Workload]:

@@ -15,6 +15,7 @@ from msgspec import Struct
 from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.run import protocol as p
+from attnbench.run.naming import free_name
 from attnbench.spec import Implementation
 
 
@@ -38,16 +39,17 @@ class Traveller(Struct, frozen=True, kw_only=True):
         return p.Enlist(self.name, self.framework, self.reference, self.pickled, list(within))
 
 
-def from_reference(text: str, framework: str, taken: set[str]) -> Traveller:
-    """`file.py:function` or `package.module:function`; the file is not run in this process."""
+def from_reference(text: str, framework: str, taken: set[str], name: str = "") -> Traveller:
+    """`file.py:function` or `package.module:function`, under its own name or `name`; the file is not run here."""
     where, _, attribute = text.rpartition(":")
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise UsageError(f"there is no file {where}.")
         text = f"{Path(where).resolve()}:{attribute}"
-    if not attribute:
-        raise UsageError(f'"{text}" names no function: write file.py:function or package.module:function.')
-    name = free_name(attribute, taken)
+    if not where or not attribute:
+        lacks = "no file or module" if attribute else "no function"
+        raise UsageError(f'"{text}" names {lacks}: write file.py:function or package.module:function.')
+    name = free_name(name or attribute, taken)
     return Traveller(name=name, framework=framework, process="", label=text, reference=text)
 
 
@@ -61,13 +63,6 @@ def from_object(what: Callable[..., Any] | Implementation, framework: str, taken
     return Traveller(
         name=name, framework=implementation.framework, process=implementation.process, label=name, pickled=pickled
     )
-
-
-def free_name(name: str, taken: set[str]) -> str:
-    """The name, with a number behind it when it is taken."""
-    if name not in taken:
-        return name
-    return next(f"{name}-{n}" for n in range(2, len(taken) + 3) if f"{name}-{n}" not in taken)
 
 
 def _pickle(what: Any) -> bytes | None:

@@ -39,6 +39,8 @@ class Header(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="l
     seed: int | None = None
     against: tuple[str, ...] = ()
     """What the others are compared with, where that was said."""
+    sources: dict[str, str] = {}
+    """File or module of each function given by reference -> SHA-256 of its file."""
 
 
 class EnvironmentLine(Struct, frozen=True, tag_field="line", tag="environment"):
@@ -80,6 +82,7 @@ def new_header(
     request: Mapping[str, Any] | None = None,
     seed: int | None = None,
     against: Sequence[str] = (),
+    sources: Mapping[str, str] | None = None,
 ) -> Header:
     """The header of a run that starts now."""
     return Header(
@@ -90,6 +93,7 @@ def new_header(
         request=dict(request or {}),
         seed=seed,
         against=tuple(against),
+        sources=dict(sources or {}),
     )
 
 

@@ -28,7 +28,7 @@ def load(name_or_path: str | Path) -> Suite:
     path = Path(name_or_path)
     if path.suffix == ".toml":
         if not path.is_file():
-            raise BrokenFile(path, None, "there is no such file.")
+            raise BrokenFile(path, None, "it is a folder, not a file." if path.is_dir() else "there is no such file.")
         return read_suite(path)
     name = str(name_or_path)
     if name not in BUILTIN:
