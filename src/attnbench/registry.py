@@ -19,6 +19,9 @@ GROUP = "attnbench.implementations"
 _registered: dict[str, Implementation] = {}
 _generation = 0
 
+HERE = "this process"
+"""Where an implementation comes from that no package brings."""
+
 
 @cache
 def _entry_points() -> dict[str, Any]:
@@ -116,7 +119,7 @@ def loadable() -> tuple[list[str], dict[str, str]]:
 def origin(name: str) -> str:
     """Distribution an implementation comes from, for `doctor`."""
     point = _entry_points().get(name)
-    return point.dist.name if point is not None and point.dist is not None else "this process"
+    return point.dist.name if point is not None and point.dist is not None else HERE
 
 
 class Function(Implementation):

@@ -254,7 +254,7 @@ def _check(request: Request) -> None:
 def _standing_crew(request: Request) -> Crew | None:
     """Workers kept warm between calls, for installed implementations only: a user's function gets its own process."""
     installed = all(isinstance(what, str) and ":" not in what for what in request.implementations)
-    if not installed or any(registry.origin(str(what)) == "this process" for what in request.implementations):
+    if not installed or any(registry.origin(str(what)) == registry.HERE for what in request.implementations):
         return None
     return _crew(os.getpid(), request.device)
 

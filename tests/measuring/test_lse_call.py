@@ -7,6 +7,7 @@ import pytest
 
 import attnbench as ab
 from attnbench import masks, registry
+from attnbench.measuring import session
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Workload
@@ -17,7 +18,8 @@ REFERENCE = type(registry.get("numpy.float32"))
 
 def record_of(subject, workload=WORKLOAD, thorough=False):
     with registry.restored():
-        registry.register(subject)
+        if subject.name != "numpy.float32":
+            registry.register(subject)
         return Local("numpy", None).ask(p.Open(Cell(subject.name, workload), thorough, False, None, 1), 60).record
 
 
@@ -75,9 +77,9 @@ def test_a_head_beyond_the_sample_is_found(monkeypatch):
     assert "lse: " in record.reason
 
 
-def test_prefill_and_decode_give_the_whole():
+def test_prefill_and_decode_give_the_whole(monkeypatch):
     causal = ab.Workload(batch=1, q_len=24, heads=2, head_dim=8, mask=masks.causal())
-    record = record_of(REFERENCE("numpy.same", np.float32), causal, thorough=True)
+    record = record_of(registry.get("numpy.float32"), causal, thorough=True)
     assert "prefill and decode give the whole" in record.errors.properties
 
     class TopLeft(REFERENCE):
@@ -90,6 +92,9 @@ def test_prefill_and_decode_give_the_whole():
                 )
             return super().build(workload, config)
 
+    tried = record_of(TopLeft("numpy.top-left", np.float32), causal, thorough=True)
+    assert tried.status == "ok", "what somebody tries is judged by what it was given to do"
+    monkeypatch.setattr(session, "origin", lambda name: "a-package")
     record = record_of(TopLeft("numpy.top-left", np.float32), causal, thorough=True)
     assert record.status == "incorrect"
     assert record.reason.startswith("decode alone gives another output")

@@ -166,12 +166,13 @@ def test_a_dtype_that_nothing_takes_is_refused_with_the_reasons():
         require_dtype(refused("float32 a", "float32 b", "float32 c", "float32 d"))
 
 
-def test_a_resumed_run_is_never_refused_as_a_whole():
+def test_only_a_strict_request_is_refused_as_a_whole_and_a_resumed_one_never_is():
     half = Workload(batch=1, q_len=8, heads=2, head_dim=4, dtype="bfloat16")
     records = []
+    strict = request("numpy.float32", workloads=(half,), strict=True)
     with pytest.raises(UsageError, match=r"numpy.float32: takes float32, not bfloat16"):
-        launch(request("numpy.float32", workloads=(half,)), records.extend, Listener())
+        launch(strict, records.extend, Listener())
     assert records == []
-    done = frozenset({Cell("numpy.float32", SMALL).id})
-    launch(request("numpy.float32", workloads=(half,)), records.extend, Listener(), done=done)
-    assert [record.status for record in records] == ["unsupported"]
+    launch(request("numpy.float32", workloads=(half,)), records.extend, Listener())
+    launch(strict, records.extend, Listener(), done=frozenset({Cell("numpy.float32", SMALL).id}))
+    assert [record.status for record in records] == ["unsupported", "unsupported"]

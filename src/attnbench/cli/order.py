@@ -163,6 +163,7 @@ def make_request(order: Order) -> tuple[str, Request]:
         clock=sampling.clock,
         trace=sampling.trace,
         every_config=True,
+        strict=choice.shard is None,
     )
     if sampling.precision is not None:
         request = msgspec.structs.replace(request, precision=sampling.precision)

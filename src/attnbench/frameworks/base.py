@@ -217,6 +217,10 @@ class Framework(ABC):
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
         """Copies taken now, in the order of the current stream, without waiting for other streams or threads."""
 
+    def on_one_device(self, array: Array) -> Array:
+        """The same where it lay on several."""
+        return array
+
     @abstractmethod
     def same_bits(self, a: Array, b: Array) -> bool:
         """Whether two arrays are equal bit for bit (NaN equals the same NaN), compared on the device."""

@@ -119,6 +119,10 @@ class JaxFramework(Framework):
                 copies.append(jnp.array(leaf, copy=True))
         return tuple(copies)
 
+    def on_one_device(self, array: Array) -> Array:
+        devices = sorted(array.devices(), key=lambda device: device.id)
+        return array if len(devices) == 1 else import_jax().device_put(array, devices[0])
+
     def same_bits(self, a: Array, b: Array) -> bool:
         if a.shape != b.shape or a.dtype != b.dtype:
             return False

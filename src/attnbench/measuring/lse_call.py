@@ -76,9 +76,9 @@ def _program(subject: Subject, call: Call) -> Joined:
     main = fw.programs(joined, "forward", subject.draws.inputs(subject.layout)[0]).main
 
     def once(inputs: Inputs) -> Array:
-        (array,) = fw.snapshot(run(main, inputs))
+        (array,) = run(main, inputs)
         fw.wait(array)
-        return array
+        return fw.on_one_device(array)
 
     return once
 

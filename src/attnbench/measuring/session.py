@@ -26,7 +26,7 @@ from attnbench.measuring.quality import quality_of
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.subject import Subject, Wrong
 from attnbench.measuring.verify import examine, examine_again
-from attnbench.registry import Function
+from attnbench.registry import HERE, origin
 from attnbench.spec import (
     ONLY_TIMED,
     Array,
@@ -224,9 +224,9 @@ class Session:
         return self.findings.good[0][0], self.findings.limits("out", self.cell.workload.dtype).relative
 
     def _call_for(self, workload: Workload) -> Call | None:
-        """The same implementation on another workload, where it claims that one. A bare function is judged by what it
-        was given to do."""
-        if isinstance(self._implementation, Function) or self._implementation.approximate:
+        """The same implementation on another workload, where it claims that one. What somebody tries out is judged by
+        what it was given to do, an installed one by what it claims."""
+        if origin(self.cell.implementation) == HERE or self._implementation.approximate:
             return None
         if refusal(self._implementation, workload, self._environment) is not None:
             return None

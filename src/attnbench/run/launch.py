@@ -56,6 +56,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """Without isolation, for functions that cannot travel."""
     every_config: bool = False
     """Where a name alone means none of its settings (a pair of what?), take all that are worth trying here."""
+    strict: bool = False
+    """A dtype that nothing takes is a wrong request, not a run of refusals."""
 
 
 class Listener:
@@ -111,7 +113,7 @@ def _run_all(
     crew.clock = request.clock
     cells = cells_of(workloads, wanted, crew.configs if request.every_config else as_asked)
     planned = _planned(request, crew, [cell for cell in cells if cell.id not in done])
-    if not done and request.measure:
+    if request.strict and not done:
         require_dtype(planned)
     listener.planned(planned)
     if request.measure:
