@@ -299,6 +299,15 @@ class TestDerived:
         assert row["gain"] == pytest.approx(2, rel=0.05)
         assert row["side"] == "torch"
 
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_of_two_runs_the_one_with_the_fastest_on_both_sides_is_shown(self, order):
+        whole = source(timed("torch.sdpa", 1e6), timed("jax.cudnn", 2e6, environment=JAX))
+        narrow = source(timed("torch.sdpa", 1e6), timed("jax.tokamax-xla", 18e6, environment=JAX))
+        (section,) = gather([(whole, narrow)[place] for place in order])
+        (row,) = derived.side_by_side(make_cells(section))
+        assert (row["torch"], row["jax"]) == ("torch.sdpa", "jax.cudnn")
+        assert row["gain"] == pytest.approx(2, rel=0.05)
+
     def test_what_is_shown_of_a_speedup_is_what_decides(self):
         for cell in make_cells(section_of(*two_frameworks())).rows:
             if cell.get("gain0_is", "baseline") != "baseline":
