@@ -85,6 +85,7 @@ def test_two_that_lead_in_different_places_are_no_tie():
     assert "no one is fastest everywhere, choose by shape" in found.text
     assert "in front on 2 of 4 workloads" in found.text
     assert "leads at " in found.text
+    assert (found.pick.mixed, found.pick.certain) == (True, False)
 
 
 def test_families_are_answered_for_themselves():
@@ -180,3 +181,4 @@ def test_a_verdict_from_each_workload_rests_on_each_and_not_on_their_mean():
     ]
     assert [figure.value for figure in found.figures] == pytest.approx([1.5, 6], rel=0.02)
     assert all(figure.low > 1 for figure in found.figures)
+    assert found.pick.certain
