@@ -28,7 +28,7 @@ def test_the_winner_of_a_family_with_its_figures():
     found = only(records, "winner")
     assert found.text.startswith("PyTorch · 4 heads of 32 · causal · float32 · forward: use torch.sdpa, 2.00x (")
     assert "as fast as torch.flex, the next; torch.sdpa is 4.00x (" in found.text
-    assert "(in front on 5 of 5 workloads)" in found.text
+    assert "(unbeaten on 5 of 5 workloads)" in found.text
     assert found.device == "Test GPU"
     assert len(found.workloads) == len(LENGTHS)
     against, plain = found.figures
@@ -66,7 +66,7 @@ def test_of_two_as_fast_the_one_with_less_memory():
 
 @pytest.mark.parametrize(
     ("peak", "told"),
-    [(lambda n: 100.0 * n, "take either, they need the same memory"), (None, "): take either (in front")],
+    [(lambda n: 100.0 * n, "take either, they need the same memory"), (None, "): take either (unbeaten")],
 )
 def test_of_two_alike_in_everything_either(peak, told):
     records = [record for seed in (1, 2) for record in along(f"torch.{seed}", lambda n: 1e3 * n, seed=seed, peak=peak)]
@@ -83,8 +83,8 @@ def test_two_that_lead_in_different_places_are_no_tie():
             records += along(name, lambda n, ns=ns: ns, [512], seed, shape={"batch": batch})
     found = only(records, "mixed")
     assert "no one is fastest everywhere, choose by shape" in found.text
-    assert "in front on 2 of 4 workloads" in found.text
-    assert "leads at " in found.text
+    assert "unbeaten on 2 of 4 workloads" in found.text
+    assert "is first at " in found.text
     assert (found.pick.mixed, found.pick.certain) == (True, False)
 
 
@@ -165,7 +165,7 @@ def test_names_with_other_kernels_or_other_times_are_two_answers(kernels, factor
 def test_nothing_but_names_of_one_kernel():
     records = [r for seed, name in enumerate(("jax.a", "jax.b")) for r in along(name, float, seed=seed, kernels=CUDNN)]
     found = only(records, "tie")
-    assert "take jax.a (the same kernel as jax.b): nothing else was timed (in front on 5 of 5 workloads)." in found.text
+    assert "take jax.a (the same kernel as jax.b): nothing else was timed (unbeaten on 5 of 5 workloads)." in found.text
 
 
 def test_a_verdict_from_each_workload_rests_on_each_and_not_on_their_mean():

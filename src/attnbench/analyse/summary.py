@@ -55,7 +55,7 @@ def closing(
 ) -> str:
     """The sentence that answers the question, after what must be said first about ones that are never right.
 
-    `focus` names what the user came to look at: where it is not in front, how far behind it is. `ranked` are the
+    `focus` names what the user came to look at: where it does not win, how far behind it is. `ranked` are the
     records ranked workload by workload, where that was done already; of several runs each workload by one of them.
     Without `wrong` the sentences about wrong results are left to the caller.
     """

@@ -21,7 +21,7 @@ MOST_PLACES = 3
 
 
 def winner_of(family: Family, front: Front) -> Recommendation | None:
-    """The one that leads most workloads, against the next and the plain one; None where there is no choice."""
+    """The one that is unbeaten most often, against the next and the plain one; None where there is no choice."""
     if len(front.names) < 2:
         return None
     champion, twins = champion_of(front)
@@ -40,7 +40,7 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
         told = f"{name} is nowhere behind {rival}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
         kind = "mixed"
     elif verdict.sign < 0 or verdict.apart:
-        kind, told = "mixed", f"no one is fastest everywhere, choose by shape: {name} leads most often"
+        kind, told = "mixed", f"no one is fastest everywhere, choose by shape: {name} is unbeaten most often"
     else:
         kind, (told, saving) = "tie", _tie(champion, name, rival, verdict.ratio, pairs)
         figures += saving
@@ -70,7 +70,7 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
 
 
 def champion_of(front: Front) -> tuple[str, list[str]]:
-    """The one that leads most often, by the plainest name of its kernel, and the other names."""
+    """The one that is unbeaten most often, by the plainest name of its kernel, and the other names."""
     first = front.champion()
     names = {first, *twins_of(first, front)}
     champion = plainest(names, front)
@@ -156,18 +156,18 @@ def _tie(champion: str, name: str, rival: str, against: Ratio, pairs: list[tuple
 
 def _extent(front: Front, champion: str, twins: Sequence[str], shared: int) -> str:
     every, led = len(front.field), front.led((champion, *twins))
-    told = f"in front on {led} of {workloads(every)}" if every > 1 else workloads(every)
+    told = f"unbeaten on {led} of {workloads(every)}" if every > 1 else workloads(every)
     return told if shared == every else f"{told}, both ran on {shared}"
 
 
 def _exceptions(front: Front, champions: Sequence[str]) -> str:
-    """Where others lead, most often first."""
+    """Where others are first, most often."""
     where: dict[str, list[str]] = {}
     for key, names in front.leaders.items():
         if set(champions).isdisjoint(names):
             where.setdefault(names[0], []).append(_place(front.field[key][names[0]]))
     told = sorted(where.items(), key=lambda item: -len(item[1]))[:MOST_PLACES]
-    return "".join(f"; {name} leads at {_places(places)}" for name, places in told)
+    return "".join(f"; {name} is first at {_places(places)}" for name, places in told)
 
 
 def _places(places: list[str]) -> str:

@@ -65,7 +65,7 @@ REGRET = Table(
     [
         LABEL,
         Column("shapes", "shapes", "of"),
-        Column("wins", "in front", "number"),
+        Column("wins", "fastest", "number"),
         Column("mean_regret", "regret, mean", "percent"),
         Column("worst_regret", "regret, worst", "percent"),
         Column("worst_shape", "worst at"),
