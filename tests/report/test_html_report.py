@@ -438,6 +438,26 @@ def test_images_are_drawn(tmp_path: Path):
     assert "<img" not in svg
 
 
+@pytest.mark.parametrize("chart", ["time", "rate"])
+def test_points_set_the_axis_and_not_their_intervals(tmp_path: Path, chart: str):
+    """Two points, 4 times apart by time and by rate, whose intervals reach over six decades."""
+    open_to_all = msgspec.structs.replace(timing([1e6, 4e6]), ci95_ns=(30.0, 80e6))
+    records = [
+        ok(
+            "torch.sdpa",
+            on=workload(n),
+            time=msgspec.structs.replace(open_to_all, median_ns=ns),
+            cost=Cost(flops=10**9, bytes=10**6, tflops=1e6 / ns),
+        )
+        for n, ns in ((128, 1e6), (256, 4e6))
+    ]
+    write_images(page_of(*records), tmp_path)
+    told = re.search(r"Y-axis [^\"]* with values from ([\d.]+) to ([\d.]+)", (tmp_path / f"{chart}.svg").read_text())
+    assert told is not None
+    low, high = map(float, told.groups())
+    assert 4 < high / low < 12
+
+
 def test_every_family_of_shapes_has_its_own_images(tmp_path: Path):
     full = [timed("torch.sdpa", 3e6, n, on=workload(n, mask=masks.full())) for n in (128, 256)]
     paths = write_images(page_of(*two_frameworks(), *full), tmp_path)
