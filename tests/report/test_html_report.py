@@ -467,6 +467,19 @@ def test_every_family_of_shapes_has_its_own_images(tmp_path: Path):
     assert (tmp_path / other).read_text() != (tmp_path / "time.svg").read_text()
 
 
+TURNED = "torch.\u202egnorw\u2066"
+
+
+def test_no_name_turns_the_rest_of_a_line_around(tmp_path: Path):
+    page = page_of(*two_frameworks(), timed(TURNED, 0.5e6), unsupported("torch.fa3", f"no {TURNED}", workload(256)))
+    write_images(page, tmp_path)
+    texts = [render(page), *(path.read_text() for path in tmp_path.glob("*.svg"))]
+    assert all("torch.gnorw" in text for text in (texts[0], (tmp_path / "time.svg").read_text()))
+    for text in texts:
+        assert not set(text) & set("\u202e\u2066")
+        assert not re.search(r"\\u(202e|2066)|&#(8238|x202e|8294|x2066)", text, re.IGNORECASE)
+
+
 class TestMarkdown:
     def test_the_answer_and_the_winners(self):
         text = summarise(page_of(*two_frameworks()))
