@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from length_factory import GPU, LENGTHS, along
-from record_factory import incorrect, workload
+from record_factory import incorrect, noisy, timing, workload
 
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.recommend import recommend
@@ -71,6 +71,17 @@ def test_of_two_as_fast_the_one_with_less_memory():
 def test_of_two_alike_in_everything_either(peak, told):
     records = [record for seed in (1, 2) for record in along(f"torch.{seed}", lambda n: 1e3 * n, seed=seed, peak=peak)]
     assert told in only(records, "tie").text
+
+
+def test_a_tie_that_is_apart_by_less_than_counts_says_so():
+    records = [
+        record
+        for seed, (name, ns) in enumerate({"torch.eager": 1.005e6, "torch.sdpa": 1e6}.items())
+        for record in along(name, lambda n: 1, [512], time=timing(noisy(ns, seed, spread=1e-4)))
+    ]
+    found = only(records, "tie")
+    assert "torch.sdpa and torch.eager are certainly less than 1 % apart (1.00x (1.00-1.01))" in found.text
+    assert "no significant difference" not in found.text
 
 
 def test_two_that_lead_in_different_places_are_no_tie():

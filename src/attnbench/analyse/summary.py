@@ -20,7 +20,7 @@ from attnbench.analyse.ranking import (
     rank,
 )
 from attnbench.analyse.verdicts import judge
-from attnbench.analyse.wording import counted, format_ratio, vague
+from attnbench.analyse.wording import counted, format_ratio, slightly_apart, vague
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 __all__ = [
@@ -158,6 +158,8 @@ def _comparison(champion: str, other: str, rankings: Rankings) -> str:
     ratio, (least, most) = verdict.ratio, verdict.span
     shapes = _shapes(len(rankings)) if len(pairs) == len(rankings) else f"{len(pairs)} of {_shapes(len(rankings))}"
     if not verdict.sign:
+        if near := slightly_apart(ratio):
+            return f"{champion} and {other} are {near} ({format_ratio(ratio)}) over {shapes}"
         why = "their times vary too much" if vague(ratio) else format_ratio(ratio)
         return f"{champion} and {other} cannot be told apart ({why}) over {shapes}"
     if verdict.sign < 0:

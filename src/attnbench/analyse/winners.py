@@ -12,7 +12,7 @@ from attnbench.analyse.ranking import BASELINES, RANK_LEVEL, matches, sign
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.twins import named, plainest, twins_of
 from attnbench.analyse.verdicts import Verdict, judge
-from attnbench.analyse.wording import format_ratio, vague
+from attnbench.analyse.wording import format_ratio, slightly_apart, vague
 from attnbench.spec import Ok
 
 LEAST_SAVING = 1.01
@@ -110,7 +110,9 @@ def _against(front: Front, champion: str, other: str) -> tuple[str, list[Figure]
     verdict = judge(pairs)
     figures = rests_on(champion, other, pairs, verdict)
     told = f"{_gain(verdict)} as fast as {other}"
-    if verdict.sign <= 0:
+    if near := "" if verdict.sign else slightly_apart(verdict.ratio):
+        told = f"{near} from {other}: {format_ratio(verdict.ratio)}"
+    elif verdict.sign <= 0:
         why = "times vary too much to tell" if vague(verdict.ratio) else format_ratio(verdict.ratio)
         told = f"not certainly faster than {other}: {why}"
     return told if len(pairs) == len(front.field) else f"{told} (both ran on {len(pairs)})", figures
@@ -140,7 +142,9 @@ def _gain(verdict: Verdict) -> str:
 def _tie(champion: str, name: str, rival: str, against: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:
     """Of two that are as fast, the one with less memory; `name` is the champion with its other names."""
     told = f"no significant difference between {name} and {rival} ({format_ratio(against)})"
-    if vague(against):
+    if near := slightly_apart(against):
+        told = f"{name} and {rival} are {near} ({format_ratio(against)})"
+    elif vague(against):
         told = f"{name} and {rival} cannot be told apart, their times vary too much"
     peaks = [(a.memory.peak_bytes, b.memory.peak_bytes) for a, b in pairs]
     known = [(a, b) for a, b in peaks if a and b]

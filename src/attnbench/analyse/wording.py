@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnbench.analyse.ranking import LEAST_DIFFERENCE
 from attnbench.analyse.ratios import Ratio
 
 HOPELESS = 10.0
@@ -27,6 +28,14 @@ def vague(ratio: Ratio) -> bool:
 def hopeless(ratio: Ratio) -> bool:
     """Whether the interval is too wide for a figure."""
     return ratio.high > HOPELESS * ratio.low
+
+
+def slightly_apart(ratio: Ratio) -> str:
+    """Words for a ratio that is not 1 for certain, yet too near to it to rank by; empty for any other."""
+    if ratio.low <= 1 <= ratio.high or ratio.low > LEAST_DIFFERENCE or ratio.high < 1 / LEAST_DIFFERENCE:
+        return ""
+    sure = ratio.low >= 1 / LEAST_DIFFERENCE and ratio.high <= LEAST_DIFFERENCE
+    return f"{'certainly' if sure else 'perhaps'} less than {100 * (LEAST_DIFFERENCE - 1):.0f} % apart"
 
 
 def counted(count: int, noun: str) -> str:
