@@ -96,7 +96,17 @@ def test_two_that_lead_in_different_places_are_no_tie():
     assert "no one is fastest everywhere, choose by shape" in found.text
     assert "unbeaten on 2 of 4 workloads" in found.text
     assert "is first at " in found.text
-    assert (found.pick.mixed, found.pick.certain) == (True, False)
+    assert (found.pick.mixed, found.pick.certain) == (True, True)
+
+
+def test_what_spans_ties_is_not_certain():
+    slower = {256: 1.2, 512: 1.0, 1024: 1.3}
+    records = [
+        *along("torch.a", lambda n: 1e6, tuple(slower), seed=1),
+        *along("torch.b", lambda n: slower[n] * 1e6, tuple(slower), seed=2),
+    ]
+    found = only(records, "mixed")
+    assert (found.pick.mixed, found.pick.certain) == (False, False)
 
 
 def test_families_are_answered_for_themselves():

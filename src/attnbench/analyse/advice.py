@@ -46,7 +46,7 @@ class Pick(Struct, frozen=True, kw_only=True):
     over_next: str = ""
     """Against the best of the others."""
     certain: bool = True
-    """Whether that holds on average, or on each workload; else some of what it spans is within the noise."""
+    """Whether all of that differs from 1 for certain; else some of what it spans is within the noise."""
     gain: str = ""
     """Over the framework's plain implementation."""
     led: int

@@ -61,7 +61,7 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
             equal=rival if kind == "tie" else "",
             mixed=kind == "mixed" and not verdict.never_behind,
             over_next="" if kind == "tie" else f"{_gain(verdict)} as fast as {rival}",
-            certain=kind == "tie" or bool(verdict.sign),
+            certain=kind == "tie" or verdict.certain,
             gain="" if gain is None else gain[0],
             led=front.led((champion, *twins)),
             of=len(front.field),
@@ -134,7 +134,7 @@ def _one_kernel(family: Family, front: Front, champion: str, twins: Sequence[str
 
 
 def _gain(verdict: Verdict) -> str:
-    """The mean where it is certain; else from least to most, which is certain only where the verdict has a sign."""
+    """The mean where it is certain; else from least to most, which is certain only where the verdict is."""
     least, most = verdict.span
     return format_ratio(verdict.ratio) if verdict.on_average else f"{least:.2f}x to {most:.2f}x"
 
