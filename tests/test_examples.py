@@ -5,20 +5,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from record_factory import ok
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PATIENCE_S = 280
-RATIO = r"[\d.]+x \([\d.]+-[\d.]+\)|(more|less) than [\d.]+x|cannot tell"
+RATIO = r"[\d.]+x \([\d.]+-[\d.]+\)|(more|less) than [\d.]+x"
 ANSWERS = {
     "first_measurement": r"torch\.sdpa is right and takes [\d.]+ ms \(95 %: [\d.]+-[\d.]+ ms\) here\.",
-    "own_kernel": rf"blockwise is right, number [1-4] of 4, ({RATIO}) as fast as torch\.sdpa\.",
+    "own_kernel": rf"blockwise is right(, number [1-4] of 4, ({RATIO}) as fast as torch\.sdpa"
+    r"| and shares number [1-4] of 4 with [1-3] more: too few samples to tell them apart)\.",
     "hugging_face_model": r'Call hf\.register\(impl="torch\.(eager|sdpa-flash)"\) for this model: .*torch\..*\.',
     "jax_model": r'Call ab\.attention\(\.\.\., impl="jax\.(xla|einsum)"\): .*jax\..*\.',
     "regression_gate": r"May it be merged\? The gate says (no|it cannot tell, \w+) \(exit code [145]\)\.",
@@ -64,6 +67,18 @@ def test_an_example_answers_its_question(name: str):
 @pytest.mark.parametrize("name", ["hugging_face_model", "regression_gate"])
 def test_a_slow_example_answers_its_question(name: str):
     assert re.fullmatch(ANSWERS[name], run(name)[-1])
+
+
+def test_a_rank_that_is_shared_is_told_as_shared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("torch")
+    example = runpy.run_path(str(EXAMPLES / "own_kernel.py"))
+    names = ("blockwise", "torch.eager", "torch.sdpa", "torch.sdpa-math")
+    samples = [1e6, 5e6, 25e6]
+    made = {name: ok(name, samples if name != "torch.sdpa-math" else [1e12, 1.1e12, 1.2e12]) for name in names}
+    monkeypatch.setattr("attnbench.compare_implementations", lambda *_, **__: list(made.values()))
+    example["main"](quick=True)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "blockwise is right and shares number 1 of 4 with 2 more: too few samples to tell them apart."
 
 
 def test_the_wrong_kernel_of_the_example_has_no_time():

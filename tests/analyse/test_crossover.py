@@ -91,6 +91,7 @@ def test_what_there_is_no_length_for_has_a_name(factors, kind):
     found = crossover(along("a", lambda n: 1e6 * table[n], seed=1), along("b", lambda n: 1e6, seed=2))
     assert found.kind == kind
     assert (found.length is not None) == (kind == "until")
+    assert found.signs == tuple((factor < 1) - (factor > 1) for factor in factors)
 
 
 def test_only_lengths_that_both_have_count():

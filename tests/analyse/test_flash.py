@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from length_factory import LENGTHS, along, timed
+from record_factory import timing
 
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.flash import stores_scores
@@ -78,6 +79,45 @@ def test_one_side_that_always_leads_says_by_how_much(factor: float, told: str):
     assert len(found.figures) == len(LENGTHS)
 
 
+def certain_at_512(n: int) -> float:
+    """As fast as 100 n, and half of that at 512."""
+    return (50 if n == 512 else 100) * n
+
+
+def test_lengths_that_do_not_differ_for_certain_are_no_place_to_use_the_leader():
+    (found,) = flash([*plain(lambda n: 100 * n), *fused(certain_at_512)])
+    told = "use fused attention (flash) instead of plain attention at 512 tokens: "
+    assert told in found.text
+    assert "every length" not in found.text
+    assert found.text.count("as fast at") == 1
+    assert "; no certain difference at 256, 1,024, 2,048 and 4,096 tokens." in found.text
+
+
+def test_of_several_batches_the_shapes_are_named():
+    lengths = LENGTHS[:2]
+    records = [
+        record
+        for batch in (1, 8)
+        for record in (
+            *plain(lambda n: 100 * n, lengths=lengths, shape={"batch": batch}),
+            *fused(certain_at_512, lengths=lengths, shape={"batch": batch}),
+        )
+    ]
+    (found,) = flash(records)
+    assert "instead of plain attention at 1 x 512 and 8 x 512: " in found.text
+    assert "; no certain difference at 1 x 256 and 8 x 256." in found.text
+
+
+def test_a_gain_without_a_figure_is_none():
+    """Three rounds that vary thirtyfold: faster for certain, nobody knows how much."""
+    wild = timing([1e6, 30e6, 900e6])
+    records = [*plain(lambda n: 1, time=wild), *fused(lambda n: 1, time=timing([1.0, 1.1, 1.2]))]
+    (found,) = flash(records)
+    assert "how much faster cannot be told, times vary too much" in found.text
+    for words in ("cannot tell", "more than"):
+        assert f"{words} as fast at" not in found.text
+
+
 def test_batches_that_disagree_are_told_one_by_one():
     records = [
         *plain(lambda n: 100 * n),
@@ -86,13 +126,26 @@ def test_batches_that_disagree_are_told_one_by_one():
         *fused(lambda n: 50 * n, shape={"batch": 8}),
     ]
     (found,) = flash(records)
-    assert "with batch 1, fused attention (flash) does not pay at 256, 512, 1,024, 2,048 and 4,096" in found.text
-    assert "; with batch 8, it pays at 256, 512, 1,024, 2,048 and 4,096" in found.text
+    assert (
+        "with batch 1, fused attention (flash) does not pay at 256, 512, 1,024, 2,048 and 4,096 tokens;" in found.text
+    )
+    assert "; with batch 8, it pays at 256, 512, 1,024, 2,048 and 4,096 tokens." in found.text
 
 
 def test_no_difference_is_no_gain():
     (found,) = flash([*plain(lambda n: 100 * n), *fused(lambda n: 100 * n)])
     assert "fused attention (flash) makes no certain difference at 256" in found.text
+
+
+def test_a_batch_that_pays_somewhere_does_not_pay_everywhere():
+    records = [
+        *plain(lambda n: 100 * n),
+        *fused(lambda n: 100 * n),
+        *plain(lambda n: 100 * n, shape={"batch": 8}),
+        *fused(certain_at_512, shape={"batch": 8}),
+    ]
+    (found,) = flash(records)
+    assert "with batch 8, it pays at 512 tokens, no certain difference at 256, 1,024" in found.text
 
 
 def test_few_queries_are_part_of_the_shape():

@@ -50,7 +50,7 @@ def test_it_holds_for_all_families_and_counts_where_others_lead():
     )
     assert found.startswith("PyTorch, forward: torch.fa3 leads on 5 of 7 shapes, 2.0")
     assert "as fast as torch.sdpa (both ran on 5)" in found
-    assert found.endswith("; torch.sdpa on 2.")
+    assert found.endswith("; first elsewhere: torch.sdpa on 2.")
 
 
 def test_what_was_asked_for_is_what_it_is_compared_with():
@@ -65,7 +65,17 @@ def test_what_was_asked_for_is_what_it_is_compared_with():
 
 def test_a_tie_is_not_told_as_a_lead():
     records = [record for seed in (1, 2) for record in along(f"torch.{seed}", lambda n: 1e3 * n, seed=seed)]
-    assert "leads on all 5 shapes, not certainly faster than torch." in headline(*records)[0]
+    (found,) = headline(*records)
+    assert ": on all 5 shapes nobody is faster for certain, not certainly faster than torch." in found
+    assert "leads" not in found
+
+
+def test_ties_are_counted_apart_from_leads():
+    a = along("torch.a", lambda n: 1e3 * n, seed=1)
+    b = along("torch.b", lambda n: (2e3 if n <= LENGTHS[1] else 1e3) * n, seed=2)
+    c = along("torch.c", lambda n: 4e3 * n, seed=3)
+    (found,) = headline(*a, *b, *c)
+    assert "torch.a leads on 2 of 5 shapes, and on 3 more nobody is faster for certain" in found
 
 
 def test_names_of_one_kernel_lead_together():

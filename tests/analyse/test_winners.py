@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from length_factory import GPU, LENGTHS, along
-from record_factory import incorrect, workload
+from record_factory import incorrect, noisy, timing, workload
 
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.recommend import recommend
@@ -28,7 +28,7 @@ def test_the_winner_of_a_family_with_its_figures():
     found = only(records, "winner")
     assert found.text.startswith("PyTorch · 4 heads of 32 · causal · float32 · forward: use torch.sdpa, 2.00x (")
     assert "as fast as torch.flex, the next; torch.sdpa is 4.00x (" in found.text
-    assert "(in front on 5 of 5 workloads)" in found.text
+    assert "(unbeaten on 5 of 5 workloads)" in found.text
     assert found.device == "Test GPU"
     assert len(found.workloads) == len(LENGTHS)
     against, plain = found.figures
@@ -66,11 +66,22 @@ def test_of_two_as_fast_the_one_with_less_memory():
 
 @pytest.mark.parametrize(
     ("peak", "told"),
-    [(lambda n: 100.0 * n, "take either, they need the same memory"), (None, "): take either (in front")],
+    [(lambda n: 100.0 * n, "take either, they need the same memory"), (None, "): take either (unbeaten")],
 )
 def test_of_two_alike_in_everything_either(peak, told):
     records = [record for seed in (1, 2) for record in along(f"torch.{seed}", lambda n: 1e3 * n, seed=seed, peak=peak)]
     assert told in only(records, "tie").text
+
+
+def test_a_tie_that_is_apart_by_less_than_counts_says_so():
+    records = [
+        record
+        for seed, (name, ns) in enumerate({"torch.eager": 1.005e6, "torch.sdpa": 1e6}.items())
+        for record in along(name, lambda n: 1, [512], time=timing(noisy(ns, seed, spread=1e-4)))
+    ]
+    found = only(records, "tie")
+    assert "torch.sdpa and torch.eager are certainly less than 1 % apart (1.00x (1.00-1.01))" in found.text
+    assert "no significant difference" not in found.text
 
 
 def test_two_that_lead_in_different_places_are_no_tie():
@@ -83,8 +94,19 @@ def test_two_that_lead_in_different_places_are_no_tie():
             records += along(name, lambda n, ns=ns: ns, [512], seed, shape={"batch": batch})
     found = only(records, "mixed")
     assert "no one is fastest everywhere, choose by shape" in found.text
-    assert "in front on 2 of 4 workloads" in found.text
-    assert "leads at " in found.text
+    assert "unbeaten on 2 of 4 workloads" in found.text
+    assert "is first at " in found.text
+    assert (found.pick.mixed, found.pick.certain) == (True, True)
+
+
+def test_what_spans_ties_is_not_certain():
+    slower = {256: 1.2, 512: 1.0, 1024: 1.3}
+    records = [
+        *along("torch.a", lambda n: 1e6, tuple(slower), seed=1),
+        *along("torch.b", lambda n: slower[n] * 1e6, tuple(slower), seed=2),
+    ]
+    found = only(records, "mixed")
+    assert (found.pick.mixed, found.pick.certain) == (False, False)
 
 
 def test_families_are_answered_for_themselves():
@@ -164,7 +186,7 @@ def test_names_with_other_kernels_or_other_times_are_two_answers(kernels, factor
 def test_nothing_but_names_of_one_kernel():
     records = [r for seed, name in enumerate(("jax.a", "jax.b")) for r in along(name, float, seed=seed, kernels=CUDNN)]
     found = only(records, "tie")
-    assert "take jax.a (the same kernel as jax.b): nothing else was timed (in front on 5 of 5 workloads)." in found.text
+    assert "take jax.a (the same kernel as jax.b): nothing else was timed (unbeaten on 5 of 5 workloads)." in found.text
 
 
 def test_a_verdict_from_each_workload_rests_on_each_and_not_on_their_mean():
@@ -180,3 +202,4 @@ def test_a_verdict_from_each_workload_rests_on_each_and_not_on_their_mean():
     ]
     assert [figure.value for figure in found.figures] == pytest.approx([1.5, 6], rel=0.02)
     assert all(figure.low > 1 for figure in found.figures)
+    assert found.pick.certain

@@ -10,7 +10,7 @@ from record_factory import ok, timing, workload
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.summary import closing
-from attnbench.analyse.wording import all_of, counted, format_ratio
+from attnbench.analyse.wording import all_of, counted, format_ratio, slightly_apart
 from attnbench.spec import Record
 
 
@@ -25,6 +25,22 @@ from attnbench.spec import Record
 )
 def test_a_ratio_never_hides_on_which_side_of_one_it_is(ratio: Ratio, told: str):
     assert format_ratio(ratio) == told
+
+
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [
+        (Ratio(1.005, 1.003, 1.007), "certainly less than 1 % apart"),
+        (Ratio(0.995, 0.993, 0.997), "certainly less than 1 % apart"),
+        (Ratio(1.02, 1.005, 1.05), "perhaps less than 1 % apart"),
+        (Ratio(0.98, 0.95, 0.995), "perhaps less than 1 % apart"),
+        (Ratio(1.0, 0.999, 1.001), ""),
+        (Ratio(1.5, 1.4, 1.6), ""),
+        (Ratio(0.5, 0.4, 0.6), ""),
+    ],
+)
+def test_a_small_difference_that_is_certain_has_its_own_words(ratio: Ratio, told: str):
+    assert slightly_apart(ratio) == told
 
 
 def test_counts():

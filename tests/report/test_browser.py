@@ -267,6 +267,27 @@ def test_a_heading_sorts_by_click_and_by_key(opened: Opened):
     assert opened.page.locator("[data-view=percentiles] th[aria-sort=descending]").inner_text().startswith("P50")
 
 
+def test_intervals_sort_by_their_low_edge_and_have_no_negative_nought(browser: Any, tmp_path: Path):
+    powers = {"torch.flat": 0.0, "torch.falling": -1.0, "torch.steep": -2.0, "torch.rising": 1.0}
+    made = [
+        ok(name, [1e6 * (n / 128) ** power * wobble for wobble in (0.9999, 1, 1.0001)], on=workload(n), cost=COST)
+        for name, power in powers.items()
+        for n in (128, 256, 512, 1024)
+    ]
+    path = tmp_path / "growth.html"
+    header = Header(schema=1, attnbench="0", created="2026-01-01T00:00:00+00:00", suite="quick")
+    path.write_text(render(compose([Source("run", Run(header, {}, tuple(made)))])), encoding="utf-8")
+    opened = Opened(browser, path)
+    opened.page.locator("[data-view=growth-time]").get_by_role("button", name="95 %", exact=True).click()
+    headings = opened.headings("growth-time")
+    names = opened.column("growth-time", headings.index("implementation") + 1)
+    place = next(at for at, heading in enumerate(headings, start=1) if heading.startswith("95 %"))
+    told = opened.column("growth-time", place)
+    assert names == ["torch.steep", "torch.falling", "torch.flat", "torch.rising"]
+    assert told == ["-2.00 to -2.00", "-1.00 to -1.00", "0.00 to 0.00", "1.00 to 1.00"]
+    opened.context.close()
+
+
 def test_another_baseline(opened: Opened):
     def gain(name: str) -> str:
         rows = zip(opened.column("speedups", 1), opened.column("speedups", 2), opened.column("speedups", 5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chromium import BROWSER, NO_CHROMIUM, Opened
@@ -16,6 +17,8 @@ pytest.importorskip("playwright")
 pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
+
+from playwright.sync_api import expect
 
 from attnbench.report.html.page import render
 
@@ -99,6 +102,36 @@ def test_one_map_and_what_is_alone_in_the_table(opened: Opened):
     told = opened.page.locator("[data-view=winners] .chart svg .mark-text text").all_text_contents()
     assert [one for one in told if "torch.sdpa" in one] == ["torch.sdpa"] * 3
     assert len(opened.column("winners", 1)) == 4
+
+
+def test_a_map_without_a_cell_left_is_hidden_until_there_is_one(opened: Opened):
+    figure = opened.page.locator("[data-view=winners] figure").first
+    opened.page.fill("input[name=words]", "block_causal")
+    expect(figure).to_be_hidden()
+    assert len(opened.column("winners", 1)) == 1
+    opened.page.fill("input[name=words]", "causal · 1 x 512")
+    expect(figure).to_be_visible()
+    expect(figure.locator("svg .mark-text text", has_text="torch.sdpa")).to_have_count(1)
+    assert figure.locator("svg").bounding_box()["width"] > 300
+
+
+SPILLED = """cells => cells.flatMap((cell) => {
+  const edge = cell.getBoundingClientRect().right + 1;
+  const inside = [...cell.querySelectorAll("span, b")];
+  return inside.filter((one) => one.getBoundingClientRect().right > edge).map((one) => one.textContent);
+})"""
+
+
+@pytest.mark.parametrize(("width", "media"), [(718, "print"), (718, "screen"), (390, "screen")])
+def test_no_answer_spills_into_the_next_column(browser: Any, tmp_path: Path, width: int, media: str):
+    torch_only = [timed(name, SPEEDS[name], on=workload(128, heads=2)) for name in ("torch.eager", "torch.sdpa")]
+    path = tmp_path / "report.html"
+    path.write_text(render(page_of(*records(), *torch_only)), encoding="utf-8")
+    narrow = Opened(browser, path, viewport={"width": width, "height": 900})
+    narrow.page.emulate_media(media=media)
+    assert narrow.page.get_by_text("no two frameworks timed together").is_visible()
+    assert narrow.page.locator(".picks td").evaluate_all(SPILLED) == []
+    narrow.context.close()
 
 
 @pytest.mark.parametrize("view", ["winners", "speedups", "percentiles"])

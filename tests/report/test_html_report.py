@@ -247,6 +247,14 @@ class TestAnswers:
         assert which.table is not None
         assert len(which.table.rows) == 7
 
+    def test_what_is_not_certain_is_not_shown_as_a_figure_alone(self):
+        times = {"torch.eager": (1e6, 1e6, 2e6, 1e6), "torch.sdpa": (2e6, 2e6, 1e6, 1e6)}
+        records = [timed(name, ns, 128 * place) for name, row in times.items() for place, ns in enumerate(row, start=1)]
+        text = render(page_of(*records))
+        assert '<span class="quiet">by shape, most often</span> <b>torch.' in text
+        span = r'<span class="figure">0\.\d\dx to \d\.\d\dx</span>'
+        assert re.search(rf"3 of 4</span> · {span}, not certain</span>", text)
+
     def test_a_name_keeps_its_small_letter(self):
         assert _capital("jax.xla is nowhere behind") == "jax.xla is nowhere behind"
         assert _capital("use torch.sdpa") == "Use torch.sdpa"
@@ -298,6 +306,15 @@ class TestDerived:
         assert (row["torch"], row["jax"]) == ("torch.sdpa", "jax.xla")
         assert row["gain"] == pytest.approx(2, rel=0.05)
         assert row["side"] == "torch"
+
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_of_two_runs_the_one_with_the_fastest_on_both_sides_is_shown(self, order):
+        whole = source(timed("torch.sdpa", 1e6), timed("jax.cudnn", 2e6, environment=JAX))
+        narrow = source(timed("torch.sdpa", 1e6), timed("jax.tokamax-xla", 18e6, environment=JAX))
+        (section,) = gather([(whole, narrow)[place] for place in order])
+        (row,) = derived.side_by_side(make_cells(section))
+        assert (row["torch"], row["jax"]) == ("torch.sdpa", "jax.cudnn")
+        assert row["gain"] == pytest.approx(2, rel=0.05)
 
     def test_what_is_shown_of_a_speedup_is_what_decides(self):
         for cell in make_cells(section_of(*two_frameworks())).rows:
@@ -422,6 +439,26 @@ def test_images_are_drawn(tmp_path: Path):
     assert "<img" not in svg
 
 
+@pytest.mark.parametrize("chart", ["time", "rate"])
+def test_points_set_the_axis_and_not_their_intervals(tmp_path: Path, chart: str):
+    """Two points, 4 times apart by time and by rate, whose intervals reach over six decades."""
+    open_to_all = msgspec.structs.replace(timing([1e6, 4e6]), ci95_ns=(30.0, 80e6))
+    records = [
+        ok(
+            "torch.sdpa",
+            on=workload(n),
+            time=msgspec.structs.replace(open_to_all, median_ns=ns),
+            cost=Cost(flops=10**9, bytes=10**6, tflops=1e6 / ns),
+        )
+        for n, ns in ((128, 1e6), (256, 4e6))
+    ]
+    write_images(page_of(*records), tmp_path)
+    told = re.search(r"Y-axis [^\"]* with values from ([\d.]+) to ([\d.]+)", (tmp_path / f"{chart}.svg").read_text())
+    assert told is not None
+    low, high = map(float, told.groups())
+    assert 4 < high / low < 12
+
+
 def test_every_family_of_shapes_has_its_own_images(tmp_path: Path):
     full = [timed("torch.sdpa", 3e6, n, on=workload(n, mask=masks.full())) for n in (128, 256)]
     paths = write_images(page_of(*two_frameworks(), *full), tmp_path)
@@ -429,6 +466,19 @@ def test_every_family_of_shapes_has_its_own_images(tmp_path: Path):
     assert len(times) == 2
     (other,) = times - {"time.svg"}
     assert (tmp_path / other).read_text() != (tmp_path / "time.svg").read_text()
+
+
+TURNED = "torch.\u202egnorw\u2066"
+
+
+def test_no_name_turns_the_rest_of_a_line_around(tmp_path: Path):
+    page = page_of(*two_frameworks(), timed(TURNED, 0.5e6), unsupported("torch.fa3", f"no {TURNED}", workload(256)))
+    write_images(page, tmp_path)
+    texts = [render(page), *(path.read_text() for path in tmp_path.glob("*.svg"))]
+    assert all("torch.gnorw" in text for text in (texts[0], (tmp_path / "time.svg").read_text()))
+    for text in texts:
+        assert not set(text) & set("\u202e\u2066")
+        assert not re.search(r"\\u(202e|2066)|&#(8238|x202e|8294|x2066)", text, re.IGNORECASE)
 
 
 class TestMarkdown:

@@ -357,10 +357,26 @@ def test_masks_that_are_arrays_have_short_ids():
     assert len(row["mask"]) < 40
 
 
-def test_an_unwritable_place_is_one_sentence(tmp_path: Path):
+@pytest.mark.parametrize("form", ["csv", *BINARY])
+def test_an_unwritable_place_is_one_sentence(tmp_path: Path, form: str):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"cannot write .* -o"):
-        export_file(source(), "csv", tmp_path / "file" / "out.csv")
+    with pytest.raises(UsageError, match=r"^cannot write .*out.x: \w.*\. Choose another file with -o\.$"):
+        export_file(source(), form, tmp_path / "file" / "out.x")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that is there and takes no file")
+@pytest.mark.parametrize("form", ["csv", *BINARY])
+def test_a_folder_that_takes_no_file_is_one_sentence(form: str):
+    with pytest.raises(UsageError, match=r"^cannot write /proc/out.x: No such file or directory\. Choose another"):
+        export_file(source(), form, Path("/proc/out.x"))
+
+
+@pytest.mark.parametrize("form", BINARY)
+def test_what_a_library_cannot_write_is_an_error_of_the_system(tmp_path: Path, form: str):
+    if form == "parquet":
+        pytest.importorskip("duckdb")
+    with pytest.raises(OSError, match=r"^[^\n]+$"):
+        BINARY[form](source(), tmp_path / "missing" / "out.x")
 
 
 def test_a_failed_export_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

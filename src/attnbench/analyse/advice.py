@@ -42,9 +42,11 @@ class Pick(Struct, frozen=True, kw_only=True):
     equal: str = ""
     """Another that is as fast."""
     mixed: bool = False
-    """Nobody is in front everywhere: this one most often."""
+    """Nobody is fastest everywhere: this one is unbeaten most often."""
     over_next: str = ""
     """Against the best of the others."""
+    certain: bool = True
+    """Whether all of that differs from 1 for certain; else some of what it spans is within the noise."""
     gain: str = ""
     """Over the framework's plain implementation."""
     led: int

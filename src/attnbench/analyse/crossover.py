@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from attnbench.analyse.families import length
-from attnbench.analyse.ranking import LEAST_DIFFERENCE, RANK_LEVEL, is_timed
+from attnbench.analyse.ranking import RANK_LEVEL, is_timed, sign
 from attnbench.analyse.ratios import SEED, LogRatio, Ratio, log_ratio
 from attnbench.spec import Ok, Record
 
@@ -34,6 +34,8 @@ class Crossover(Struct, frozen=True, kw_only=True):
     """At which both were timed."""
     ratios: tuple[Ratio, ...]
     """Time of b / time of a at each."""
+    signs: tuple[int, ...]
+    """At each, +1 where a is faster for certain, -1 where b is, 0 where neither can be told."""
 
     @property
     def point(self) -> float | None:
@@ -50,9 +52,9 @@ def crossover(a_records: Sequence[Record], b_records: Sequence[Record]) -> Cross
     if not lengths:
         return None
     logs = [log_ratio(ours[n], theirs[n], SEED + index) for index, n in enumerate(lengths)]
-    found = {"lengths": tuple(lengths), "ratios": tuple(one.ratio() for one in logs)}
-    signs = [_sign(one.ratio(RANK_LEVEL)) for one in logs]
-    certain = [index for index, sign in enumerate(signs) if sign]
+    signs = tuple(sign(one.ratio(RANK_LEVEL)) for one in logs)
+    found = {"lengths": tuple(lengths), "ratios": tuple(one.ratio() for one in logs), "signs": signs}
+    certain = [index for index, one in enumerate(signs) if one]
     turns = [(i, j) for i, j in pairwise(certain) if signs[i] != signs[j]]
     if not certain:
         return Crossover(kind="same", **found)
@@ -69,16 +71,11 @@ def _timed(records: Sequence[Record]) -> dict[int, Ok]:
     return {length(record.workload): record for record in records if is_timed(record)}
 
 
-def _sign(ratio: Ratio) -> int:
-    """+1 where a is faster for certain, -1 where b is."""
-    return int(ratio.low > LEAST_DIFFERENCE) - int(ratio.high < 1 / LEAST_DIFFERENCE)
-
-
-def _place(lengths: Sequence[int], logs: Sequence[LogRatio], sign: int) -> tuple[float, tuple[float, float]]:
+def _place(lengths: Sequence[int], logs: Sequence[LogRatio], side: int) -> tuple[float, tuple[float, float]]:
     """Where the ratio passes 1 between two lengths of certain and opposite sign, and the measured ones around it."""
     x = np.log(lengths)
-    points = sign * np.array([[one.point] for one in logs])
-    draws = sign * np.stack([one.draws for one in logs])
+    points = side * np.array([[one.point] for one in logs])
+    draws = side * np.stack([one.draws for one in logs])
     where = float(np.exp(_last_zero(x, points)[0]))
     low, high = (float(np.exp(edge)) for edge in np.quantile(_last_zero(x, draws), [0.025, 0.975]))
     below = max(0, bisect_right(lengths, min(low, where)) - 1)

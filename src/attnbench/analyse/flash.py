@@ -12,11 +12,14 @@ from attnbench.analyse.families import Family, Track, length
 from attnbench.analyse.fronts import exact
 from attnbench.analyse.ranking import label
 from attnbench.analyse.ratios import Ratio
-from attnbench.analyse.wording import format_ratio
+from attnbench.analyse.wording import format_ratio, hopeless
 from attnbench.spec import Ok, Record
 from attnbench.workloads.cost import demand
 
 FUSED, PLAIN = "fused attention (flash)", "plain attention"
+NO_DIFFERENCE = "no certain difference"
+MOST_SHAPES = 6
+"""More of them are counted instead of named."""
 
 
 class Place(Struct, frozen=True):
@@ -25,6 +28,8 @@ class Place(Struct, frozen=True):
     shape: str
     length: int
     gain: Ratio
+    certain: bool
+    """Whether one of the two is faster for certain."""
     fused: str
     plain: str
 
@@ -41,15 +46,15 @@ def flash_of(family: Family, tracks: Mapping[Track, Mapping[str, Sequence[Record
     """One sentence for all batches of a family; None where fused and plain ones were not both timed at two lengths."""
     turns = {track: turn for track, names in tracks.items() if (turn := _turn(names)) is not None}
     places = [
-        Place(_shape(track, n), n, ratio, label(turn.fused[n]), label(turn.plain[n]))
+        Place(_shape(track, n), n, ratio, bool(side), label(turn.fused[n]), label(turn.plain[n]))
         for track, turn in turns.items()
-        for n, ratio in zip(turn.crossover.lengths, turn.crossover.ratios)
+        for n, ratio, side in zip(turn.crossover.lengths, turn.crossover.ratios, turn.crossover.signs)
     ]
     if len({place.length for place in places}) < 2:
         return None
     kinds = {turn.crossover.kind for turn in turns.values()}
     one_sided = len(kinds) == 1 and kinds <= {"always", "never"}
-    told = _everywhere(places, "always" in kinds) if one_sided else _here_and_there(turns)
+    told = _one_sided(places, "always" in kinds, len(turns) == 1) if one_sided else _here_and_there(turns)
     figures = [ratio_figure(f"time of {at.plain} / {at.fused} at {at.shape}", at.gain) for at in places]
     figures += _lengths(turns)
     timed = [record for track in turns for records in tracks[track].values() for record in exact(records)]
@@ -90,14 +95,31 @@ def _shape(track: Track, n: int) -> str:
     return f"{track.batch} x {n}" if track.q_len is None else f"{track.batch} x {track.q_len} x {n}"
 
 
-def _everywhere(places: Sequence[Place], fused_leads: bool) -> str:
-    """One side leads wherever both were timed: by how much least and most."""
+def _one_sided(places: Sequence[Place], fused_leads: bool, one_track: bool) -> str:
+    """One side leads wherever the two differ for certain: where that is, by how much least and most, and where not."""
     leader, other = (FUSED, PLAIN) if fused_leads else (PLAIN, FUSED)
-    ordered = sorted(places, key=lambda at: at.gain.value if fused_leads else 1 / at.gain.value)
+    certain, close = ([at for at in places if at.certain is side] for side in (True, False))
     shortest, longest = (end(at.length for at in places) for end in (min, max))
-    gains = [_gain(at, fused_leads) for at in (ordered[0], ordered[-1])]
-    span = f"at every length measured, {shortest:,} to {longest:,} tokens"
-    return f"use {leader} instead of {other} {span}: {' to '.join(gains)}"
+    where = _named(certain, one_track) if close else f"every length measured, {shortest:,} to {longest:,} tokens"
+    told = f"use {leader} instead of {other} at {where}: {_gains(certain, fused_leads)}"
+    return f"{told}; {NO_DIFFERENCE} at {_named(close, one_track)}" if close else told
+
+
+def _named(places: Sequence[Place], one_track: bool) -> str:
+    """By their lengths, or of several batches by their shapes."""
+    if one_track:
+        return _tokens([at.length for at in places])
+    return listed([at.shape for at in places]) if len(places) <= MOST_SHAPES else f"{len(places)} shapes"
+
+
+def _gains(certain: Sequence[Place], fused_leads: bool) -> str:
+    """Least and most, of those that have a figure."""
+    known = [at for at in certain if not hopeless(at.gain)]
+    if not known:
+        return "how much faster cannot be told, times vary too much"
+    ordered = sorted(known, key=lambda at: at.gain.value if fused_leads else 1 / at.gain.value)
+    ends = [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
+    return " to ".join(_gain(at, fused_leads) for at in ends)
 
 
 def _gain(at: Place, fused_leads: bool) -> str:
@@ -134,6 +156,13 @@ def _where(found: Crossover) -> str:
         if found.point is None:
             return f"{word} somewhere between {low} and {high} tokens"
         return f"{word} about {tokens(found.point)} tokens ({low}-{high})"
-    lengths = listed([f"{n:,}" for n in found.lengths])
-    words = {"always": "pays", "never": "does not pay", "same": "makes no certain difference"}
-    return f"{words.get(found.kind, 'pays now and then')} at {lengths}"
+    certain, close = ([n for n, one in zip(found.lengths, found.signs) if bool(one) is side] for side in (True, False))
+    if not certain:
+        return f"makes {NO_DIFFERENCE} at {_tokens(close)}"
+    words = {"always": "pays", "never": "does not pay"}
+    told = f"{words.get(found.kind, 'pays now and then')} at {_tokens(certain)}"
+    return f"{told}, {NO_DIFFERENCE} at {_tokens(close)}" if close else told
+
+
+def _tokens(lengths: Sequence[int]) -> str:
+    return f"{listed([f'{n:,}' for n in lengths])} tokens"

@@ -47,7 +47,7 @@ def threshold_of(track: Track, names: Mapping[str, Sequence[Record]], front: Fro
 
 
 def _leaders(names: Mapping[str, Sequence[Record]], front: Front) -> dict[int, set[str]]:
-    """Length -> those in front there."""
+    """Length -> those that are unbeaten there."""
     places = {length(record.workload): record.workload.id for one in names.values() for record in exact(one)}
     return {n: set(front.leaders[places[n]]) for n in sorted(places)}
 

@@ -30,7 +30,7 @@ class Front(Struct, frozen=True):
         return {name for one in self.field.values() for name in one}
 
     def champion(self) -> str:
-        """In front most often; of several, the one with least time lost where it ran."""
+        """Unbeaten most often; of several, the one with least time lost where it ran."""
         counts = Counter(name for names in self.leaders.values() for name in names)
         return max(counts, key=lambda name: (counts[name], -self.mean_loss(name)))
 
@@ -43,6 +43,10 @@ class Front(Struct, frozen=True):
     def led(self, names: Iterable[str]) -> int:
         """Workloads on which nobody was faster for certain than one of these."""
         return sum(not set(names).isdisjoint(leaders) for leaders in self.leaders.values())
+
+    def won(self, names: Iterable[str]) -> int:
+        """Workloads on which one of these was faster for certain than everybody else."""
+        return sum(set(names).issuperset(leaders) for leaders in self.leaders.values())
 
     def pairs(self, a: str, b: str) -> list[tuple[Ok, Ok]]:
         """Records of both on every workload that has them."""

@@ -44,8 +44,10 @@ def _merged(fronts: Sequence[Front]) -> Front:
 def _sentence(key: Key, front: Front, against: Sequence[str]) -> Recommendation:
     device, framework, pass_ = key
     champion, twins = champion_of(front)
-    every, led = len(front.field), front.led((champion, *twins))
-    told = f"{named(champion, twins)} {_lead(led, every, alone=len(front.names) == 1)}"
+    names, every = (champion, *twins), len(front.field)
+    led = front.led(names)
+    alone = len(front.names) == 1
+    told = f"{named(champion, twins)}{_alone(every) if alone else _lead(front.won(names), led, every)}"
     gain = over_plain(front, champion, twins, against) or against_rival(front, champion, twins)
     figures = [Figure(name=f"shapes of {every} on which nobody is faster than {champion}", value=led)]
     if gain is not None:
@@ -56,24 +58,35 @@ def _sentence(key: Key, front: Front, against: Sequence[str]) -> Recommendation:
         kind="overall",
         family=title,
         device=device,
-        text=f"{title}: {told}{_others(front, (champion, *twins))}.",
+        text=f"{title}: {told}{_others(front, names)}.",
         workloads=tuple(front.field),
         figures=tuple(figures),
         pick=Pick(name=champion, same=tuple(twins), gain="" if gain is None else gain[0], led=led, of=every),
     )
 
 
-def _lead(led: int, every: int, alone: bool) -> str:
-    shapes = all_of(every, "shape") if every == 1 or led == every else f"{led} of {every} shapes"
-    return f"is the only one that was timed, on {shapes}" if alone else f"leads on {shapes}"
+def _alone(every: int) -> str:
+    return f" is the only one that was timed, on {all_of(every, 'shape')}"
+
+
+def _lead(won: int, led: int, every: int) -> str:
+    """To lead is to be faster than all others for certain; a tie is told as one."""
+    if not won:
+        return f": on {_shapes(led, every)} nobody is faster for certain"
+    more = f", and on {led - won} more nobody is faster for certain" if led > won else ""
+    return f" leads on {_shapes(won, every)}{more}"
+
+
+def _shapes(count: int, every: int) -> str:
+    return all_of(every, "shape") if count == every else f"{count} of {every} shapes"
 
 
 def _others(front: Front, champions: Sequence[str]) -> str:
-    """Who leads on the rest, most often first."""
+    """Who is first on the rest, most often."""
     counts = Counter(names[0] for names in front.leaders.values() if set(champions).isdisjoint(names))
     by_kernel: Counter[str] = Counter()
     for name, count in counts.items():
         by_kernel[plainest({name, *twins_of(name, front)}, front)] += count
     told = [f"{name} on {count}" for name, count in by_kernel.most_common(MOST_OTHERS)]
     left = sum(by_kernel.values()) - sum(count for _, count in by_kernel.most_common(MOST_OTHERS))
-    return f"; {', '.join([*told, *([f'others on {left}'] if left else [])])}" if told else ""
+    return f"; first elsewhere: {', '.join([*told, *([f'others on {left}'] if left else [])])}" if told else ""

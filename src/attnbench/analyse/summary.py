@@ -20,7 +20,7 @@ from attnbench.analyse.ranking import (
     rank,
 )
 from attnbench.analyse.verdicts import judge
-from attnbench.analyse.wording import counted, format_ratio, vague
+from attnbench.analyse.wording import counted, format_ratio, slightly_apart, vague
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 __all__ = [
@@ -55,7 +55,7 @@ def closing(
 ) -> str:
     """The sentence that answers the question, after what must be said first about ones that are never right.
 
-    `focus` names what the user came to look at: where it is not in front, how far behind it is. `ranked` are the
+    `focus` names what the user came to look at: where it does not win, how far behind it is. `ranked` are the
     records ranked workload by workload, where that was done already; of several runs each workload by one of them.
     Without `wrong` the sentences about wrong results are left to the caller.
     """
@@ -158,6 +158,8 @@ def _comparison(champion: str, other: str, rankings: Rankings) -> str:
     ratio, (least, most) = verdict.ratio, verdict.span
     shapes = _shapes(len(rankings)) if len(pairs) == len(rankings) else f"{len(pairs)} of {_shapes(len(rankings))}"
     if not verdict.sign:
+        if near := slightly_apart(ratio):
+            return f"{champion} and {other} are {near} ({format_ratio(ratio)}) over {shapes}"
         why = "their times vary too much" if vague(ratio) else format_ratio(ratio)
         return f"{champion} and {other} cannot be told apart ({why}) over {shapes}"
     if verdict.sign < 0:

@@ -38,6 +38,11 @@ class Verdict(Struct, frozen=True):
         return any(map(sign, self.each))
 
     @property
+    def certain(self) -> bool:
+        """Whether the two differ for certain, on average or on each workload, whoever is ahead there."""
+        return bool(self.sign) or all(map(sign, self.each))
+
+    @property
     def never_behind(self) -> bool:
         """Whether b is nowhere faster for certain."""
         return min(map(sign, self.each)) >= 0

@@ -12,7 +12,7 @@ from attnbench.analyse.ranking import BASELINES, RANK_LEVEL, matches, sign
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.twins import named, plainest, twins_of
 from attnbench.analyse.verdicts import Verdict, judge
-from attnbench.analyse.wording import format_ratio, vague
+from attnbench.analyse.wording import format_ratio, slightly_apart, vague
 from attnbench.spec import Ok
 
 LEAST_SAVING = 1.01
@@ -21,7 +21,7 @@ MOST_PLACES = 3
 
 
 def winner_of(family: Family, front: Front) -> Recommendation | None:
-    """The one that leads most workloads, against the next and the plain one; None where there is no choice."""
+    """The one that is unbeaten most often, against the next and the plain one; None where there is no choice."""
     if len(front.names) < 2:
         return None
     champion, twins = champion_of(front)
@@ -40,7 +40,7 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
         told = f"{name} is nowhere behind {rival}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
         kind = "mixed"
     elif verdict.sign < 0 or verdict.apart:
-        kind, told = "mixed", f"no one is fastest everywhere, choose by shape: {name} leads most often"
+        kind, told = "mixed", f"no one is fastest everywhere, choose by shape: {name} is unbeaten most often"
     else:
         kind, (told, saving) = "tie", _tie(champion, name, rival, verdict.ratio, pairs)
         figures += saving
@@ -61,6 +61,7 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
             equal=rival if kind == "tie" else "",
             mixed=kind == "mixed" and not verdict.never_behind,
             over_next="" if kind == "tie" else f"{_gain(verdict)} as fast as {rival}",
+            certain=kind == "tie" or verdict.certain,
             gain="" if gain is None else gain[0],
             led=front.led((champion, *twins)),
             of=len(front.field),
@@ -69,7 +70,7 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
 
 
 def champion_of(front: Front) -> tuple[str, list[str]]:
-    """The one that leads most often, by the plainest name of its kernel, and the other names."""
+    """The one that is unbeaten most often, by the plainest name of its kernel, and the other names."""
     first = front.champion()
     names = {first, *twins_of(first, front)}
     champion = plainest(names, front)
@@ -109,7 +110,9 @@ def _against(front: Front, champion: str, other: str) -> tuple[str, list[Figure]
     verdict = judge(pairs)
     figures = rests_on(champion, other, pairs, verdict)
     told = f"{_gain(verdict)} as fast as {other}"
-    if verdict.sign <= 0:
+    if near := "" if verdict.sign else slightly_apart(verdict.ratio):
+        told = f"{near} from {other}: {format_ratio(verdict.ratio)}"
+    elif verdict.sign <= 0:
         why = "times vary too much to tell" if vague(verdict.ratio) else format_ratio(verdict.ratio)
         told = f"not certainly faster than {other}: {why}"
     return told if len(pairs) == len(front.field) else f"{told} (both ran on {len(pairs)})", figures
@@ -131,7 +134,7 @@ def _one_kernel(family: Family, front: Front, champion: str, twins: Sequence[str
 
 
 def _gain(verdict: Verdict) -> str:
-    """The mean where it is certain; else, of few workloads with the same winner, from least to most."""
+    """The mean where it is certain; else from least to most, which is certain only where the verdict is."""
     least, most = verdict.span
     return format_ratio(verdict.ratio) if verdict.on_average else f"{least:.2f}x to {most:.2f}x"
 
@@ -139,7 +142,9 @@ def _gain(verdict: Verdict) -> str:
 def _tie(champion: str, name: str, rival: str, against: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:
     """Of two that are as fast, the one with less memory; `name` is the champion with its other names."""
     told = f"no significant difference between {name} and {rival} ({format_ratio(against)})"
-    if vague(against):
+    if near := slightly_apart(against):
+        told = f"{name} and {rival} are {near} ({format_ratio(against)})"
+    elif vague(against):
         told = f"{name} and {rival} cannot be told apart, their times vary too much"
     peaks = [(a.memory.peak_bytes, b.memory.peak_bytes) for a, b in pairs]
     known = [(a, b) for a, b in peaks if a and b]
@@ -155,18 +160,18 @@ def _tie(champion: str, name: str, rival: str, against: Ratio, pairs: list[tuple
 
 def _extent(front: Front, champion: str, twins: Sequence[str], shared: int) -> str:
     every, led = len(front.field), front.led((champion, *twins))
-    told = f"in front on {led} of {workloads(every)}" if every > 1 else workloads(every)
+    told = f"unbeaten on {led} of {workloads(every)}" if every > 1 else workloads(every)
     return told if shared == every else f"{told}, both ran on {shared}"
 
 
 def _exceptions(front: Front, champions: Sequence[str]) -> str:
-    """Where others lead, most often first."""
+    """Where others are first, most often."""
     where: dict[str, list[str]] = {}
     for key, names in front.leaders.items():
         if set(champions).isdisjoint(names):
             where.setdefault(names[0], []).append(_place(front.field[key][names[0]]))
     told = sorted(where.items(), key=lambda item: -len(item[1]))[:MOST_PLACES]
-    return "".join(f"; {name} leads at {_places(places)}" for name, places in told)
+    return "".join(f"; {name} is first at {_places(places)}" for name, places in told)
 
 
 def _places(places: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnbench.analyse.ranking import LEAST_DIFFERENCE
 from attnbench.analyse.ratios import Ratio
 
 HOPELESS = 10.0
@@ -13,7 +14,7 @@ def format_ratio(ratio: Ratio) -> str:
     """1.96x (1.94-1.98), with as many digits as the size deserves; of a hopeless interval its nearer edge."""
     if vague(ratio):
         return CANNOT_TELL
-    if ratio.high > HOPELESS * ratio.low:
+    if hopeless(ratio):
         return f"more than {_times(ratio.low)}" if ratio.low > 1 else f"less than {_times(ratio.high)}"
     digits = _digits(ratio.value)
     return f"{_times(ratio.value)} ({ratio.low:.{digits}f}-{ratio.high:.{digits}f})"
@@ -21,7 +22,20 @@ def format_ratio(ratio: Ratio) -> str:
 
 def vague(ratio: Ratio) -> bool:
     """Whether the interval is hopeless and on both sides of 1: too few rounds, or times that vary too much."""
-    return ratio.low <= 1 <= ratio.high and ratio.high > HOPELESS * ratio.low
+    return ratio.low <= 1 <= ratio.high and hopeless(ratio)
+
+
+def hopeless(ratio: Ratio) -> bool:
+    """Whether the interval is too wide for a figure."""
+    return ratio.high > HOPELESS * ratio.low
+
+
+def slightly_apart(ratio: Ratio) -> str:
+    """Words for a ratio that is not 1 for certain, yet too near to it to rank by; empty for any other."""
+    if ratio.low <= 1 <= ratio.high or ratio.low > LEAST_DIFFERENCE or ratio.high < 1 / LEAST_DIFFERENCE:
+        return ""
+    sure = ratio.low >= 1 / LEAST_DIFFERENCE and ratio.high <= LEAST_DIFFERENCE
+    return f"{'certainly' if sure else 'perhaps'} less than {100 * (LEAST_DIFFERENCE - 1):.0f} % apart"
 
 
 def counted(count: int, noun: str) -> str:

@@ -70,7 +70,7 @@ def _blocks(part: Measured, speed: Document, titled: bool, wrong: bool) -> Itera
     yield Block("", part.answer, ANSWER)
     table = pick_table(part.advice)
     picks = [f"{shapes}: {_told(table.frameworks, row)}" for shapes, row in table.rows]
-    yield Block("Which one (= the same kernel, ≈ as fast; in front on so many of the shapes)", picks, MOST_LINES // 3)
+    yield Block("Which one (= the same kernel, ≈ as fast; unbeaten on so many of the shapes)", picks, MOST_LINES // 3)
     for title, (_, kinds) in GROUPS.items():
         if title != WHICH:
             yield Block(title, _advice(part, kinds), ADVICE)

@@ -20,6 +20,7 @@ from attnbench.report.html.encodings import (
     Labels,
     Spec,
     colour,
+    cut_bars,
     dash,
     drawn_once,
     finish,
@@ -208,8 +209,9 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
     )
     layers = [lines, points]
     if low:
-        spread = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
-        layers.insert(0, spread.encode(y=alt.Y("low_value:Q", title=title), y2="high_value:Q", opacity=FEW_FADED))
+        bars = cut_bars(base, "value", "low_value", "high_value").transform_filter("isValid(datum.low)")
+        spread = bars.mark_rule(strokeWidth=1.5)
+        layers.insert(0, spread.encode(y=alt.Y("bar_low:Q", title=title), y2="bar_high:Q", opacity=FEW_FADED))
     if theory:
         drawn = base.transform_filter("datum.theory > 0").mark_tick(orient="horizontal", thickness=2, size=18)
         layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FEW_FAINT))

@@ -8,7 +8,18 @@ from typing import Any
 import altair as alt
 
 from attnbench.report.html.charts import Chart
-from attnbench.report.html.encodings import KEYED, ROWS, Labels, Spec, colour, drawn_once, finish, log_axis, symbol
+from attnbench.report.html.encodings import (
+    KEYED,
+    ROWS,
+    Labels,
+    Spec,
+    colour,
+    cut_bars,
+    drawn_once,
+    finish,
+    log_axis,
+    symbol,
+)
 from attnbench.report.html.packing import pack
 from attnbench.report.html.picks import series_choices
 
@@ -85,7 +96,8 @@ def _side_spec() -> Spec:
         legend=alt.Legend(title="faster", orient="top", titleOrient="left"),
     )
     base = alt.Chart(ROWS).encode(y=y, color=side)
-    spread = base.mark_rule(strokeWidth=2).encode(x=alt.X("gain_low:Q", title=title), x2="gain_high:Q")
+    bars = cut_bars(base, "gain", "gain_low", "gain_high")
+    spread = bars.mark_rule(strokeWidth=2).encode(x=alt.X("bar_low:Q", title=title), x2="bar_high:Q")
     points = base.mark_point(filled=True, size=60, shape="circle").encode(
         x=x,
         tooltip=[

@@ -37,6 +37,8 @@ KEY = "="
 """Before every name that Vega sees as the key of a series."""
 KEYED = f"'{KEY}' + datum.label"
 LONGEST_NAME = 48
+LONGEST_BAR = 1.5
+"""A bar ends at so many times the largest value of its chart, or at that part of the least."""
 
 
 def shortened(begin: int = 0) -> str:
@@ -89,6 +91,16 @@ def _legend(labels: Sequence[str], opacity: float) -> alt.Legend:
 def log_axis(grid: bool = True, values: Sequence[float] = ()) -> alt.Axis:
     """Ticks at 1, 2 and 5 of every decade, or at these."""
     return alt.Axis(format="~g", grid=grid, labelOverlap=True, values=list(values) or alt.ExprRef("ticks"))
+
+
+def cut_bars(base: alt.Chart, value: str, low: str, high: str) -> alt.Chart:
+    """With `bar_low` and `bar_high`, the interval as far as it is drawn: the points set the axis, not what few rounds
+    leave open."""
+    ends = base.transform_joinaggregate(least=f"min({value})", most=f"max({value})")
+    return ends.transform_calculate(
+        bar_low=f"max(datum.{low}, datum.least / {LONGEST_BAR})",
+        bar_high=f"datum.{high} > 0 ? min(datum.{high}, datum.most * {LONGEST_BAR}) : datum.most * {LONGEST_BAR}",
+    )
 
 
 def finish(chart: Any, *axes: str) -> Spec:

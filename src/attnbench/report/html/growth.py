@@ -54,7 +54,7 @@ def _time(fit: Fit | None, ceiling: str | None) -> dict[str, Any]:
     return {
         "lengths": _lengths(fit),
         "time": fit.overall.exponent,
-        "time_interval": _interval(fit.overall),
+        **_interval("time", fit.overall),
         "time_theory": fit.overall.theory,
         "bound": ceiling,
     }
@@ -67,7 +67,7 @@ def _memory(fit: Fit | None, records: Sequence[Record]) -> dict[str, Any]:
     return {
         "lengths": _lengths(fit),
         "memory": fit.overall.exponent,
-        "memory_interval": _interval(fit.overall),
+        **_interval("memory", fit.overall),
         "memory_theory": fit.overall.theory,
         "memory_is": fit.growth,
         "fits": None if limit is None else limit.length,
@@ -86,5 +86,6 @@ def _bound(regime: Regime | None) -> str | None:
     return f"compute, from somewhere between {regime.below:,} and {regime.length:,} tokens"
 
 
-def _interval(slope: Slope) -> str | None:
-    return None if slope.interval is None else f"{slope.interval[0]:.2f} to {slope.interval[1]:.2f}"
+def _interval(name: str, slope: Slope) -> dict[str, Any]:
+    low, high = slope.interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import vl_convert
 
 from attnbench.errors import AttnBenchError, UsageError
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.cells import Cell
 from attnbench.report.html.charts import LENGTHS, Chart
+from attnbench.report.html.directions import one_way
 from attnbench.report.html.encodings import keys
 from attnbench.report.html.featured import GREY, featured
 from attnbench.report.html.packing import pack, unpack
@@ -77,8 +79,9 @@ def _pictures(part: Part) -> Iterator[tuple[Chart, str, Choice | None]]:
 
 
 def _drawn(spec: dict[str, Any]) -> tuple[bytes, str]:
-    picture = vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=SCALE)
-    return picture, vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
+    text = one_way(msgspec.json.encode(spec).decode())
+    picture = vl_convert.vegalite_to_png(text, vl_version=VEGA_LITE, scale=SCALE)
+    return picture, vl_convert.vegalite_to_svg(text, vl_version=VEGA_LITE)
 
 
 def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choice | None = None) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from attnbench.report.html.directions import one_way
+
 DIGITS = 5
 
 
@@ -47,6 +49,6 @@ def unpack(packed: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def script_json(document: Any) -> str:
-    """JSON without any character that could end a script element or begin markup."""
-    text = msgspec.json.encode(document).decode()
+    """JSON without any character that could end a script element, begin markup or turn a line around."""
+    text = one_way(msgspec.json.encode(document).decode())
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,5 +1,5 @@
 """Sections -> the page. Names and reasons come from run files: jinja2 escapes them in markup, `script_json` in data,
-and a content security policy by hash lets no script run but ours."""
+neither lets a control of direction through, and a content security policy by hash lets no script run but ours."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from attnbench.analyse.summary import closing, count_notes, wrong_sentences
 from attnbench.report.html.answers import group_advice
 from attnbench.report.html.bundle import vega_script
 from attnbench.report.html.cells import Cells, make_cells
+from attnbench.report.html.directions import one_way
 from attnbench.report.html.environment import environment_facts
 from attnbench.report.html.history import NO_HISTORY, History
 from attnbench.report.html.packing import pack, script_json
@@ -158,7 +159,11 @@ def measured(page: Page, against: Sequence[str] = ()) -> list[Measured]:
 def render(page: Page) -> str:
     """The whole file."""
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(_template),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_one_way,
     )
     environment.filters |= {"capital": _capital, "grouped": group_advice}
     scripts = [vega_script(), "\n".join(_template(name) for name in SCRIPTS)]
@@ -180,6 +185,11 @@ def _days(sources: Sequence[Source]) -> str:
     """When they began: a day, or the first and the last."""
     days = sorted({source.run.header.created[:10] for source in sources})
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def _one_way(value: Any) -> Any:
+    """Of what is put into the page; what is markup already has been through this, or is our own."""
+    return one_way(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _capital(text: str) -> str:

@@ -9,7 +9,10 @@ from msgspec import Struct
 
 from attnbench.report.html.packing import pack
 
-Kind = Literal["text", "label", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain", "list", "of"]
+Kind = Literal[
+    "text", "label", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain", "interval", "list", "of"
+]
+"""An `interval` is the field of its low edge, by which it is sorted; the high one is called `_high` for `_low`."""
 
 
 class Column(Struct, frozen=True):
@@ -65,7 +68,7 @@ REGRET = Table(
     [
         LABEL,
         Column("shapes", "shapes", "of"),
-        Column("wins", "in front", "number"),
+        Column("wins", "fastest", "number"),
         Column("mean_regret", "regret, mean", "percent"),
         Column("worst_regret", "regret, worst", "percent"),
         Column("worst_shape", "worst at"),
@@ -197,7 +200,7 @@ GROWTH_TIME = [
     LABEL,
     Column("lengths", "lengths"),
     Column("time", "time ~ n to the power", "ratio"),
-    Column("time_interval", "95 %"),
+    Column("time_low", "95 %", "interval"),
     Column("time_theory", "in theory", "ratio"),
     Column("bound", "ceiling of the shapes"),
 ]
@@ -206,7 +209,7 @@ GROWTH_MEMORY = [
     LABEL,
     Column("lengths", "lengths"),
     Column("memory", "memory ~ n to the power", "ratio"),
-    Column("memory_interval", "95 %"),
+    Column("memory_low", "95 %", "interval"),
     Column("memory_theory", "in theory", "ratio"),
     Column("memory_is", "at the long end"),
     Column("fits", "fits until (tokens)", "number"),

@@ -43,6 +43,7 @@ def export_file(sources: Sources, form: str, path: Path) -> None:
     try:
         with draft_of(path) as draft:
             if form in BINARY:
+                draft.touch()
                 BINARY[form](sources, draft)
             else:
                 draft.write_text(export_text(sources, form), encoding="utf-8", newline="")

@@ -22,7 +22,7 @@ TYPES = {
 
 
 def write_parquet(sources: Sequence[Source], path: Path) -> None:
-    """By way of JSON lines in a temporary folder, which DuckDB reads many times faster than single rows."""
+    """By way of JSON lines in a temporary folder, which is fast; OSError where the place cannot be written."""
     try:
         import duckdb
     except ImportError as error:
@@ -33,4 +33,7 @@ def write_parquet(sources: Sequence[Source], path: Path) -> None:
         with lines.open("wb") as file:
             file.writelines(msgspec.json.encode(row) + b"\n" for row in rows(sources))
         table = connection.read_json(str(lines), columns=columns, format="newline_delimited")
-        table.write_parquet(str(path), compression="zstd")
+        try:
+            table.write_parquet(str(path), compression="zstd")
+        except duckdb.IOException as error:
+            raise OSError(" ".join(str(error).split())) from error

@@ -23,13 +23,16 @@ TYPES = {
 
 
 def write_sqlite(sources: Sequence[Source], path: Path) -> None:
-    """A new database; nothing may be there yet."""
+    """A new database, where at most an empty file may be yet; OSError where the place cannot be written."""
     columns = ", ".join(f'"{name}" {TYPES[kind]}' for name, kind in COLUMNS.items())
     places = ", ".join("?" for _ in COLUMNS)
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(f"CREATE TABLE records ({columns})")
-        values = ([_value(row[name]) for name in COLUMNS] for row in rows(sources))
-        connection.executemany(f"INSERT INTO records VALUES ({places})", values)
+    values = ([_value(row[name]) for name in COLUMNS] for row in rows(sources))
+    try:
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute(f"CREATE TABLE records ({columns})")
+            connection.executemany(f"INSERT INTO records VALUES ({places})", values)
+    except sqlite3.OperationalError as error:
+        raise OSError(str(error)) from error
 
 
 def _value(value: Any) -> Any:

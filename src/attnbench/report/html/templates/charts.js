@@ -100,6 +100,16 @@ class LazyChart {
     this.box.dataset.drawn = "yes";
   }
 
+  // A map of nothing is no map. One that comes back is drawn anew: while it was hidden it had no width.
+  show(passes) {
+    this.passes = passes;
+    const figure = this.box.parentElement;
+    const hidden = figure.hidden;
+    figure.hidden = this.chart.map !== null && !this.rows().length;
+    if (hidden && !figure.hidden) this.redraw();
+    else this.update();
+  }
+
   async update() {
     if (!this.drawing) return;
     await this.drawing;

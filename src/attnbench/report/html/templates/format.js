@@ -16,7 +16,7 @@ function withUnit(value, units) {
 const TIMES = [["s", 1e9], ["ms", 1e6], ["us", 1e3], ["ns", 1]];
 const SIZES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
 const LONGEST_NAME = 48;
-const NUMERIC = new Set(["of", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain"]);
+const NUMERIC = new Set(["of", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain", "interval"]);
 
 function ratioText(value, low, high) {
   const digitsOf = (one) => (one < 0.1 ? 3 : one < 10 ? 2 : one < 100 ? 1 : 0);
@@ -33,6 +33,11 @@ function percentText(share) {
   if (Math.abs(share) >= 10) return `${significant(share)}x`;
   const text = (100 * share).toFixed(Math.abs(share) < 0.1 ? 1 : 0);
   return `${Number(text) === 0 ? text.replace("-", "") : text} %`;
+}
+
+// Never -0.00.
+function twoDigits(value) {
+  return value.toFixed(2).replace(/^-(?=0\.00$)/, "");
 }
 
 // A long name without its middle; where it stands, its title is the whole.
@@ -53,10 +58,11 @@ const FORMATS = {
   percent: percentText,
   half: (value) => (value > 1 ? ">100 %" : `±${percentText(value)}`),
   error: (value) => (value > 1e300 ? "inf" : value.toExponential(1)),
+  interval: (value, row, field) => `${twoDigits(value)} to ${twoDigits(row[field.replace("_low", "_high")])}`,
   gain: (value, row) => ratioText(value, row.gain_low, row.gain_high),
 };
 
 function formatted(column, row) {
   const value = row[column.field];
-  return value === undefined ? DASH : FORMATS[column.kind](value, row);
+  return value === undefined ? DASH : FORMATS[column.kind](value, row, column.field);
 }

@@ -18,7 +18,7 @@ function setUp(element, section, view) {
 
 function show(view, passes) {
   view.picker?.offer(passes);
-  view.charts.forEach((chart) => { chart.passes = passes; chart.update(); });
+  view.charts.forEach((chart) => chart.show(passes));
   view.table?.show(passes);
   if (view.legend) drawLegend(view.legend, view.charts);
 }
