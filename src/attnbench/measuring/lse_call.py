@@ -33,15 +33,15 @@ def check(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limits) -
     bound = SLACK * worst.allowed
     if (places := turned.draw_places(subject)) is not None:
         moved = Inputs(*(turned.moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), sets[0])))
-        _require_same(
-            joined(moved), turned.moved(subject, found[0], "out", places), bound, subject, "from other places"
-        )
+        there = np.take(_lse(subject, found[0])[places.batch], places.heads, axis=subject.head_axis)
+        _require_same(_lse(subject, joined(moved)), there, bound, "from other places")
     if subject.framework.overwrites:
         inputs = Inputs(*subject.framework.snapshot(tuple(sets[0])))
         joined(inputs)
         for array, values in zip(inputs, sets[1]):
             subject.framework.overwrite(array, values)
-        _require_same(joined(inputs), found[1], bound, subject, "when other values lie where its inputs lay")
+        again = _lse(subject, joined(inputs))
+        _require_same(again, _lse(subject, found[1]), bound, "when other values lie where its inputs lay")
     return worst
 
 
@@ -103,10 +103,14 @@ def _judged(subject: Subject, array: Array, which: int) -> Compared:
     return result
 
 
-def _require_same(got: Array, want: Array, bound: float, subject: Subject, how: str) -> None:
-    """Their LSE, everywhere: -inf in the same rows, the others near each other."""
-    mine, right = (subject.framework.numpy(array[..., -1]).astype(np.float64) for array in (got, want))
-    seen = np.isfinite(right)
-    off = np.abs(np.where(seen, mine, 0.0) - np.where(seen, right, 0.0)).max(initial=0.0)
-    if not np.array_equal(np.isfinite(mine), seen) or not off <= bound:
+def _lse(subject: Subject, array: Array) -> np.ndarray:
+    """[b, t, h] or [b, h, t], as the layout is."""
+    return subject.framework.numpy(array[..., -1]).astype(np.float64)
+
+
+def _require_same(got: np.ndarray, want: np.ndarray, bound: float, how: str) -> None:
+    """Everywhere: -inf in the same rows, the others near each other."""
+    seen = np.isfinite(want)
+    off = np.abs(np.where(seen, got, 0.0) - np.where(seen, want, 0.0)).max(initial=0.0)
+    if not np.array_equal(np.isfinite(got), seen) or not off <= bound:
         raise Wrong(f"lse: another one {how} (off by {off:.2e}, {bound:.2e} allowed)")
