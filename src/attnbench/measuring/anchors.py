@@ -32,7 +32,7 @@ class AnchorSession:
     other_clocks: tuple[str, ...] = ()
     timed = True
     repeats = True
-    clock_ns = 0
+    clock_ns = check_ns = 0
 
     def __init__(self, framework: Framework, environment: Environment, cell: Cell) -> None:
         self._framework, self._environment, self.cell = framework, environment, cell

@@ -109,6 +109,8 @@ class Session:
         self._wardrobe = Wardrobe(framework, cell.workload, layout, np.random.default_rng([options.seed, 1]))
         self.clock_ns = 0
         """What the clock took for the last samples: the part of a visit that is sampling."""
+        self.check_ns = 0
+        """What holding the last of them against the verified result took."""
         self.repeats = True
         """Whether every checked call so far gave the same bits."""
 
@@ -169,6 +171,7 @@ class Session:
         taken = self._clock.sample(self._wardrobe.disguised(program), self._inputs, count, calls)
         self.clock_ns = time.perf_counter_ns() - start
         self._check_last(taken.last, taken.last_input, part)
+        self.check_ns = time.perf_counter_ns() - start - self.clock_ns
         return taken.ns
 
     def sample_other(self, clock: str, count: int) -> list[float]:
@@ -176,7 +179,7 @@ class Session:
         start = time.perf_counter_ns()
         program = self._wardrobe.disguised(self.programs.main)
         taken = self._framework.clock(clock, self._device).sample(program, self._inputs, count)
-        self.clock_ns = time.perf_counter_ns() - start
+        self.clock_ns, self.check_ns = time.perf_counter_ns() - start, 0
         return taken.ns
 
     def block(self, calls: int) -> Block:

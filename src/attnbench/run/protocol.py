@@ -165,6 +165,8 @@ class Sampled(Struct, tag="sampled"):
     repeats: bool = True
     clock_ns: int = 0
     """What the clock itself took, without messages and checks."""
+    check_ns: int = 0
+    """What the checks took."""
 
 
 class BlockTaken(Struct, tag="block_taken"):

@@ -42,6 +42,7 @@ class RemoteCell:
     lost: Record | None = None
     repeats: bool = True
     clock_ns: int = 0
+    check_ns: int = 0
 
     @property
     def call_ns(self) -> float:
@@ -84,6 +85,7 @@ class RemoteCell:
         assert isinstance(answer, p.Sampled)
         self.repeats = self.repeats and answer.repeats
         self.clock_ns += answer.clock_ns
+        self.check_ns += answer.check_ns
         return answer.ns
 
     def _ask(self, question: p.Question) -> p.Answer:

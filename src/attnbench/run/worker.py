@@ -165,7 +165,10 @@ class Worker:
 
     def _sampling(self, cell: str, sample: Callable[[Any], list[float]]) -> p.Answer:
         session = self._sessions[cell]
-        return self._guarded(session.cell, lambda: p.Sampled(sample(session), session.repeats, session.clock_ns))
+        return self._guarded(
+            session.cell,
+            lambda: p.Sampled(sample(session), session.repeats, session.clock_ns, session.check_ns),
+        )
 
     def _take_block(self, question: p.TakeBlock) -> p.Answer:
         session = self._sessions[question.cell]

@@ -307,6 +307,8 @@ class WorkloadRun:
         sitting = f"{self._began}+{self._turn}" if self._turn else self._began
         main = msgspec.structs.replace(times.pop("main"), sitting=sitting)
         spent_ns = {**ok.spent_ns, "warm_up": warm.spent_ns, "sample": one.clock_ns}
+        if "verify" in spent_ns:
+            spent_ns["verify"] += one.check_ns
         if ok.implementation in anchors.NAMES:
             return msgspec.structs.replace(ok, time=main, spent_ns=spent_ns)
         parts = dict(times)
