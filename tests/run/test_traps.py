@@ -180,9 +180,10 @@ def test_nor_is_a_half_of_a_training_step_above_it():
     run._ceilings = {"cpu": Ceilings(1e9, 1e12)}
     ok = SimpleNamespace(environment=here, ranks=None, quality={})
     honest, quick = (summarise([[ns] * 20], "wall", 1) for ns in (1e6, 1e3))
-    whole = run._cost(ok, 2e6)
-    assert run._implausible(ok, whole, {"forward": honest, "backward": honest}) is None
-    assert run._implausible(ok, whole, {"forward": honest, "backward": quick}).startswith("backward pass implausible")
+    times = {"main": honest, "forward": honest, "backward": honest}
+    assert run._implausible(ok, times) is None
+    assert run._implausible(ok, times | {"main": quick}).startswith("implausible")
+    assert run._implausible(ok, times | {"backward": quick}).startswith("backward pass implausible")
 
 
 def test_a_ceiling_measured_in_a_bad_moment_accuses_nobody(lab, trap, monkeypatch):

@@ -11,11 +11,9 @@ import array_api_compat
 import numpy as np
 
 from attnbench.frameworks import Framework
-from attnbench.measuring.tolerance import Limits, row_scales, typical_row
+from attnbench.measuring.tolerance import SLACK, Limits, row_scales, typical_row
 from attnbench.spec import Array, Layout
 
-SLACK = 4
-"""Two right results may be apart by twice the allowed error; a wrong one is apart by far more."""
 SMALL = 1e-3
 """Of a typical batch row's size: less than that is compared with it instead."""
 BLOCK_ELEMENTS = 1 << 24

@@ -11,11 +11,10 @@ import numpy as np
 
 from attnbench.frameworks import Inputs
 from attnbench.measuring.subject import Subject, Wrong, run
+from attnbench.measuring.tolerance import SLACK
 from attnbench.spec import Array, Call, Workload
 from attnbench.workloads.masks import Causal
 
-SLACK = 4
-"""Two right results may be apart by twice the allowed error."""
 Build = Callable[[Workload], Call | None]
 
 

@@ -12,11 +12,9 @@ from attnbench.frameworks import Inputs
 from attnbench.measuring import turned
 from attnbench.measuring.alike import apart, spot
 from attnbench.measuring.subject import Subject, Wrong, run
-from attnbench.measuring.tolerance import Compared, Limits, compare_lse
+from attnbench.measuring.tolerance import SLACK, Compared, Limits, compare_lse
 from attnbench.spec import Array, Call
 
-SLACK = 4
-"""Two right ones may be apart by twice the allowed error."""
 Joined = Callable[[Inputs], Array]
 
 

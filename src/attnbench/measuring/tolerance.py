@@ -25,6 +25,8 @@ larger terms that cancel, so it is measured against a typical row."""
 ROW_FLOORS = 8
 FORWARD_FACTOR = 2.0
 BACKWARD_FACTOR = 3.0
+SLACK = 4
+"""Times the allowed error, between two results of one call: both may be right at twice it; a wrong one is far off."""
 
 
 class Limits(NamedTuple):

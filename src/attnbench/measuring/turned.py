@@ -11,10 +11,9 @@ import numpy as np
 
 from attnbench.frameworks import Inputs
 from attnbench.measuring.subject import Subject, Wrong, run
+from attnbench.measuring.tolerance import SLACK
 from attnbench.spec import Array
 
-SLACK = 4
-"""Two right results may be apart by twice the allowed error; what is out of place is apart by far more."""
 SMALL = 1e-3
 """Of a typical head's size: less than that is compared with it instead."""
 LONG_NAMES = {"out": "the output", "dq": "the gradient of Q", "dk": "the gradient of K", "dv": "the gradient of V"}

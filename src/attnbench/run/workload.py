@@ -244,8 +244,8 @@ class WorkloadRun:
             ok = one.opened.record
             if one.lost is not None or ok.implementation in anchors.NAMES or ok.environment is None:
                 continue
-            main = summarise(series.rounds["main"], one.steady.clock, series.calls)
-            if implausible(self._cost(ok, main.median_ns)) is not None:
+            times = _summaries(one, series)
+            if self._implausible(ok, times) is not None:
                 device = ok.environment.device
                 self._ceilings[device] = self._crew.ceilings(self._workload.dtype, device, again=True)
                 return
@@ -293,17 +293,19 @@ class WorkloadRun:
         workload = msgspec.structs.replace(self._workload, pass_=part) if part else self._workload
         return cost_of(workload, median_ns, ceilings, ok.quality.get("work", 1.0), devices)
 
-    def _implausible(self, ok: Ok, cost: Cost, parts: Mapping[str, Time]) -> str | None:
-        """Why the time of the whole or of a part cannot be true, or None."""
-        for part, time in parts.items():
+    def _implausible(self, ok: Ok, times: Mapping[str, Time]) -> str | None:
+        """Why the time of the whole (`main`) or of a part cannot be true, or None."""
+        for name, time in times.items():
+            part = "" if name == "main" else name
             if (reason := implausible(self._cost(ok, time.median_ns, part))) is not None:
-                return f"{part} pass {reason}"
-        return implausible(cost)
+                return f"{part} pass {reason}" if part else reason
+        return None
 
     def _timed_record(self, one: RemoteCell, series: Series) -> Record:
         warm, ok = one.steady, one.opened.record
         assert ok.environment is not None
-        times = {part: summarise(rounds, warm.clock, series.calls) for part, rounds in series.rounds.items()}
+        times = _summaries(one, series)
+        doubtful = None if ok.implementation in anchors.NAMES else self._implausible(ok, times)
         sitting = f"{self._began}+{self._turn}" if self._turn else self._began
         main = msgspec.structs.replace(times.pop("main"), sitting=sitting)
         spent_ns = {**ok.spent_ns, "warm_up": warm.spent_ns, "sample": one.clock_ns}
@@ -311,7 +313,6 @@ class WorkloadRun:
             spent_ns["verify"] += one.check_ns
         if ok.implementation in anchors.NAMES:
             return msgspec.structs.replace(ok, time=main, spent_ns=spent_ns)
-        parts = dict(times)
         try:
             for clock in warm.other_clocks:
                 times[clock] = summarise([one.sample_other(clock)], clock, 1)
@@ -319,9 +320,9 @@ class WorkloadRun:
             assert one.lost is not None
             return one.lost
         cost = self._cost(ok, main.median_ns)
-        if (reason := self._implausible(ok, cost, parts)) is not None:
+        if doubtful is not None:
             facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
-            return Failed(reason=reason, **facts)
+            return Failed(reason=doubtful, **facts)
         return msgspec.structs.replace(
             ok,
             time=main,
@@ -356,6 +357,12 @@ class WorkloadRun:
             self._crew.ask(group, p.Release(), self._request.timeout_s)
         except WorkerDied as died:
             self._listener.warning(f"a {group[0]} worker ended between workloads: {died.reason}")
+
+
+def _summaries(one: RemoteCell, series: Series) -> dict[str, Time]:
+    """Of the whole and of each part."""
+    clock = one.steady.clock
+    return {part: summarise(rounds, clock, series.calls) for part, rounds in series.rounds.items()}
 
 
 def _warnings(time: Time) -> tuple[str, ...]:
