@@ -19,6 +19,8 @@ def dilated() -> str:
             rows.append([dim, name, "dense causal, cuDNN", "16k", *figures(dense), "100 %"])
             for length, tokens in SIZES.items():
                 for kind, taken in one[length].items():
+                    if name not in taken:
+                        continue
                     share = f"{100 * taken[name]['tflops'] / dense['tflops']:.0f} %"
                     rows.append([dim, name, f"dilated, {kind}", tokens, *figures(taken[name]), share])
     return table(["head_dim", "pass", "what", "tokens", "ms", "TFLOP/s", "extra memory", "of dense"], rows)

@@ -11,6 +11,8 @@ from attnbench.frameworks.jax import FRAMEWORK as JAX
 from attnbench.impls.jax_einsum import EINSUM
 from attnbench.impls.jax_nn import CUDNN
 from attnbench.impls.jax_split import CUDNN_SPLIT, XLA_SPLIT, JaxSplit
+from attnbench.impls.parts.jax_common_keys import corner_of
+from attnbench.impls.parts.splitting import cut_of
 from attnbench.spec import Environment, Workload
 from attnbench.workloads import masks
 
@@ -47,10 +49,48 @@ BY_PASSES = EinsumSplit(EINSUM, ())
 
 
 @pytest.mark.parametrize("sequences", [0, 1, 2, 4])
+@pytest.mark.parametrize("kind", ["pi0", "documents"])
 @pytest.mark.parametrize("split", [XLA_SPLIT, BY_PASSES], ids=lambda one: one.name)
-def test_some_sequences_at_a_time(split, sequences):
-    workload = Workload(**SQUARE | {"batch": 4}, mask=LIKE_PI0, pass_="train")
+def test_some_sequences_at_a_time(split, kind, sequences):
+    workload = Workload(**SQUARE | {"batch": 4}, mask=MASKS[kind], pass_="train")
     check(split.configured({"sequences": sequences}), workload, 3e-6, compiled=True)
+
+
+@pytest.mark.parametrize("sequences", [0, 2])
+@pytest.mark.parametrize("sizes", [(16, 1, 7), (1, 1, 1, 21), (20, 4), (3, 2, 19)], ids=str)
+def test_common_keys_are_one_call_and_the_corner_is_exact(sizes, sequences):
+    """Also where the corner is the larger part, and one query of four sees all keys."""
+    ids = np.repeat(np.arange(len(sizes)), sizes)
+    workload = Workload(**SQUARE | {"batch": 4}, mask=masks.block_causal(ids), pass_="train")
+    assert corner_of(cut_of(workload)) is not None
+    check(BY_PASSES.configured({"sequences": sequences}), workload, 3e-6, compiled=True)
+
+
+def test_common_keys_are_asked_of_the_kernel_once_and_copy_no_queries():
+    """The kernel is handed all queries as they are; only the corner's rows are cut out."""
+    asked = []
+
+    def passes(workload, config):
+        asked.append((workload.q_len, workload.kv_len, workload.visible_mask.kinds))
+        return EINSUM.passes(workload, config)
+
+    inner = type("Inner", (type(EINSUM),), {"passes": staticmethod(passes)})()
+    EinsumSplit(inner, ()).build(PI0, {"sequences": 8})
+    assert set(asked) == {(867, 816, ("full",))}
+    rows, keys, seen = corner_of(cut_of(PI0))
+    assert (rows, keys, seen.shape) == (816, 816, (51, 51))
+    assert seen[0].sum() == 1
+    assert seen[1:].all()
+
+
+@pytest.mark.parametrize("kind", ["documents", "documents-causal", "padding"])
+def test_masks_without_common_keys_go_piece_by_piece(kind):
+    assert corner_of(cut_of(Workload(**SQUARE, mask=MASKS[kind]))) is None
+
+
+def test_a_large_corner_goes_piece_by_piece():
+    halves = Workload(**SQUARE | {"q_len": 512}, mask=masks.block_causal(np.arange(512) // 256))
+    assert corner_of(cut_of(halves)) is None
 
 
 def test_training_by_turns_keeps_no_piece_of_its_inputs():

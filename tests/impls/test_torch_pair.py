@@ -61,6 +61,27 @@ def test_output_lse_and_gradients(config, case, dtype):
         close(got, expected, dtype)
 
 
+def heads_first(x):
+    """bshd -> bhsd, in memory too."""
+    return x.detach().transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("case", ["causal", "mqa", "bias"])
+def test_arrays_lie_as_the_backward_pass_has_them(case):
+    assert [PAIR.configured(config).layout for config in ({}, FLASH_EAGER, EAGER_FLASH)] == ["bshd", "bshd", "bhsd"]
+    pair, w = PAIR.configured(EAGER_FLASH), workload(case, pass_="train", dtype="float64")
+    arrays, exact = draw(w)
+    *leaves, dout = map(heads_first, arrays)
+    want, want_lse, *grads = attention_in_float64(w, *exact)
+    out, lse = pair.build_lse(w, EAGER_FLASH)(*(x.requires_grad_() for x in leaves))
+    close(out.transpose(1, 2), want, "float64")
+    np.testing.assert_allclose(lse.detach().numpy(), want_lse, rtol=2e-6, atol=2e-6)
+    for got, expected in zip(torch.autograd.grad(out, leaves, dout, retain_graph=True), grads):
+        close(got.transpose(1, 2), expected, "float64")
+    for got in torch.autograd.grad(lse.sum(), leaves):
+        assert got.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("case", ["causal", "mqa", "bias"])
 @pytest.mark.parametrize("config", ON_CPU, ids=told)
@@ -193,6 +214,18 @@ def test_engines_by_their_stand_ins(names, kv_len, mask, install, monkeypatch): 
         close(got, expected, "bfloat16")
 
 
+def test_fa3s_output_lies_as_its_queries_do(install):  # noqa: F811
+    install("fa3_fwd")
+    w = work(mask=masks.causal())
+    q, k, v = arrays(w)
+    forward, _ = registry.get("torch.fa3").passes(w, {})
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    (out, lse), (other, other_lse) = forward(q, k, v), forward(*turned)
+    assert out.stride() == q.stride() != other.stride() == turned[0].stride()
+    assert torch.equal(out, other)
+    assert torch.equal(lse, other_lse)
+
+
 class WrongBase(Implementation):
     """Right outputs, and an LSE in base 2: what a library that was not looked at closely would hand over."""
 
@@ -304,6 +337,14 @@ def test_on_a_gpu(names, mask, head_dim):
     grads = torch.autograd.grad(out, leaves, dout.cuda(), retain_graph=True)
     for got, expected in zip((out, *grads), (want_out, *want)):
         close(got.cpu(), expected, "bfloat16")
+    pair = PAIR.configured(config)
+    if pair.layout == "bhsd":
+        turned = [heads_first(x).requires_grad_() for x in leaves]
+        other, _ = pair.build_lse(w, config)(*turned)
+        if names.startswith("torch.fa3"):
+            assert other.stride() == turned[0].stride()
+        for got, expected in zip((other, *torch.autograd.grad(other, turned, heads_first(dout).cuda())), (out, *grads)):
+            torch.testing.assert_close(got.transpose(1, 2), expected, rtol=2e-2, atol=2e-2)
     wide = [torch.from_numpy(x).requires_grad_() for x in exact[:3]]
     plain = registry.get("torch.eager").build_lse(msgspec.structs.replace(w, dtype="float64"), {})
     want = torch.autograd.grad(plain(*wide)[1].sum(), wide[:2])

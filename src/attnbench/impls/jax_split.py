@@ -5,6 +5,7 @@ keys up to its end. cuDNN then needs no bias, whose array it would want for ever
 does not start at its first key (the text after pi0-FAST's prefix) goes as an array in `jax.nn.dot_product_attention`,
 so it is refused.
 
+Where the kernel shows its passes, keys that all queries see are one call (`parts.jax_common_keys`): none copies rows.
 `[sequences=8]` takes eight sequences of the batch at a time: what the kernel and the joins need beside inputs, output
 and gradients is then that of eight.
 """
@@ -19,6 +20,7 @@ from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax_masks import mask_arguments
 from attnbench.impls.jax_nn import CUDNN, XLA
+from attnbench.impls.parts.jax_common_keys import common_passes
 from attnbench.impls.parts.jax_passes import differentiable
 from attnbench.impls.parts.jax_turns import by_turns, split_passes
 from attnbench.impls.parts.splitting import Split, cut_of
@@ -57,8 +59,11 @@ class JaxSplit(Split):
         return None
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """By turns in training: through the kernel's own passes where it shows them; else every turn keeps copies."""
+        """Through the kernel's own passes where it shows them; else every turn keeps copies."""
         size = self.configured(config)._sequences
+        common = common_passes(self.inner, workload, cut_of(workload), size)
+        if common is not None:
+            return differentiable(common, with_lse=False)
         turn = replace(workload, batch=size or workload.batch)
         passes = split_passes(self.inner, turn, cut_of(turn)) if size and workload.needs_gradients else None
         if passes is None:

@@ -201,6 +201,26 @@ class FlashAttention3(Flash):
     def function(self) -> Callable[..., Any]:
         return fa3.interface().flash_attn_func
 
+    def _forward(self, workload: Workload, config: Config) -> Call:
+        """The output lies in memory as q does: a backward pass of another library may be slower on mixed layouts.
+
+        Below the registered operator, which may not return what it was handed.
+        """
+        import torch
+
+        private = getattr(fa3.interface(), "_flash_attn_forward", None)
+        function = getattr(private, "_init_fn", None)
+        if function is None or "out_" not in parameters(private) or workload.value_dim != workload.head_dim:
+            return super()._forward(workload, config)
+        options, natural = self.private_options(workload) | dict(config), self.natural(workload)
+
+        @torch.no_grad()
+        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse = function(q, k, v, out_=torch.empty_like(q), **options)[:2]
+            return out, natural(lse)
+
+        return forward
+
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         """None for forward-only builds."""
         if "BACKWARD" in fa3.left_out():

@@ -4,6 +4,7 @@
 | --- | --- |
 | TokenMask with runs, all keys valid | one call per run, no mask at all: a run is full attention over the first keys |
 | TokenMask with runs and padding | one call per run with key lengths; holes are closed by gathering the keys first |
+| runs, few queries after the first | cuDNN: one call of all queries over the first run's keys (`common_keys`) |
 | TokenMask of a known mask, all keys valid | that mask, in the implementation's own words (`is_causal`, a window) |
 | TokenMask with ids, or an array | one call with a boolean array (kvax: the ids themselves, no array) |
 
@@ -28,7 +29,11 @@ from attnbench.dispatch.plan import Words
 from attnbench.errors import Unsupported
 from attnbench.impls import jax_kvax, jax_late_masks
 from attnbench.impls.jax_late_masks import Form
+from attnbench.impls.parts.jax_passes import cudnn_padded_passes
+from attnbench.models.common_keys import attend as attend_common
+from attnbench.models.common_keys import has_common_keys
 from attnbench.models.masks import TokenMask
+from attnbench.spec import Partial
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask
 
@@ -89,6 +94,8 @@ def pieces(mask: TokenMask, choice: str) -> list[Piece]:
 
 def _by_runs(q: Array, k: Array, v: Array, mask: TokenMask, choice: str) -> Array:
     calls = pieces(mask, choice)
+    if has_common_keys(mask) and (kernel := _common_kernel(q, k, v, calls[0])) is not None:
+        return attend_common(q, k, v, mask, SCALE, kernel)
     in_front = (k, v)
     unpacked = [piece.keys for piece in calls if piece.form == "lengths" and piece.keys > mask.packed]
     if unpacked:
@@ -106,6 +113,15 @@ def _by_runs(q: Array, k: Array, v: Array, mask: TokenMask, choice: str) -> Arra
             hidden = mask.rows(start, stop, keys) if form == "array" else None
             outs.append(_call(rows, front, values, form, how, mask=hidden))
     return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+
+
+def _common_kernel(q: Array, k: Array, v: Array, first: Piece) -> Partial | None:
+    """cuDNN's passes, where both of the first run's would be cuDNN's anyway."""
+    if first.choice not in ("auto", "cudnn"):
+        return None
+    rows, front, values = q[:, first.start : first.stop], k[:, : first.keys], v[:, : first.keys]
+    names = {pick(rows, front, values, first.form, first.choice, train) for train in (False, True)}
+    return cudnn_padded_passes(SCALE) if names == {"jax.cudnn"} else None
 
 
 def _call(

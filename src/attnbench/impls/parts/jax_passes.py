@@ -18,8 +18,8 @@ CUDNN_RULE = (
     "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "is_training",
     "return_residual", "res", "grad_output",
 )  # fmt: skip
-UNUSED_INPUTS = 7
-"""Bias, lengths, offsets and page tables, empty where there are none."""
+UNUSED_INPUTS = 4
+"""Offsets and page tables; they are empty here, and so are bias and lengths where there are none."""
 
 
 def plain_passes(workload: Workload) -> Partial | None:
@@ -49,26 +49,48 @@ def cudnn_passes(workload: Workload) -> Partial | None:
     arguments = mask_arguments(workload)
     if arguments.needs_array or arguments.window is not None or arguments.kv_lengths is not None:
         return None
+    return _cudnn_kernels(workload.softmax_scale, "CAUSAL" if arguments.is_causal else "NO_MASK")
+
+
+def cudnn_padded_passes(scale: float) -> Partial | None:
+    """The same without a mask but for key lengths int32 [b], the last argument of both; None where JAX has changed."""
+    return _cudnn_kernels(scale, "PADDING")
+
+
+def _cudnn_kernels(scale: float, mask: str) -> Partial | None:
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     rule: Any = getattr(fused, "_dot_product_attention_bwd_rule", None)
     if rule is None or tuple(inspect.signature(rule).parameters) != CUDNN_RULE:
         return None
-    mask_type = fused.MaskType.CAUSAL if arguments.is_causal else fused.MaskType.NO_MASK
-    layout, scale = fused.AttentionLayout.BTNH.value, workload.softmax_scale
+    mask_type, layout = fused.MaskType[mask], fused.AttentionLayout.BTNH.value
 
-    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        found: Any = fused.dot_product_attention(q, k, v, scale=scale, mask_type=mask_type, return_residual=True)
+    def forward(q: Array, k: Array, v: Array, *lengths: Array) -> tuple[Array, Array]:
+        words = dict(zip(("q_seqlen", "kv_seqlen"), _both_lengths(q, *lengths))) if lengths else {}
+        found: Any = fused.dot_product_attention(
+            q, k, v, scale=scale, mask_type=mask_type, return_residual=True, **words
+        )
         return found
 
-    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+    def backward(
+        q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, *lengths: Array
+    ) -> tuple[Array, Array, Array]:
         import jax.numpy as jnp
 
-        kept = (q, k, v, *[jnp.zeros(0, q.dtype)] * UNUSED_INPUTS, lse, out)
+        none = jnp.zeros(0, q.dtype)
+        sizes = _both_lengths(q, *lengths) if lengths else (none, none)
+        kept = (q, k, v, none, *sizes, *[none] * UNUSED_INPUTS, lse, out)
         dq, dk, dv, *_ = rule(scale, 42, 0.0, (False, False), mask_type, layout, None, True, False, kept, dout)
         return dq, dk, dv
 
     return forward, backward
+
+
+def _both_lengths(q: Array, of_keys: Array) -> tuple[Array, Array]:
+    """Of queries, all of them, and of keys."""
+    import jax.numpy as jnp
+
+    return jnp.full(q.shape[:1], q.shape[1], jnp.int32), of_keys.astype(jnp.int32)
 
 
 def differentiable(pair: Partial, with_lse: bool) -> Call:

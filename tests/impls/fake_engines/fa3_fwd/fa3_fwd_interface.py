@@ -20,3 +20,27 @@ def flash_attn_func(
 
 def _flash_attn_backward(dout, q, k, v, out, softmax_lse, window_size_left=-1, window_size_right=-1):
     raise RuntimeError("This flash attention build does not support backward.")
+
+
+class Operator:
+    """As torch.library registers one: its function lies below, and what it returns may be none of its inputs."""
+
+    def __init__(self, function):
+        self._init_fn = function
+
+    def __call__(self, *arrays, out_=None, **options):
+        if out_ is not None:
+            raise RuntimeError("The output of this custom operator may not alias any of its inputs.")
+        return self._init_fn(*arrays, **options)
+
+
+@Operator
+def _flash_attn_forward(
+    q, k, v, k_new=None, v_new=None, qv=None, out_=None, softmax_scale=None, causal=False, window_size_left=-1,
+    window_size_right=-1, attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    sides = (window_size_left, window_size_right)
+    out, lse = flash_attn_func(q, k, v, softmax_scale, causal, None, sides, 0, softcap, return_attn_probs=True)
+    if out_ is not None:
+        out = out_.copy_(out)
+    return out, lse, torch.empty(0), torch.empty(0)

@@ -1,0 +1,84 @@
+"""Passes of a mask of growing blocks in JAX: the keys that every query sees in one call, the few other pairs beside it.
+
+All of pi0's queries see the 816 keys of its prefix; what is left is 51 queries over 51 keys. So the kernel is handed
+the queries, the output and its gradient as they are, where a call for every block would copy its rows of each. The two
+parts are joined by their LSE, and each goes backward with the output and the LSE of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from attnbench.impls.parts.jax_turns import by_turns
+from attnbench.impls.ring import jax_blocks
+from attnbench.spec import Array, Implementation, Partial, Workload
+from attnbench.workloads import masks
+from attnbench.workloads.masks.pieces import Piece
+
+MOST_PAIRS = 128 * 128
+"""Beside the call, of one head: their scores are stored."""
+
+
+class Corner(NamedTuple):
+    """What is left beside the common keys: the queries from `rows` on over the keys from `keys` on."""
+
+    rows: int
+    keys: int
+    seen: np.ndarray
+
+
+def corner_of(cut: Sequence[Piece]) -> Corner | None:
+    """None where there is nothing beside, too much, or no key that every query sees."""
+    if len(cut) < 2 or any(piece.first or piece.mask.kinds != ("full",) for piece in cut):
+        return None
+    rows, keys, last = cut[0].stop, cut[0].last, cut[-1].last
+    if any(piece.last < keys for piece in cut) or (cut[-1].stop - rows) * (last - keys) > MOST_PAIRS:
+        return None
+    ends = np.concatenate([np.full(piece.stop - piece.start, piece.last) for piece in cut[1:]])
+    return Corner(rows, keys, np.arange(keys, last) < ends[:, None])
+
+
+def common_passes(
+    inner: Implementation, workload: Workload, cut: Sequence[Piece], sequences: int = 0
+) -> Partial | None:
+    """Of the whole, [b, s, h, d]; None for other masks, or where the kernel does not show its passes.
+
+    So many `sequences` at a time (0: all) where the kernel needs more than inputs and outputs: in the backward pass.
+    """
+    corner = corner_of(cut)
+    if corner is None:
+        return None
+    first, keys, seen = corner
+    common = replace(workload, kv_len=keys, mask=masks.full())
+    forward_all, _ = inner.passes(common, {})
+    forward_turn, backward_turn = inner.passes(replace(common, batch=sequences or workload.batch), {})
+    if forward_all is None or forward_turn is None or backward_turn is None:
+        return None
+    backward_all = by_turns(backward_turn, sequences)
+    if inner.materialises_scores:
+        forward_all = by_turns(forward_turn, sequences)
+    rule = jax_blocks.Rule(workload.softmax_scale, workload.softcap)
+    last = keys + seen.shape[1]
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse = forward_all(q, k[:, :keys], v[:, :keys])
+        part = jax_blocks.forward(q[:, first:], k[:, keys:last], v[:, keys:last], seen, rule)
+        whole, whole_lse = jax_blocks.merge(out[:, first:].astype(part[0].dtype), lse[..., first:], *part)
+        return out.at[:, first:].set(whole.astype(out.dtype)), lse.at[..., first:].set(whole_lse)
+
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        import jax.numpy as jnp
+
+        dq, *grads = backward_all(q, k[:, :keys], v[:, :keys], out, lse, dout)
+        whole = out[:, first:], lse[..., first:], dout[:, first:]
+        more, *rest = jax_blocks.backward(q[:, first:], k[:, keys:last], v[:, keys:last], whole, seen, rule)
+        dq = dq.at[:, first:].set((dq[:, first:].astype(more.dtype) + more).astype(dq.dtype))
+        unseen = jnp.zeros_like(k[:, last:])
+        dk, dv = (jnp.concatenate([a, b.astype(a.dtype), unseen], 1) for a, b in zip(grads, rest))
+        return dq, dk, dv
+
+    return forward, backward

@@ -1,0 +1,63 @@
+"""The flash path of pi0's training mask: the keys that every query sees in one call, the suffix's own pairs beside it.
+
+As `attnbench.impls.parts.jax_common_keys` does it for masks that are known, with padding that exists only inside jit:
+the kernel is handed all queries as they are and key lengths, and copies no rows. A batch row without a valid key among
+the common ones has no part in that call; its other queries may still see keys of the suffix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from attnbench.impls.parts.jax_common_keys import MOST_PAIRS
+from attnbench.impls.ring import jax_blocks
+from attnbench.models.masks import TokenMask
+from attnbench.spec import Partial
+
+
+def has_common_keys(mask: TokenMask) -> bool:
+    """Whether the queries after the first run are few, see the keys of the first, and those stand in front."""
+    if mask.runs is None or len(mask.runs) < 2:
+        return False
+    (queries, keys), *others = mask.runs
+    few = (mask.q_len - queries) * (mask.kv_len - keys) <= MOST_PAIRS
+    in_front = mask.valid is None or mask.packed >= keys
+    return few and in_front and all(more >= keys for _, more in others)
+
+
+def attend(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, kernel: Partial) -> Array:
+    """[B, T, N, H]; `kernel` is (forward, backward) with key lengths [B], each at least 1, as their last argument."""
+    assert mask.runs is not None
+    first, keys = mask.runs[0]
+    common, rule = slice(None, keys), jax_blocks.Rule(scale, None)
+    lengths = jnp.full(q.shape[:1], keys, jnp.int32) if mask.valid is None else mask.valid_keys(keys)
+    seen = mask.rows(first, mask.q_len, mask.kv_len)[:, :, None, :, keys:]
+
+    @jax.custom_vjp
+    def run(q: Array, k: Array, v: Array, lengths: Array, seen: Array) -> Array:
+        return forward(q, k, v, lengths, seen)[0]
+
+    def forward(q: Array, k: Array, v: Array, lengths: Array, seen: Array) -> tuple[Array, Any]:
+        out, lse = kernel[0](q, k[:, common], v[:, common], jnp.maximum(lengths, 1))
+        lse = jnp.where(lengths[:, None, None] == 0, -jnp.inf, lse)
+        part = jax_blocks.forward(q[:, first:], k[:, keys:], v[:, keys:], seen, rule)
+        whole, whole_lse = jax_blocks.merge(out[:, first:].astype(part[0].dtype), lse[..., first:], *part)
+        out, lse = out.at[:, first:].set(whole.astype(out.dtype)), lse.at[..., first:].set(whole_lse)
+        return out, (q, k, v, lengths, seen, out, lse)
+
+    def backward(kept: Any, dout: Array) -> tuple[Array, Array, Array, None, None]:
+        q, k, v, lengths, seen, out, lse = kept
+        none_seen = jnp.where(lengths[:, None, None] == 0, jnp.inf, lse)
+        dq, *grads = kernel[1](q, k[:, common], v[:, common], out, none_seen, dout, jnp.maximum(lengths, 1))
+        whole = out[:, first:], lse[..., first:], dout[:, first:]
+        more, *rest = jax_blocks.backward(q[:, first:], k[:, keys:], v[:, keys:], whole, seen, rule)
+        dq = dq.at[:, first:].set((dq[:, first:].astype(more.dtype) + more).astype(dq.dtype))
+        dk, dv = (jnp.concatenate([a, b.astype(a.dtype)], 1) for a, b in zip(grads, rest))
+        return dq, dk, dv, None, None
+
+    run.defvjp(forward, backward)
+    return run(q, k, v, lengths, seen)
