@@ -25,6 +25,9 @@ class Gradients(NamedTuple):
     dq: Array
     dk: Array
     dv: Array
+    cancelling: Array
+    """[g, t]: the size of the terms that cancel in each row of dq, scale * |dO * out| * |P K|. A rounded output puts a
+    share of it into that row, which is large where a row sees few keys and nearly all weight is on one of them."""
 
 
 class Head(NamedTuple):
@@ -132,11 +135,13 @@ def backward_rows(
     dlogits = p.normal * (xp.astype(xp.matmul(dout, xp.matrix_transpose(head.v)), wide) - shared)
     if p.slope is not None:
         dlogits = dlogits * p.slope
+    products = xp.linalg.vector_norm(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1)
+    mean_key = xp.linalg.vector_norm(xp.astype(xp.matmul(xp.astype(p.normal, head.k.dtype), head.k), wide), axis=-1)
     dlogits = xp.astype(dlogits * workload.softmax_scale, head.q.dtype)
     flat = (-1, workload.kv_len)
     dk = xp.matmul(xp.matrix_transpose(xp.reshape(dlogits, flat)), xp.reshape(q, (-1, q.shape[-1])))
     dv = xp.matmul(xp.matrix_transpose(xp.reshape(narrow, flat)), xp.reshape(dout, (-1, dout.shape[-1])))
-    return Gradients(xp.matmul(dlogits, head.k), dk, dv)
+    return Gradients(xp.matmul(dlogits, head.k), dk, dv, workload.softmax_scale * products * mean_key)
 
 
 def row_blocks(workload: Workload, rows: np.ndarray, pairs: int = BLOCK_PAIRS) -> list[np.ndarray]:

@@ -267,6 +267,8 @@ class FlashAttention4(Flash):
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         """Through the private pair: 4.0.0b12's forward returns 2 values, later ones more; out and LSE come first."""
+        import torch
+
         interface = import_module("flash_attn.cute.interface")
         forward = getattr(interface, "_flash_attn_fwd", None)
         backward = getattr(interface, "_flash_attn_bwd", None)
@@ -274,8 +276,11 @@ class FlashAttention4(Flash):
             return None
         options, natural = self.private_options(workload), self.natural(workload)
 
+        as_queries = "out" in parameters(forward) and workload.value_dim == workload.head_dim
+
         def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = forward(q, k, v, return_lse=True, **options, **config)[:2]
+            place = {"out": torch.empty_like(q)} if as_queries else {}  # in memory as q lies, see FlashAttention3
+            out, lse = forward(q, k, v, return_lse=True, **options, **config, **place)[:2]
             return out, natural(lse)
 
         def gradients(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:

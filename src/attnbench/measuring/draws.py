@@ -174,12 +174,13 @@ class Draws:
     def _truth(self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool) -> Truth:
         exact = self._compute(inputs, at, rows, gradients, plain=False)
         plain = self._compute(inputs, at, rows, gradients, plain=True)
-        return Truth(exact[0], exact[1], plain[0], plain[1], exact[2:] or None, plain[2:] or None)
+        cancelling = exact[5] if gradients else None
+        return Truth(exact[0], exact[1], plain[0], plain[1], exact[2:5] or None, plain[2:5] or None, cancelling)
 
     def _compute(
         self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool, plain: bool
     ) -> tuple[np.ndarray, ...]:
-        """(out, lse[, dq, dk, dv]) of one head, in float64 (NumPy on a CPU, else on the device) or in its own dtype."""
+        """(out, lse[, *Gradients]) of one head, in float64 (NumPy on a CPU, else on the device) or in its own dtype."""
         fw, on_host = self.framework, not plain and self._exact_on_host(len(rows), gradients)
         group = self.workload.group
         narrow = [x[at[0]][:, at[1] * n : (at[1] + 1) * n] for x, n in zip(inputs, (group, 1, 1, group))]
@@ -240,8 +241,8 @@ def _head_results(workload, arrays, at, rows, gradients, namespace, wide):  # no
         return out, lse
     own = xp.permute_dims(dout, (1, 0, 2))
     pieces = [reference.backward_rows(workload, head, own, block, namespace, wide) for block in blocks]
-    dq = xp.concat([piece.dq for piece in pieces], axis=1)
+    dq, cancelling = (xp.concat([piece[n] for piece in pieces], axis=1) for n in (0, 3))
     dk, dv = pieces[0].dk, pieces[0].dv
     for piece in pieces[1:]:
         dk, dv = dk + piece.dk, dv + piece.dv
-    return out, lse, dq, dk, dv
+    return out, lse, dq, dk, dv, cancelling

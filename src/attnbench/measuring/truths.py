@@ -21,6 +21,8 @@ class Truth(NamedTuple):
     plain_lse: np.ndarray
     grads: tuple[np.ndarray, ...] | None
     plain_grads: tuple[np.ndarray, ...] | None
+    cancelling: np.ndarray | None = None
+    """Of each row of dq, see `reference.Gradients`."""
 
 
 class Shelf:

@@ -173,7 +173,10 @@ def _check_backward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared
             exact = [_grads(t.grads, n) for t in truths]
             plain = [_grads(t.plain_grads, n) for t in truths]
             what = f"gradient of {name[1].upper()}"
-            result = compare(what, got, exact, plain, subject.workload.dtype, BACKWARD_FACTOR, subject.declared_error)
+            terms = [t.cancelling for t in truths if n == 0 and t.cancelling is not None] or None
+            result = compare(
+                what, got, exact, plain, subject.workload.dtype, BACKWARD_FACTOR, subject.declared_error, terms
+            )
             members = subject.workload.group if n == 0 else 1
             _require(result, which, got, exact, Compass(heads, np.arange(exact[0].shape[1]), members))
             worst = result.worse(worst)
