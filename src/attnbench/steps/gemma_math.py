@@ -45,6 +45,17 @@ def in_float32(rounded: Rounded) -> Rounded:
     return lambda array: array.astype(np.float32).astype(np.float64)
 
 
+def tensors(values: Mapping[str, np.ndarray], leaves: Sequence[str] = ()) -> dict[str, Any]:
+    """float64, the leaves to be differentiated by; whole numbers stay whole."""
+    import torch
+
+    whole = {name: torch.tensor(one.astype(np.int64)) for name, one in values.items() if one.dtype.kind in "iu"}
+    rest = {name: torch.tensor(np.asarray(one, np.float64)) for name, one in values.items() if name not in whole}
+    for name in leaves:
+        rest[name].requires_grad_()
+    return whole | rest
+
+
 def visible(w: Workload) -> Any:
     """[1, 1, q, kv] booleans of a mask that is the same for every row and head."""
     import torch

@@ -7,11 +7,10 @@ The reference is float64 by torch's autograd (`gemma_math`), written apart from 
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
 from attnbench.spec import Workload
 from attnbench.steps.base import Outputs, Rounded, StepKind, Values
-from attnbench.steps.gemma_math import joint_block, normed, storing, visible
+from attnbench.steps.gemma_math import joint_block, normed, storing, tensors, visible
 from attnbench.steps.gemma_weights import WEIGHTS, drawn, normals, of_layer
 from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
 
@@ -50,8 +49,8 @@ class GemmaStack(StepKind):
         """Layer by layer in float64."""
         import torch
 
-        arrays = {name: torch.tensor(np.asarray(one, np.float64)) for name, one in values.items()}
-        leaves = [arrays[name].requires_grad_(workload.needs_gradients) for name in ("x", *WEIGHTS)]
+        leaves = ("x", *WEIGHTS) if workload.needs_gradients else ()
+        arrays = tensors(values, leaves)
         store, seen, xs = storing(rounded), visible(workload), [arrays["x"]]
         for layer in range(GEMMA_DEPTH):
             xs, _ = joint_block(xs, [of_layer(arrays, layer)], seen, store)
@@ -59,7 +58,7 @@ class GemmaStack(StepKind):
         found = {"out": out.detach().numpy()}
         if not workload.needs_gradients:
             return found
-        gradients = torch.autograd.grad(out, leaves, arrays["dout"])
+        gradients = torch.autograd.grad(out, [arrays[name] for name in leaves], arrays["dout"])
         found |= {name: rounded(one.numpy()) for name, one in zip(GRADIENTS, gradients)}
         return found if workload.pass_ == "train" else {name: found[name] for name in GRADIENTS}
 

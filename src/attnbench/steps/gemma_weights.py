@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ PROJECTIONS = ("q_einsum", "kv_einsum", "attn_vec_einsum")
 FEED_FORWARD = ("gating_einsum", "linear")
 WEIGHTS = (*PROJECTIONS, *FEED_FORWARD)
 NORMS = ("pre_attention_norm", "pre_ffw_norm")
+EXPERTS = ("", "_1")
+"""The suffixes of pi0's two experts."""
 Normal = Callable[..., np.ndarray]
 
 
@@ -27,20 +29,26 @@ def normals(seed: int) -> Normal:
 
 
 def drawn(
-    normal: Normal, w: Workload, width: int, wide: int, lead: tuple[int, ...], suffix: str = ""
+    normal: Normal,
+    w: Workload,
+    width: int,
+    wide: int,
+    lead: tuple[int, ...],
+    suffix: str = "",
+    names: Sequence[str] = (*WEIGHTS, *NORMS),
 ) -> dict[str, np.ndarray]:
     """Of one expert, `lead` being the axis of layers or none: variance 1 / fan-in, norms near 1."""
     inside = w.heads * w.head_dim
-    found = {
-        "q_einsum": normal(*lead, w.heads, width, w.head_dim, fan_in=width),
-        "kv_einsum": normal(*lead, 2, w.kv_heads, width, w.head_dim, fan_in=width),
-        "attn_vec_einsum": normal(*lead, w.heads, w.head_dim, width, fan_in=inside),
-        "gating_einsum": normal(*lead, 2, width, wide, fan_in=width),
-        "linear": normal(*lead, wide, width, fan_in=wide),
-        "pre_attention_norm": normal(*lead, width, fan_in=100),
-        "pre_ffw_norm": normal(*lead, width, fan_in=100),
+    shapes = {
+        "q_einsum": ((w.heads, width, w.head_dim), width),
+        "kv_einsum": ((2, w.kv_heads, width, w.head_dim), width),
+        "attn_vec_einsum": ((w.heads, w.head_dim, width), inside),
+        "gating_einsum": ((2, width, wide), width),
+        "linear": ((wide, width), wide),
+        "pre_attention_norm": ((width,), 100),
+        "pre_ffw_norm": ((width,), 100),
     }
-    return {name + suffix: array for name, array in found.items()}
+    return {name + suffix: normal(*lead, *shapes[name][0], fan_in=shapes[name][1]) for name in names}
 
 
 def of_layer(arrays: Mapping[str, Any], layer: int | None = None, suffix: str = "") -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 from attnbench.spec import Array
 from attnbench.steps.gemma_weights import FEED_FORWARD, NORMS, PROJECTIONS
 
-ONE, TWO = ("",), ("", "_1")
-"""The suffixes of experts' names."""
+ONE = ("",)
+"""The suffix of an expert that is alone."""
 
 
 def attention_tree(arrays: Mapping[str, Array], suffixes: Sequence[str]) -> dict[str, Any]:
