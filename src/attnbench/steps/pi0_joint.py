@@ -1,4 +1,4 @@
-"""The steps `pi0-attention` and `pi0-block`: tokens of two experts in and out, gradients of them and of all products."""
+"""The steps `pi0-attention` and `pi0-block`: two experts' tokens in and out, gradients of them and of all products."""
 
 from __future__ import annotations
 

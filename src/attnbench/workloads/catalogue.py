@@ -180,7 +180,7 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
     "dilated": ("LongNet's five branches, 2k-1M tokens, 12 heads of 64 and 128, forward and train, bfloat16", dilated),
     "multihead": ("the dilated modules with their projections, 8k-128k tokens, forward and train", multihead),
     "models-e2e": (
-        "four Gemma-2B blocks on 1k-8k tokens in JAX and PyTorch; pi0: attention, block, model, sampler; pi0-FAST: decode",
+        "four Gemma-2B blocks on 1k-8k tokens in JAX and PyTorch; pi0's attention, block, model and sampler; pi0-FAST",
         models_e2e,
     ),
     "edge": ("conformance: small shapes at every edge of the semantics", edge),

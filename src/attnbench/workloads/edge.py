@@ -137,7 +137,7 @@ def _logits() -> list[Workload]:
 
 
 def step_edges() -> list[Workload]:
-    """Small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; a stack of Gemma blocks; pi0."""
+    """Small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; Gemma blocks; those of pi0."""
     pattern, shape = "dilated:16r1+32r2", {"head_dim": 16, "step": "multihead"}
     return [
         *grid(batch=2, q_len=61, heads="4:2", mask=f"causal&{pattern}", pass_="train", **shape),
@@ -151,7 +151,7 @@ def step_edges() -> list[Workload]:
 
 def pi0_edges(**fields: Any) -> list[Workload]:
     """Each of pi0's steps once, small: two rows of a prefix of 12 tokens, one state and 5 actions."""
-    shape = {"batch": 2, "heads": "4:1", "head_dim": 16, "tags": ["pi0"]} | fields
+    shape = {"batch": 2, "heads": "4:1", "head_dim": 32, "tags": ["pi0"]} | fields
     blocks = in_blocks(12, 1, 5)
     return [
         *grid(q_len=18, mask=blocks, step=["pi0-attention", "pi0-block", "pi0-model"], pass_="train", **shape),
