@@ -21,10 +21,14 @@ STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory"
 
 
 def print_rankings(console: Console, records: Sequence[Record], against: Sequence[str] = ()) -> None:
-    """A table per workload, then what did not run, then the warnings."""
-    base = labelled(baseline(records, against), records)
+    """A table per workload, then what did not run, then the warnings.
+
+    Each step has a baseline of its own: nobody computes two.
+    """
     groups = by_workload(records)
     for group in groups.values():
+        alike = [record for record in records if record.workload.step == group[0].workload.step]
+        base = labelled(baseline(alike, against), alike)
         console.print()
         console.print(f"[bold]{escape(group[0].workload.title)}[/bold]", highlight=False)
         print_ranking(console, rank(group, base), base)
