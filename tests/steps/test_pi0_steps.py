@@ -11,6 +11,7 @@ from attnbench.steps import KINDS, kind_of
 from attnbench.steps.pi0_repeats import drawn_rows, whole
 from attnbench.steps.pi0_support import unsupported
 from attnbench.workloads import masks, suites
+from attnbench.workloads.cost import demand
 from attnbench.workloads.pi0_sizes import block_sizes, depth, in_blocks, vocabulary
 from attnbench.workloads.steps import STEPS
 
@@ -58,7 +59,9 @@ def test_blocks_prefill_and_decode_are_right(step: str, end: str, dtype: str):
     ],
 )
 def test_what_is_no_such_step_is_refused(step: str, fields: dict, reason: str):
-    assert reason in (unsupported(small_step(step, **fields)) or "")
+    workload = small_step(step, **fields)
+    assert reason in (unsupported(workload) or "")
+    assert demand(workload).flops > 0, "a plan counts before it refuses"
 
 
 def test_a_refusal_reaches_the_record():

@@ -11,7 +11,7 @@ from attnbench.steps.jax_pi0_joint import JaxPi0, sizes
 from attnbench.steps.jax_trees import model_tree, products_of
 from attnbench.steps.pi0_model import DENSE
 from attnbench.steps.pi0_repeats import whole
-from attnbench.workloads.pi0_sizes import ACTION_DIM, SAMPLER_STEPS, block_sizes
+from attnbench.workloads.pi0_sizes import ACTION_DIM, SAMPLER_STEPS, parts
 
 
 class JaxPi0Model(JaxPi0):
@@ -44,7 +44,7 @@ class JaxPi0Model(JaxPi0):
                 paligemma_variant=large,
                 action_expert_variant=small,
                 action_dim=ACTION_DIM,
-                action_horizon=(block_sizes(workload) or ())[-1],
+                action_horizon=parts(workload)[2],
                 **self.path(config),
             )
         )

@@ -11,7 +11,7 @@ from attnbench.steps.base import StepImplementation
 from attnbench.steps.gemma_weights import EXPERTS
 from attnbench.steps.jax_trees import attention_tree, block_tree, products_of, projections_of
 from attnbench.steps.pi0_support import unsupported
-from attnbench.workloads.pi0_sizes import block_sizes, depth, experts
+from attnbench.workloads.pi0_sizes import depth, experts, parts
 
 if TYPE_CHECKING:
     from attnbench.models.gemma_config import Config as Sizes
@@ -71,7 +71,7 @@ class JaxPi0Attention(JaxPi0):
         alone = self.step == "pi0-attention"
         module: Any = (gemma.Attention if alone else gemma.Block)(configs=sizes(workload), **self.path(config))
         products = projections_of if alone else products_of
-        mask = in_blocks(block_sizes(workload) or ())
+        mask = in_blocks(parts(workload))
 
         def forward(tree: Any, xs: Any) -> Any:
             positions = jnp.broadcast_to(jnp.arange(workload.q_len), (workload.batch, workload.q_len))

@@ -11,7 +11,7 @@ from attnbench.steps.base import Outputs, Rounded, StepKind, Values
 from attnbench.steps.gemma_math import storing, tensors, visible
 from attnbench.steps.gemma_weights import EXPERTS, NORMS, PROJECTIONS, WEIGHTS, drawn, normals, of_layer
 from attnbench.steps.pi0_support import small_in_blocks
-from attnbench.workloads.pi0_sizes import block_sizes, experts
+from attnbench.workloads.pi0_sizes import experts, parts
 
 FORWARD = ("out", "out_1")
 
@@ -36,9 +36,9 @@ class Pi0Joint(StepKind):
     def draw(self, workload: Workload, seed: int) -> Values:
         """Tokens of variance 1; weights of variance 1 / fan-in."""
         w, normal = workload, normals(seed)
-        prefix, *others = block_sizes(w) or ()
+        prefix, state, actions = parts(w)
         values = {}
-        for end, tokens, expert in zip(EXPERTS, (prefix, sum(others)), experts(w)):
+        for end, tokens, expert in zip(EXPERTS, (prefix, state + actions), experts(w)):
             values[f"x{end}"] = normal(w.batch, tokens, expert.width)
             values[f"dout{end}"] = normal(w.batch, tokens, expert.width)
             values |= drawn(normal, w, *expert, (), end, self._drawn)

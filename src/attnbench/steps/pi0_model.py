@@ -16,7 +16,7 @@ from attnbench.steps.gemma_math import in_float32, joint_block, normed, storing,
 from attnbench.steps.gemma_weights import EXPERTS, WEIGHTS, Normal, drawn, normals, of_layer
 from attnbench.steps.pi0_repeats import DRAWN_LAYERS, whole
 from attnbench.steps.pi0_support import small_in_blocks
-from attnbench.workloads.pi0_sizes import ACTION_DIM, SAMPLER_STEPS, block_sizes, depth, experts
+from attnbench.workloads.pi0_sizes import ACTION_DIM, SAMPLER_STEPS, depth, experts, parts
 
 PRODUCTS = tuple(f"{name}{end}" for end in EXPERTS for name in WEIGHTS)
 DENSE = ("state_proj", "action_in_proj", "action_time_mlp_in", "action_time_mlp_out", "action_out_proj")
@@ -84,7 +84,7 @@ class Pi0Sampler(StepKind):
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
         """Euler's rule, time running from 1 to 0."""
-        arrays, (prefix, *_) = tensors(whole(values, workload, np.tile)), block_sizes(workload) or ()
+        arrays, prefix = tensors(whole(values, workload, np.tile)), parts(workload)[0]
         store, hold = storing(rounded), storing(in_float32(rounded))
         seen, xs, caches = visible(workload), [arrays["prefix"]], []
         for layer in range(depth(workload)):
@@ -103,7 +103,7 @@ class Pi0Sampler(StepKind):
 
 def drawn_model(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
     """Weights of variance 1 / fan-in, prefix, state and noise of variance 1."""
-    (prefix, *_), (large, small) = block_sizes(w) or (), experts(w)
+    prefix, (large, small) = parts(w)[0], experts(w)
     fan_ins = (ACTION_DIM, ACTION_DIM, 2 * small.width, small.width, small.width)
     values = {"prefix": normal(w.batch, prefix, large.width), "state": normal(w.batch, ACTION_DIM)}
     values["noise"] = _actions(normal, w)
@@ -117,7 +117,7 @@ def drawn_model(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
 
 
 def _actions(normal: Normal, w: Workload) -> np.ndarray:
-    return normal(w.batch, (block_sizes(w) or ())[-1], ACTION_DIM)
+    return normal(w.batch, parts(w)[2], ACTION_DIM)
 
 
 def suffix_tokens(arrays: dict[str, Any], noisy: Any, times: np.ndarray, rounded: Rounded) -> Any:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from attnbench.spec import Workload
 from attnbench.workloads import masks
-from attnbench.workloads.pi0_sizes import block_sizes, in_blocks
+from attnbench.workloads.pi0_sizes import block_sizes, in_blocks, parts
 
 CHECKED_BATCH, CHECKED_GROUP, CHECKED_ACTIONS, CHECKED_STEPS = 2, 2, 5, 4
 CHECKED_PROMPT = 144
@@ -82,7 +82,7 @@ def small(w: Workload) -> Workload:
 
 def small_in_blocks(w: Workload) -> Workload:
     """The same of a workload in pi0's blocks."""
-    prefix, state, actions = block_sizes(w) or (w.kv_len, 0, 0)
+    prefix, state, actions = parts(w)
     blocks = min(prefix, CHECKED_PROMPT), state, min(actions, CHECKED_ACTIONS)
     tokens = sum(blocks)
     q_len = tokens if w.q_len == w.kv_len else tokens - blocks[0]

@@ -59,6 +59,12 @@ def block_sizes(w: Workload) -> tuple[int, ...] | None:
     return tuple(np.unique(mask.ids.array[0], return_counts=True)[1].tolist())
 
 
+def parts(w: Workload) -> tuple[int, int, int]:
+    """Tokens of the prefix, the state and the actions; all are the prefix's where the mask has not three blocks."""
+    found = block_sizes(w)
+    return (found[0], found[1], found[2]) if found is not None and len(found) == 3 else (w.kv_len, 0, 0)
+
+
 def in_blocks(*sizes: int) -> masks.BlockCausal:
     """The block-causal mask of such sizes."""
     return masks.block_causal(np.repeat(np.arange(len(sizes)), sizes))

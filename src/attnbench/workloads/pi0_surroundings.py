@@ -13,9 +13,9 @@ from attnbench.workloads.pi0_sizes import (
     ACTION_DIM,
     SAMPLER_STEPS,
     Expert,
-    block_sizes,
     depth,
     experts,
+    parts,
     text_tokens,
     vocabulary,
 )
@@ -31,9 +31,9 @@ def _block(w: Workload, expert: Expert) -> int:
 
 
 def _tokens(w: Workload) -> tuple[int, int]:
-    """Of the prefix, and of state and actions; any other mask is refused before anything is counted with it."""
-    prefix = (block_sizes(w) or (w.kv_len,))[0]
-    return w.batch * prefix, w.batch * (w.kv_len - prefix)
+    """Of the prefix, and of state and actions."""
+    prefix, state, actions = parts(w)
+    return w.batch * prefix, w.batch * (state + actions)
 
 
 def _joint(w: Workload, weights: tuple[int, int]) -> Around:
@@ -56,17 +56,17 @@ def _one_block(w: Workload) -> Around:
 
 def _around_actions(w: Workload) -> tuple[int, int]:
     """(weights, multiply-adds) of the layers between actions and the expert's tokens."""
-    width, (_, tokens) = experts(w)[1].width, _tokens(w)
+    width, (_, state, actions) = experts(w)[1].width, parts(w)
     per_action = 2 * ACTION_DIM * width + 3 * width * width
     per_state = ACTION_DIM * width
-    return per_action + per_state, (tokens - w.batch) * per_action + w.batch * per_state
+    return per_action + per_state, w.batch * (actions * per_action + state * per_state)
 
 
 def _model(w: Workload) -> Around:
     layers, tokens = depth(w), _tokens(w)
     blocks = [layers * _block(w, expert) for expert in experts(w)]
     weights, products = _around_actions(w)
-    actions = (tokens[1] - w.batch) * ACTION_DIM
+    actions = w.batch * parts(w)[2] * ACTION_DIM
     return Around(
         weights=sum(blocks) + weights,
         products=sum(n * size for n, size in zip(tokens, blocks)) + products,
@@ -82,9 +82,8 @@ def _sampler(w: Workload) -> Around:
     layers, tokens = depth(w), _tokens(w)
     blocks = [layers * _block(w, expert) for expert in experts(w)]
     weights, products = _around_actions(w)
-    prefix = tokens[0] // w.batch
-    prefill = replace(w, q_len=prefix, kv_len=prefix, mask=masks.full())
-    actions = (tokens[1] - w.batch) * ACTION_DIM
+    prefill = replace(w, q_len=parts(w)[0], kv_len=parts(w)[0], mask=masks.full())
+    actions = w.batch * parts(w)[2] * ACTION_DIM
     return Around(
         weights=sum(blocks) + weights,
         products=tokens[0] * blocks[0] + SAMPLER_STEPS * (tokens[1] * blocks[1] + products),
