@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.analyse.ranking import NOT_COMPARED, Row, baseline, by_workload, is_timed, labelled, rank
+from attnbench.analyse.ranking import NOT_COMPARED, Row, baseline, by_workload, is_timed, labelled, of_step, rank
 from attnbench.analyse.summary import count_notes, format_ratio, not_run
 from attnbench.report import units
 from attnbench.report.units import DASH
@@ -21,13 +21,10 @@ STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory"
 
 
 def print_rankings(console: Console, records: Sequence[Record], against: Sequence[str] = ()) -> None:
-    """A table per workload, then what did not run, then the warnings.
-
-    Each step has a baseline of its own: nobody computes two.
-    """
+    """A table per workload, then what did not run, then the warnings."""
     groups = by_workload(records)
     for group in groups.values():
-        alike = [record for record in records if record.workload.step == group[0].workload.step]
+        alike = of_step(records, group[0].workload.step)
         base = labelled(baseline(alike, against), alike)
         console.print()
         console.print(f"[bold]{escape(group[0].workload.title)}[/bold]", highlight=False)
