@@ -109,6 +109,17 @@ def test_a_baseline_that_was_timed_under_tunables_is_called_by_them():
     assert line[-1] == "1", "the baseline itself has no ratio"
 
 
+def test_every_step_has_a_baseline_of_its_own():
+    records = []
+    for step in ("pi0-attention", "pi0-block"):
+        shape = workload(step=step)
+        records += [ok(f"jax.{step}", noisy(2e6, 1), shape), ok(f"jax.{step}-flash", noisy(1e6, 2), shape)]
+    text = text_of(print_rankings, records)
+    for step in ("pi0-attention", "pi0-block"):
+        assert f"against jax.{step} " in text
+        assert any(f"1  jax.{step}-flash" in line and "2.0" in line and "x (" in line for line in text.splitlines())
+
+
 def test_detail_of_an_ok_cell():
     record = ok("torch.sdpa", noisy(1e6, 1), compile_ns=2_000_000_000, kernels=("aten::sdpa",))
     text = text_of(print_cell, record)

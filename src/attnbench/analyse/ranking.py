@@ -76,6 +76,11 @@ def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | No
     return next((name for name in BASELINES if name in choices), min(choices, default=None))
 
 
+def of_step(records: Sequence[Record], step: str) -> list[Record]:
+    """Those of one step: nobody computes two, so each has a baseline of its own."""
+    return [record for record in records if record.workload.step == step]
+
+
 def labelled(base: str | None, records: Sequence[Record]) -> str | None:
     """The baseline as tables call it: the plain one, or, where only some under tunables were timed, their first."""
     labels = [label(record) for record in records if is_timed(record) and record.implementation == base]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnbench.analyse.ranking import ANCHOR, baseline, by_workload, is_timed, label, rank
+from attnbench.analyse.ranking import ANCHOR, baseline, by_workload, is_timed, label, of_step, rank
 from attnbench.analyse.summary import closing
 from attnbench.cli.hints import explain_hints
 from attnbench.cli.order import Prepared, store_request
@@ -112,7 +112,6 @@ def _print_run(path: Path, records: Sequence[Record], prepared: Prepared, json: 
 
 def document(path: Path, records: Sequence[Record], sentence: str, against: Sequence[str]) -> dict[str, Any]:
     """What `run --json` and `show --json` print."""
-    base = baseline(records, against)
     ranking = {
         workload: [
             {
@@ -125,11 +124,17 @@ def document(path: Path, records: Sequence[Record], sentence: str, against: Sequ
                 "speedup": row.speedup,
                 "reason": row.reason or None,
             }
-            for row in rank(group, base)
+            for row in rank(group, baseline(of_step(records, group[0].workload.step), against))
         ]
         for workload, group in by_workload(records).items()
     }
-    return {"run": path, "records": records, "baseline": base, "ranking": ranking, "closing": sentence}
+    return {
+        "run": path,
+        "records": records,
+        "baseline": baseline(records, against),
+        "ranking": ranking,
+        "closing": sentence,
+    }
 
 
 def list_cells(prepared: Prepared, json: bool) -> int:

@@ -106,7 +106,10 @@ class StepSession(Session):
 
     def _state(self, workload: Workload, values: Values) -> Any:
         put = self._framework.array
-        arrays = {name: put(one, workload.dtype, self._device) for name, one in values.items()}
+        arrays = {
+            name: put(one, workload.dtype if one.dtype.kind == "f" else "int32", self._device)
+            for name, one in values.items()
+        }
         return self._maker.state(workload, self.cell.config, arrays)
 
     def _programs(self, workload: Workload, state: Any) -> Programs:
@@ -160,6 +163,9 @@ class StepSession(Session):
         return result
 
     def _rounded(self, values: np.ndarray, dtype: str) -> np.ndarray:
+        """Whole numbers, such as tokens, are what they are."""
+        if values.dtype.kind != "f":
+            return values
         return self._framework.numpy(self._framework.array(values, dtype, self._device)).astype(np.float64)
 
     def _same(self, a: tuple[Array, ...], b: tuple[Array, ...]) -> bool:

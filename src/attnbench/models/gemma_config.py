@@ -37,8 +37,10 @@ _SIZES = {
 _RANKS = {"gemma_300m_lora": 32, "gemma_2b_lora": 16}
 
 
-def get_config(variant: Variant | str) -> Config:
-    """The sizes of a variant."""
+def get_config(variant: Variant | Config | str) -> Config:
+    """The sizes of a variant; sizes that are given already are those."""
+    if isinstance(variant, Config):
+        return variant
     if variant in _SIZES:
         return _SIZES[variant]
     if variant not in _RANKS:

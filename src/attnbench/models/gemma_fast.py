@@ -29,13 +29,13 @@ Cache = tuple[Array, Array, Array]
 """Next free slot [B] (the same in all rows), K and V [B, S, K, H]; of a model with a leading axis of layers."""
 
 
-def get_config(variant: Variant | str) -> dict[str, Any]:
-    """The arguments of `Module` for a variant."""
-    if variant not in VARIANTS:
+def get_config(variant: Variant | gemma_config.Config | str) -> dict[str, Any]:
+    """The arguments of `Module` for a variant, or for sizes."""
+    if isinstance(variant, str) and variant not in VARIANTS:
         raise UnknownName("Gemma variant", variant, VARIANTS, "")
     sizes = gemma_config.get_config(variant)
     return {
-        "variant": variant,
+        "variant": variant if isinstance(variant, str) else "",
         "width": sizes.width,
         "depth": sizes.depth,
         "mlp_dim": sizes.mlp_dim,

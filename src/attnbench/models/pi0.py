@@ -25,11 +25,11 @@ Params = Any
 
 @dataclass(frozen=True)
 class Pi0Config:
-    """Defaults are openpi's; `vocab_size` shrinks the embedding table for tests."""
+    """Defaults are openpi's; a variant is a name or sizes, `vocab_size` shrinks the embedding table for tests."""
 
     dtype: str = "bfloat16"
-    paligemma_variant: gemma.Variant = "gemma_2b"
-    action_expert_variant: gemma.Variant = "gemma_300m"
+    paligemma_variant: gemma.Variant | gemma.Config = "gemma_2b"
+    action_expert_variant: gemma.Variant | gemma.Config = "gemma_300m"
     action_dim: int = 32
     action_horizon: int = 50
     pi05: bool = False

@@ -20,7 +20,7 @@ from jax import Array
 from attnbench.errors import UsageError
 from attnbench.models import gemma_fast
 from attnbench.models.attend import FlashChoice, FullyMasked, flash_fields
-from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE
+from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config
 from attnbench.models.masks import TokenMask, block_causal, in_blocks, up_to_own_id
 from attnbench.models.pi0 import PaliGemma
 
@@ -32,10 +32,10 @@ RULES: dict[str, int] = {"contiguous": 0, "openpi": 1}
 
 @dataclass(frozen=True)
 class Pi0FastConfig:
-    """Defaults are openpi's; `vocab_size` shrinks the embedding table for tests."""
+    """Defaults are openpi's; a variant is a name or sizes, `vocab_size` shrinks the embedding table for tests."""
 
     dtype: str = "bfloat16"
-    paligemma_variant: gemma_fast.Variant = "gemma_2b"
+    paligemma_variant: gemma_fast.Variant | Config = "gemma_2b"
     vocab_size: int = PALIGEMMA_VOCAB_SIZE
     use_flash_attention: bool = False
     flash_attention_impl: FlashChoice = "auto"

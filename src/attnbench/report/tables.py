@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.analyse.ranking import NOT_COMPARED, Row, baseline, by_workload, is_timed, labelled, rank
+from attnbench.analyse.ranking import NOT_COMPARED, Row, baseline, by_workload, is_timed, labelled, of_step, rank
 from attnbench.analyse.summary import count_notes, format_ratio, not_run
 from attnbench.report import units
 from attnbench.report.units import DASH
@@ -22,9 +22,10 @@ STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory"
 
 def print_rankings(console: Console, records: Sequence[Record], against: Sequence[str] = ()) -> None:
     """A table per workload, then what did not run, then the warnings."""
-    base = labelled(baseline(records, against), records)
     groups = by_workload(records)
     for group in groups.values():
+        alike = of_step(records, group[0].workload.step)
+        base = labelled(baseline(alike, against), alike)
         console.print()
         console.print(f"[bold]{escape(group[0].workload.title)}[/bold]", highlight=False)
         print_ranking(console, rank(group, base), base)

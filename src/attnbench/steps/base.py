@@ -24,7 +24,7 @@ class StepKind(ABC):
 
     @abstractmethod
     def draw(self, workload: Workload, seed: int) -> Values:
-        """Inputs, weights and, where gradients are asked, cotangents, as float32."""
+        """Inputs, weights and, where gradients are asked, cotangents, as float32; tokens as int32."""
 
     @abstractmethod
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:

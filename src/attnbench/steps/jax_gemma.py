@@ -8,7 +8,7 @@ from typing import Any
 
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps.base import StepImplementation
-from attnbench.steps.gemma_stack import NORMS, WEIGHTS
+from attnbench.steps.jax_trees import ONE, model_tree, products_of
 from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
 
 
@@ -34,11 +34,7 @@ class JaxGemmaStack(StepImplementation):
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
         """(openpi's tree, x, the cotangent)"""
-        attention = {name: {"w": arrays[name]} for name in WEIGHTS[:3]}
-        feed_forward = {name: arrays[name] for name in WEIGHTS[3:]}
-        norms = {name: {"scale": arrays[name]} for name in NORMS}
-        layers = {"attn": attention, "mlp": feed_forward, **norms}
-        return {"layers": layers, "final_norm": {"scale": arrays["final_norm"]}}, arrays["x"], arrays["dout"]
+        return model_tree(arrays, ONE), arrays["x"], arrays["dout"]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
         """One pass of the stack."""
@@ -64,9 +60,7 @@ class JaxGemmaStack(StepImplementation):
                 return (forward(tree, x),)
             out, pull_back = jax.vjp(forward, tree, x)
             d_tree, dx = pull_back(dout)
-            attention, feed_forward = d_tree["layers"]["attn"], d_tree["layers"]["mlp"]
-            projections = (attention[name]["w"] for name in WEIGHTS[:3])
-            gradients = (dx, *projections, *(feed_forward[name] for name in WEIGHTS[3:]))
+            gradients = (dx, *products_of(d_tree["layers"], ONE))
             return gradients if workload.pass_ == "backward" else (out, *gradients)
 
         return run

@@ -7,7 +7,7 @@ from typing import Any
 
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps.base import StepImplementation
-from attnbench.steps.gemma_stack import NORMS, WEIGHTS
+from attnbench.steps.gemma_weights import NORMS, WEIGHTS
 from attnbench.steps.jax_gemma import unsupported
 from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
 

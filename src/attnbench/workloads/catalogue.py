@@ -8,6 +8,7 @@ from attnbench.spec import Workload
 from attnbench.workloads.block_sparse import block_sparse
 from attnbench.workloads.edge import edge
 from attnbench.workloads.grid import grid
+from attnbench.workloads.pi0_sizes import in_blocks
 from attnbench.workloads.regression import regression
 from attnbench.workloads.suite_file import models
 
@@ -125,11 +126,29 @@ def multihead() -> list[Workload]:
 
 
 def models_e2e() -> list[Workload]:
-    """A stack of Gemma-2B blocks, 8k tokens in all: forward and a training step, in JAX and PyTorch side by side."""
-    shape = {"heads": "8:1", "head_dim": 256, "dtype": "bfloat16", "mask": "causal", "step": "gemma-stack"}
-    passes = ["forward", "train"]
+    """Gemma-2B blocks on 8k tokens in JAX and PyTorch; pi0's and pi0-FAST's steps at openpi's sizes."""
+    shape = {"heads": "8:1", "head_dim": 256, "dtype": "bfloat16"}
+    stack = shape | {"mask": "causal", "step": "gemma-stack", "pass_": ["forward", "train"], "tags": ["gemma"]}
     lengths = (1 * K, 2 * K, 4 * K, 8 * K)
-    return [w for n in lengths for w in grid(q_len=n, batch=8 * K // n, pass_=passes, tags=["gemma"], **shape)]
+    return [w for n in lengths for w in grid(q_len=n, batch=8 * K // n, **stack)] + _pi0_steps(shape)
+
+
+def _pi0_steps(shape: dict[str, object]) -> list[Workload]:
+    """Training with batch 32, the others for one observation; 32 tokens are decoded."""
+    pi0 = shape | {
+        "mask": in_blocks(816, 1, 50),
+        "source": "pi0: openpi, 3 x 256 image + 48 text tokens, 1 + 50 others",
+    }
+    fast = shape | {"batch": 1, "source": "pi0-FAST: openpi, 768 image + 250 text tokens, cache for 256 more"}
+    joint = ["pi0-attention", "pi0-block", "pi0-model"]
+    return [
+        *grid(batch=32, q_len=867, step=joint, pass_=["forward", "train"], tags=["pi0", "train"], **pi0),
+        *grid(batch=1, q_len=51, kv_len=867, step="pi0-sampler", tags=["pi0", "denoise"], **pi0),
+        *grid(
+            q_len=1018, kv_len=1274, mask="lengths:1018", step="pi0-fast-prefill", tags=["pi0-FAST", "prefill"], **fast
+        ),
+        *grid(q_len=32, kv_len=1050, mask="causal", step="pi0-fast-decode", tags=["pi0-FAST", "decode"], **fast),
+    ]
 
 
 def _from_models(suite: str) -> Callable[[], list[Workload]]:
@@ -160,6 +179,9 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
     "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", _from_models("models")),
     "dilated": ("LongNet's five branches, 2k-1M tokens, 12 heads of 64 and 128, forward and train, bfloat16", dilated),
     "multihead": ("the dilated modules with their projections, 8k-128k tokens, forward and train", multihead),
-    "models-e2e": ("four Gemma-2B blocks on 8k tokens, 1k-8k long, forward and train, JAX and PyTorch", models_e2e),
+    "models-e2e": (
+        "four Gemma-2B blocks on 1k-8k tokens in JAX and PyTorch; pi0's attention, block, model and sampler; pi0-FAST",
+        models_e2e,
+    ),
     "edge": ("conformance: small shapes at every edge of the semantics", edge),
 }

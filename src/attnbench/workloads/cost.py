@@ -49,23 +49,25 @@ def demand(workload: Workload) -> Demand:
 
 
 def _with_surroundings(w: Workload, inside: Demand) -> Demand:
-    """Every token is multiplied with the weights; backward twice more, and writes their gradient.
+    """Tokens are multiplied with the weights; backward twice more, and writes their gradient.
 
-    Least traffic: weights, x and out once per pass, beside what the attention must move.
+    Least traffic: weights, inputs and outputs once per pass, beside what the attention must move.
     """
-    around, size = STEPS[w.step], DTYPE_BYTES[w.dtype]
-    layers = around.layers
-    weights, tokens = around.weights(w), w.batch * w.q_len
+    around, size = STEPS[w.step].around(w), DTYPE_BYTES[w.dtype]
+    attention = [(times, _attention(one)) for times, one in around.attention]
     passes = {"forward": 1, "backward": 2, "train": 3}[w.pass_]
-    vectors = 2 * tokens * around.width(w) * size  # x and out, or their gradients
-    gradients = weights * size + vectors // 2 if w.needs_gradients else 0
+    vectors = (around.inputs + around.outputs) * size  # or their gradients
+    returned = around.weights + (around.inputs if around.input_gradients else 0)
+    gradients = returned * size if w.needs_gradients else 0
     return Demand(
-        flops=layers * inside.flops + 2 * tokens * weights * passes,
-        bytes=layers * inside.bytes + weights * size * passes + vectors * (2 if w.needs_gradients else 1),
-        scores_bytes=inside.scores_bytes,
+        flops=sum(times * one.flops for times, one in attention) + 2 * around.products * passes,
+        bytes=sum(times * one.bytes for times, one in attention)
+        + (around.reads or around.weights) * size * passes
+        + vectors * (2 if w.needs_gradients else 1),
+        scores_bytes=max(one.scores_bytes for _, one in attention),
         kv_cache_bytes=inside.kv_cache_bytes,
-        io_bytes=weights * size + vectors + gradients,
-        output_bytes=gradients + (0 if w.pass_ == "backward" else vectors // 2),
+        io_bytes=around.weights * size + vectors + gradients,
+        output_bytes=gradients + (0 if w.pass_ == "backward" else around.outputs * size),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from attnbench.spec import Workload
 from attnbench.workloads import masks
 from attnbench.workloads.grid import grid
+from attnbench.workloads.pi0_sizes import in_blocks
 
 SMALL = {"batch": 2, "q_len": 64, "heads": 4, "head_dim": 32}
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 128, 192, 256)
@@ -136,7 +137,7 @@ def _logits() -> list[Workload]:
 
 
 def step_edges() -> list[Workload]:
-    """Small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; a stack of Gemma blocks."""
+    """Small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; Gemma blocks; those of pi0."""
     pattern, shape = "dilated:16r1+32r2", {"head_dim": 16, "step": "multihead"}
     return [
         *grid(batch=2, q_len=61, heads="4:2", mask=f"causal&{pattern}", pass_="train", **shape),
@@ -144,4 +145,17 @@ def step_edges() -> list[Workload]:
         *grid(batch=2, q_len=64, heads=4, mask=f"{pattern}&lengths:64,20", pass_="train", **shape),
         *grid(batch=1, q_len=256, heads=4, mask=f"causal&{pattern}&blocks:local:50", pass_="train", **shape),
         *grid(batch=2, q_len=24, heads="4:1", head_dim=16, mask="causal", pass_="train", step="gemma-stack"),
+        *pi0_edges(),
+    ]
+
+
+def pi0_edges(**fields: Any) -> list[Workload]:
+    """Each of pi0's steps once, small: two rows of a prefix of 12 tokens, one state and 5 actions."""
+    shape = {"batch": 2, "heads": "4:1", "head_dim": 32, "tags": ["pi0"]} | fields
+    blocks = in_blocks(12, 1, 5)
+    return [
+        *grid(q_len=18, mask=blocks, step=["pi0-attention", "pi0-block", "pi0-model"], pass_="train", **shape),
+        *grid(q_len=6, kv_len=18, mask=blocks, step="pi0-sampler", **shape),
+        *grid(q_len=12, kv_len=16, mask="lengths:12,12", step="pi0-fast-prefill", **shape),
+        *grid(q_len=4, kv_len=16, mask="causal", step="pi0-fast-decode", **shape),
     ]

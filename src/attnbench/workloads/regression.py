@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnbench.spec import Workload
 from attnbench.workloads.block_patterns import sparse_mask
+from attnbench.workloads.edge import pi0_edges
 from attnbench.workloads.grid import grid
 from attnbench.workloads.mask_text import parse_mask
 from attnbench.workloads.masks import MaskShape, block_causal
@@ -33,4 +34,5 @@ def regression() -> list[Workload]:
         *grid(**step, mask=f"causal&{DILATION}", pass_="train", step="multihead", tags=["dilated"]),
         *grid(**step, mask=parse_mask(DILATION, place) & blocks, step="multihead", tags=["dilated", "block-sparse"]),
         *grid(**step | {"q_len": 64, "heads": "4:1"}, mask="causal", pass_="train", step="gemma-stack", tags=["gemma"]),
+        *pi0_edges(),
     ]

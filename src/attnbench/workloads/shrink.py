@@ -53,7 +53,8 @@ def shrink_mask(mask: Mask, old: MaskShape, new: MaskShape) -> AnyMask:
             return type(mask)(_resampled(mask.ids, old, new, (0, 3)), None if implied else queries)
         case masks.Lengths():
             kept = mask.kv_lengths.array[: new.batch].astype(np.int64)
-            return masks.lengths(-(-kept * new.kv_len // old.kv_len))
+            scaled = -(-kept * new.kv_len // old.kv_len)
+            return masks.lengths(np.where(kept == old.q_len, new.q_len, scaled))  # a prompt in a longer cache stays one
         case masks.Valid():
             return masks.Valid(_resampled(mask.keys, old, new, (0, 3)))
         case masks.Dilated():

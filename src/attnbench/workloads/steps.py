@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from msgspec import Struct
+from collections.abc import Mapping
 
 from attnbench.spec import Workload
-
-
-class Surroundings(Struct, frozen=True):
-    """What is around the attention."""
-
-    description: str
-    width: Callable[[Workload], int]
-    """Of a token's vector, in and out."""
-    weights: Callable[[Workload], int]
-    """Numbers that every token is multiplied with, once each."""
-    layers: int = 1
-    """How often the attention is computed."""
-
-
-def _multihead_width(w: Workload) -> int:
-    return w.heads * w.head_dim
-
-
-def _multihead_weights(w: Workload) -> int:
-    return _multihead_width(w) * (2 * _multihead_width(w) + 2 * w.kv_heads * w.head_dim)
-
+from attnbench.workloads.pi0_surroundings import PI0_STEPS
+from attnbench.workloads.surroundings import Around, Surroundings, same_tokens
 
 GEMMA_DEPTH = 4
 """Blocks of the step `gemma-stack`: enough for what is between them, few enough for one device."""
@@ -38,20 +17,20 @@ def gemma_width(w: Workload) -> int:
     return w.heads * w.head_dim
 
 
-def _gemma_weights(w: Workload) -> int:
-    """Of all blocks: projections, and a gated feed-forward that is 8 times as wide."""
+def _multihead(w: Workload) -> Around:
+    width = w.heads * w.head_dim
+    return same_tokens(w, width, width * (2 * width + 2 * w.kv_heads * w.head_dim))
+
+
+def _gemma_stack(w: Workload) -> Around:
+    """Projections of all blocks, and a gated feed-forward that is 8 times as wide."""
     width = gemma_width(w)
-    return GEMMA_DEPTH * (2 * width * width + 2 * width * w.kv_heads * w.head_dim + 3 * width * 8 * width)
+    weights = GEMMA_DEPTH * (2 * width * width + 2 * width * w.kv_heads * w.head_dim + 3 * width * 8 * width)
+    return same_tokens(w, width, weights, layers=GEMMA_DEPTH)
 
 
 STEPS: Mapping[str, Surroundings] = {
-    "multihead": Surroundings(
-        "x in, x out: projections to Q, K and V, attention, projection back", _multihead_width, _multihead_weights
-    ),
-    "gemma-stack": Surroundings(
-        "four Gemma blocks and a final norm, recomputed in the backward pass",
-        gemma_width,
-        _gemma_weights,
-        layers=GEMMA_DEPTH,
-    ),
+    "multihead": Surroundings("x in, x out: projections to Q, K and V, attention, projection back", _multihead),
+    "gemma-stack": Surroundings("four Gemma blocks and a final norm, recomputed in the backward pass", _gemma_stack),
+    **PI0_STEPS,
 }
