@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from attnbench.store.runfile import read_run
+
 pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "pairs.py"
 
 
 def test_it_runs_and_predicts(tmp_path):
     out = tmp_path / "pairs.json"
-    command = [sys.executable, SCRIPT, "--smoke", "--budget", "0.05", "-o", out]
+    kept = tmp_path / "steps.jsonl"
+    command = [sys.executable, SCRIPT, "--smoke", "--budget", "0.05", "-o", out, "--records", kept]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text())
@@ -28,6 +31,11 @@ def test_it_runs_and_predicts(tmp_path):
         parts = shape["forward_ms"][forward], shape["backward_ms"][backward or forward]
         assert predicted == pytest.approx(sum(parts))
     assert shape["errors"]["torch.eager + torch.sdpa-flash"]["backward"] > 0
+    run = read_run(kept)
+    assert len(run.records) == 4
+    assert sum(record.implementation == "torch.pair" for record in run.records) == 2
+    chosen = [sys.executable, "-m", "attnbench", "choose", kept, "-o", tmp_path / "policy.json"]
+    assert subprocess.run(chosen, capture_output=True, timeout=60).returncode == 0
     assert found["environment"]["device"] == "cpu"
     assert found["summary"]["shapes"] == 1
     assert "claims" not in found

@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from attnbench.spec import Pass, Workload
+from attnbench.workloads.cost import pairs
 
 REACH = 2.0
 """Octaves within which a measured shape speaks for another: four times as many tokens, no more."""
@@ -92,7 +93,7 @@ def shape_of(workload: Workload) -> Shape:
     w = workload
     kind, visible = mask_kind(w), None
     if kind not in TOLD_BY_LENGTHS:
-        share = w.visible_mask.pairs(w.mask_shape) / (w.batch * w.heads * w.q_len * w.kv_len)
+        share = pairs(w.visible_mask, w.mask_shape) / (w.batch * w.heads * w.q_len * w.kv_len)
         visible = float(f"{share:.3g}")
     return Shape(
         pass_=w.pass_,
@@ -116,7 +117,7 @@ def mask_kind(workload: Workload) -> str:
     mask, shape = workload.visible_mask, workload.mask_shape
     kinds = sorted(set(mask.kinds) - {"full"})
     everything = shape.batch * shape.heads * shape.q_len * shape.kv_len
-    if not kinds or (not mask.weighted and mask.pairs(shape) == everything):
+    if not kinds or (not mask.weighted and pairs(mask, shape) == everything):
         return "full"
     if "block_causal" in kinds and _blocks(workload) > FEW_BLOCKS:
         kinds[kinds.index("block_causal")] = "block_causal (many blocks)"
