@@ -120,7 +120,10 @@ def _common_kernel(q: Array, k: Array, v: Array, first: Piece) -> Partial | None
     if first.choice not in ("auto", "cudnn"):
         return None
     rows, front, values = q[:, first.start : first.stop], k[:, : first.keys], v[:, : first.keys]
-    names = {pick(rows, front, values, first.form, first.choice, train) for train in (False, True)}
+    try:
+        names = {pick(rows, front, values, first.form, first.choice, train) for train in (False, True)}
+    except Unsupported:  # of one pass alone, perhaps: the call itself says so where it matters
+        return None
     return cudnn_padded_passes(SCALE) if names == {"jax.cudnn"} else None
 
 
