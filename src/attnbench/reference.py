@@ -25,7 +25,7 @@ class Gradients(NamedTuple):
     dq: Array
     dk: Array
     dv: Array
-    cancelling: Array
+    cancelling: Array | None
     """[g, t]: the size of the terms that cancel in each row of dq, scale * |dO * out| * |P K|. A rounded output puts a
     share of it into that row, which is large where a row sees few keys and nearly all weight is on one of them."""
 
@@ -121,9 +121,10 @@ def forward_rows(
 
 
 def backward_rows(
-    workload: Workload, head: Head, dout: Array, rows: np.ndarray, namespace: Namespace, wide: Any
+    workload: Workload, head: Head, dout: Array, rows: np.ndarray, namespace: Namespace, wide: Any, terms: bool = False
 ) -> Gradients:
-    """What some query rows of one head contribute: dq of those rows, dk and dv summed over them and the group."""
+    """What some query rows of one head contribute: dq of those rows, dk and dv summed over them and the group; with
+    `terms` also what cancels."""
     xp = array_api_compat.array_namespace(head.q)
     index = namespace.asarray(np.asarray(rows))
     q, dout = xp.take(head.q, index, axis=1), xp.take(dout, index, axis=1)
@@ -135,13 +136,17 @@ def backward_rows(
     dlogits = p.normal * (xp.astype(xp.matmul(dout, xp.matrix_transpose(head.v)), wide) - shared)
     if p.slope is not None:
         dlogits = dlogits * p.slope
-    products = xp.linalg.vector_norm(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1)
-    mean_key = xp.linalg.vector_norm(xp.astype(xp.matmul(xp.astype(p.normal, head.k.dtype), head.k), wide), axis=-1)
+    cancelling = None
+    if terms:
+        reached = p.normal if p.slope is None else p.normal * p.slope
+        mean_key = xp.linalg.vector_norm(xp.matmul(xp.astype(reached, head.k.dtype), head.k), axis=-1)
+        products = xp.linalg.vector_norm(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1)
+        cancelling = workload.softmax_scale * products * xp.astype(mean_key, wide)
     dlogits = xp.astype(dlogits * workload.softmax_scale, head.q.dtype)
     flat = (-1, workload.kv_len)
     dk = xp.matmul(xp.matrix_transpose(xp.reshape(dlogits, flat)), xp.reshape(q, (-1, q.shape[-1])))
     dv = xp.matmul(xp.matrix_transpose(xp.reshape(narrow, flat)), xp.reshape(dout, (-1, dout.shape[-1])))
-    return Gradients(xp.matmul(dlogits, head.k), dk, dv, workload.softmax_scale * products * mean_key)
+    return Gradients(xp.matmul(dlogits, head.k), dk, dv, cancelling)
 
 
 def row_blocks(workload: Workload, rows: np.ndarray, pairs: int = BLOCK_PAIRS) -> list[np.ndarray]:

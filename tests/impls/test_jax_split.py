@@ -83,6 +83,15 @@ def test_common_keys_are_asked_of_the_kernel_once_and_copy_no_queries():
     assert seen[1:].all()
 
 
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_later_blocks_may_see_less_than_earlier_ones(sequences):
+    """Ids of queries need not grow as those of keys do."""
+    keys, queries = (np.repeat(ids, [12, 6, 6])[None] for ids in ([0, 1, 2], [0, 2, 1]))
+    workload = Workload(**SQUARE | {"batch": 4}, mask=masks.block_causal(keys, queries), pass_="train")
+    assert corner_of(cut_of(workload)) is not None
+    check(BY_PASSES.configured({"sequences": sequences}), workload, 3e-6, compiled=True)
+
+
 @pytest.mark.parametrize("kind", ["documents", "documents-causal", "padding"])
 def test_masks_without_common_keys_go_piece_by_piece(kind):
     assert corner_of(cut_of(Workload(**SQUARE, mask=MASKS[kind]))) is None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+
+from attnbench.errors import Unsupported
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
@@ -20,25 +24,26 @@ RULE = jax_blocks.Rule(1.0, None)
 
 
 def seen_by_length(k, lengths):
-    return (jnp.arange(k.shape[1]) < lengths[:, None])[:, None, None, None, :]
+    return (jnp.arange(k.shape[1]) < lengths[0][:, None])[:, None, None, None, :] if lengths else None
 
 
-def plain_forward(q, k, v, lengths):
+def plain_forward(q, k, v, *lengths):
     out, lse = jax_blocks.forward(q, k, v, seen_by_length(k, lengths), RULE)
     return out.astype(q.dtype), lse
 
 
-def plain_backward(q, k, v, out, lse, dout, lengths):
-    return jax_blocks.backward(q, k, v, (out, lse, dout), seen_by_length(k, lengths), RULE)
+def plain_backward(q, k, v, out, lse, dout, *lengths):
+    grads = jax_blocks.backward(q, k, v, (out, lse, dout), seen_by_length(k, lengths), RULE)
+    return tuple(grad.astype(q.dtype) for grad in grads)
 
 
 PLAIN = plain_forward, plain_backward
 
 
-def draw(seed=0):
+def draw(seed=0, kv_heads=1, slots=TOKENS, dtype="float32"):
     rng = np.random.default_rng(seed)
-    shapes = [(4, TOKENS, 4, 8), (4, TOKENS, 1, 8), (4, TOKENS, 1, 8), (4, TOKENS, 4, 8)]
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    shapes = [(4, TOKENS, 4, 8), (4, slots, kv_heads, 8), (4, slots, kv_heads, 8), (4, TOKENS, 4, 8)]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
 def padded(kind):
@@ -53,28 +58,71 @@ def padded(kind):
     return jnp.asarray(valid)
 
 
+ALLOWED = {"float32": 1e-5, "bfloat16": 6e-2}
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("kv_heads, slots", [(1, TOKENS), (2, TOKENS), (1, TOKENS + 3)])
+@pytest.mark.parametrize("fill", ["uniform", "zero"])
 @pytest.mark.parametrize("kind", ["whole", "padded"])
-def test_values_and_gradients_are_those_of_the_standard_path(kind):
-    mask = in_blocks(SIZES, padded(kind), packed=12)
+def test_values_and_gradients_are_those_of_the_standard_path(kind, fill, kv_heads, slots, dtype):
+    """Also with more slots than the blocks reach; in 16 bits against the standard path in float32."""
+    mask = in_blocks(SIZES, padded(kind), packed=12, kv_len=slots)
     assert common_keys.has_common_keys(mask)
-    q, k, v, dout = draw()
+    arrays = draw(kv_heads=kv_heads, slots=slots, dtype=dtype)
+    wide = [x.astype(jnp.float32) for x in arrays]
     rows = mask.rows_that_see()
 
     def ours(q, k, v):
         out = common_keys.attend(q, k, v, mask, 1.0, PLAIN)
-        return attend._fill(out, v, rows, "uniform", jnp.float32)
+        return attend._fill(out, v, rows, fill, jnp.float32)
 
     def standard(q, k, v):
-        return attend._fill(
-            attend.standard_attention(q, k, v, mask.array(), jnp.float32), v, rows, "uniform", jnp.float32
-        )
+        out = attend.standard_attention(q, k, v, mask.array(), jnp.float32)
+        return attend._fill(out, v, rows, fill, jnp.float32)
 
-    for call in (ours, jax.jit(ours)):
-        out, pull = jax.vjp(call, q, k, v)
-        want, pull_standard = jax.vjp(standard, q, k, v)
-        np.testing.assert_allclose(out, want, atol=2e-6)
-        for name, got, expected in zip(("dq", "dk", "dv"), pull(dout), pull_standard(dout)):
-            np.testing.assert_allclose(got, expected, atol=1e-5, err_msg=name)
+    want, pull_standard = jax.vjp(standard, *wide[:3])
+    out, pull = jax.vjp(jax.jit(ours), *arrays[:3])
+    found, expected = (out, *pull(arrays[3].astype(out.dtype))), (want, *pull_standard(wide[3]))
+    for name, got, right in zip(("out", "dq", "dk", "dv"), found, expected):
+        off = np.abs(np.asarray(got, np.float32) - np.asarray(right)).max()
+        assert off <= ALLOWED[dtype] * max(1.0, float(np.abs(right).max())), name
+
+
+def test_one_more_axis_by_vmap():
+    """Where nothing is padded the kernel gets no lengths, whose batching an older JAX gets wrong."""
+    mask = in_blocks(SIZES)
+    q, k, v, _ = draw()
+
+    def forward(q, k, v, *lengths):
+        assert not lengths
+        return plain_forward(q, k, v)
+
+    def call(q, k, v):
+        return common_keys.attend(q, k, v, mask, 1.0, (forward, plain_backward))
+
+    def total(q, k, v):
+        return call(q, k, v).sum()
+
+    stacked = [jnp.stack([x, 2 * x]) for x in (q, k, v)]
+    np.testing.assert_allclose(jax.vmap(call)(*stacked)[1], call(*(2 * x for x in (q, k, v))), atol=2e-6)
+    np.testing.assert_allclose(jax.vmap(jax.grad(total))(*stacked)[0], jax.grad(total)(q, k, v), atol=1e-5)
+
+
+def test_a_library_that_cannot_after_all_is_a_refusal(monkeypatch):
+    def cannot(*arrays):
+        raise NotImplementedError("no such engine")
+
+    mask, (q, k, v, _) = in_blocks(SIZES), draw()
+    monkeypatch.setattr(flash, "pick", lambda *args, **words: "jax.cudnn")
+    monkeypatch.setattr(flash, "cudnn_late_passes", lambda scale, padded: (cannot, cannot))
+    path = attend.Path(use_flash_attention=True, flash_attention_impl="cudnn")
+    with pytest.raises(Unsupported, match=r"jax.cudnn: no such engine.*fallback=True"):
+        attend.attend(q, k, v, mask, path, jnp.float32)
+    attend._warned.clear()
+    with pytest.warns(UserWarning, match="the standard attention is used"):
+        got = attend.attend(q, k, v, mask, replace(path, fallback=True), jnp.float32)
+    np.testing.assert_allclose(got, attend.attend(q, k, v, mask, attend.Path(), jnp.float32), atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["whole", "padded"])
@@ -82,15 +130,15 @@ def test_the_flash_path_goes_that_way_where_cudnn_is_picked(kind, monkeypatch):
     mask, (q, k, v, _) = in_blocks(SIZES, padded(kind), packed=12), draw()
     asked = []
 
-    def forward(q, k, v, lengths):
-        asked.append((q.shape[1], k.shape[1]))
-        return plain_forward(q, k, v, lengths)
+    def forward(q, k, v, *lengths):
+        asked.append((q.shape[1], k.shape[1], len(lengths)))
+        return plain_forward(q, k, v, *lengths)
 
     monkeypatch.setattr(flash, "pick", lambda *args, **words: "jax.cudnn")
-    monkeypatch.setattr(flash, "cudnn_padded_passes", lambda scale: (forward, plain_backward))
+    monkeypatch.setattr(flash, "cudnn_late_passes", lambda scale, padded: (forward, plain_backward))
     path = attend.Path(use_flash_attention=True, flash_attention_impl="cudnn")
     got = attend.attend(q, k, v, mask, path, jnp.float32)
-    assert asked == [(TOKENS, 12)]
+    assert asked == [(TOKENS, 12, int(kind == "padded"))]
     np.testing.assert_allclose(got, attend.attend(q, k, v, mask, attend.Path(), jnp.float32), atol=2e-6)
 
 

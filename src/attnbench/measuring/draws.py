@@ -186,7 +186,7 @@ class Draws:
         narrow = [x[at[0]][:, at[1] * n : (at[1] + 1) * n] for x, n in zip(inputs, (group, 1, 1, group))]
         if on_host:
             arrays = [fw.numpy(x).astype(np.float64) for x in narrow]
-            return _head_results(self.workload, arrays, at, rows, gradients, np, np.float64)
+            return _head_results(self.workload, arrays, at, rows, gradients, np, np.float64, terms=True)
         run = self._compiled(rows, gradients, plain)
         return tuple(fw.numpy(x).astype(np.float64) for x in run(*at, *narrow))
 
@@ -204,7 +204,7 @@ class Draws:
         def compute(batch: Array, index: Array, *own: Array) -> tuple[Array, ...]:
             arrays = own if plain else [fw.cast(x, "float64") for x in own]
             namespace, at = fw.namespace(self.device), (batch, index)
-            return _head_results(self.workload, arrays, at, rows, gradients, namespace, fw.dtype(wide))
+            return _head_results(self.workload, arrays, at, rows, gradients, namespace, fw.dtype(wide), terms=not plain)
 
         if key not in self._runs:
             self._runs[key] = fw.exact(compute)
@@ -228,8 +228,11 @@ def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> l
     return sorted((int(row), int(head)) for row, head in zip(rows, heads))
 
 
-def _head_results(workload, arrays, at, rows, gradients, namespace, wide):  # noqa: ANN001, ANN202
-    """Forward of the rows, and gradients over all; q [t, g, d], k [s, 1, d], v [s, 1, e], dout [t, g, e]."""
+def _head_results(workload, arrays, at, rows, gradients, namespace, wide, terms):  # noqa: ANN001, ANN202
+    """Forward of the rows, and gradients over all, with `terms` what cancels in dq.
+
+    q [t, g, d], k [s, 1, d], v [s, 1, e], dout [t, g, e]
+    """
     q, k, v, dout = arrays
     xp = array_api_compat.array_namespace(q)
     head = reference.Head(xp.permute_dims(q, (1, 0, 2)), k[:, 0], v[:, 0], *at)
@@ -240,9 +243,9 @@ def _head_results(workload, arrays, at, rows, gradients, namespace, wide):  # no
     if not gradients:
         return out, lse
     own = xp.permute_dims(dout, (1, 0, 2))
-    pieces = [reference.backward_rows(workload, head, own, block, namespace, wide) for block in blocks]
-    dq, cancelling = (xp.concat([piece[n] for piece in pieces], axis=1) for n in (0, 3))
+    pieces = [reference.backward_rows(workload, head, own, block, namespace, wide, terms) for block in blocks]
+    dq, *cancelling = (xp.concat([piece[n] for piece in pieces], axis=1) for n in ((0, 3) if terms else (0,)))
     dk, dv = pieces[0].dk, pieces[0].dv
     for piece in pieces[1:]:
         dk, dv = dk + piece.dk, dv + piece.dv
-    return out, lse, dq, dk, dv, cancelling
+    return out, lse, dq, dk, dv, *cancelling

@@ -147,6 +147,7 @@ def compare(
         "worst row's": (mine.worst_row, factor * yardstick.worst_row + ROW_FLOORS * floor),
     }
     row_limit = norms["worst row's"][1]
+    unwidened = row_limit if cancelling is None else factor * _norms(plain, exact).worst_row + ROW_FLOORS * floor
     for name, (have, limit) in norms.items():
         if not have <= limit:
             first = (
@@ -154,7 +155,7 @@ def compare(
             )
             fault = f"{what}: {have / limit:.1f} x the {name} error allowed ({have:.2e} against {limit:.2e})"
             return Compared(mine.relative, allowed, mine.max_abs, fault, first, mine.rows > row_limit)
-    limits = Limits(allowed, norms["largest"][1] / (largest or 1.0), row_limit)
+    limits = Limits(allowed, norms["largest"][1] / (largest or 1.0), unwidened)
     return Compared(mine.relative, allowed, mine.max_abs, "", limits=limits)
 
 

@@ -30,34 +30,43 @@ def has_common_keys(mask: TokenMask) -> bool:
 
 
 def attend(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, kernel: Partial) -> Array:
-    """[B, T, N, H]; `kernel` is (forward, backward) with key lengths [B], each at least 1, as their last argument."""
+    """[B, T, N, H]; `kernel` is (forward, backward); where keys may be invalid, their last argument is key lengths [B],
+    each at least 1."""
     assert mask.runs is not None
     first, keys = mask.runs[0]
     common, rule = slice(None, keys), jax_blocks.Rule(scale, None)
-    lengths = jnp.full(q.shape[:1], keys, jnp.int32) if mask.valid is None else mask.valid_keys(keys)
+    lengths = () if mask.valid is None else (mask.valid_keys(keys),)
     seen = mask.rows(first, mask.q_len, mask.kv_len)[:, :, None, :, keys:]
 
     @jax.custom_vjp
-    def run(q: Array, k: Array, v: Array, lengths: Array, seen: Array) -> Array:
-        return forward(q, k, v, lengths, seen)[0]
+    def run(q: Array, k: Array, v: Array, seen: Array, *lengths: Array) -> Array:
+        return forward(q, k, v, seen, *lengths)[0]
 
-    def forward(q: Array, k: Array, v: Array, lengths: Array, seen: Array) -> tuple[Array, Any]:
-        out, lse = kernel[0](q, k[:, common], v[:, common], jnp.maximum(lengths, 1))
-        lse = jnp.where(lengths[:, None, None] == 0, -jnp.inf, lse)
+    def forward(q: Array, k: Array, v: Array, seen: Array, *lengths: Array) -> tuple[Array, Any]:
+        out, lse = kernel[0](q, k[:, common], v[:, common], *(jnp.maximum(one, 1) for one in lengths))
+        lse = _where_empty(lengths, -jnp.inf, lse)
         part = jax_blocks.forward(q[:, first:], k[:, keys:], v[:, keys:], seen, rule)
         whole, whole_lse = jax_blocks.merge(out[:, first:].astype(part[0].dtype), lse[..., first:], *part)
         out, lse = out.at[:, first:].set(whole.astype(out.dtype)), lse.at[..., first:].set(whole_lse)
-        return out, (q, k, v, lengths, seen, out, lse)
+        return out, (q, k, v, seen, lengths, out, lse)
 
-    def backward(kept: Any, dout: Array) -> tuple[Array, Array, Array, None, None]:
-        q, k, v, lengths, seen, out, lse = kept
-        none_seen = jnp.where(lengths[:, None, None] == 0, jnp.inf, lse)
-        dq, *grads = kernel[1](q, k[:, common], v[:, common], out, none_seen, dout, jnp.maximum(lengths, 1))
+    def backward(kept: Any, dout: Array) -> tuple[Any, ...]:
+        q, k, v, seen, lengths, out, lse = kept
+        at_least_one = (jnp.maximum(one, 1) for one in lengths)
+        unseen = _where_empty(lengths, jnp.inf, lse)
+        dq, *grads = kernel[1](q, k[:, common], v[:, common], out, unseen, dout, *at_least_one)
         whole = out[:, first:], lse[..., first:], dout[:, first:]
         more, *rest = jax_blocks.backward(q[:, first:], k[:, keys:], v[:, keys:], whole, seen, rule)
         dq = dq.at[:, first:].set((dq[:, first:].astype(more.dtype) + more).astype(dq.dtype))
         dk, dv = (jnp.concatenate([a, b.astype(a.dtype)], 1) for a, b in zip(grads, rest))
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, *(None for _ in lengths)
 
     run.defvjp(forward, backward)
-    return run(q, k, v, lengths, seen)
+    return run(q, k, v, seen, *lengths)
+
+
+def _where_empty(lengths: tuple[Array, ...], value: float, lse: Array) -> Array:
+    """The LSE with another value in batch rows that have none of the common keys."""
+    for length in lengths:
+        lse = jnp.where(length[:, None, None] == 0, value, lse)
+    return lse

@@ -15,6 +15,8 @@ the fused kernels took 47 to 117 us (results/h200/gemma.jsonl).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ from attnbench.dispatch.plan import Words
 from attnbench.errors import Unsupported
 from attnbench.impls import jax_kvax, jax_late_masks
 from attnbench.impls.jax_late_masks import Form
-from attnbench.impls.parts.jax_passes import cudnn_padded_passes
+from attnbench.impls.parts.jax_passes import cudnn_late_passes
 from attnbench.models.common_keys import attend as attend_common
 from attnbench.models.common_keys import has_common_keys
 from attnbench.models.masks import TokenMask
@@ -95,7 +97,8 @@ def pieces(mask: TokenMask, choice: str) -> list[Piece]:
 def _by_runs(q: Array, k: Array, v: Array, mask: TokenMask, choice: str) -> Array:
     calls = pieces(mask, choice)
     if has_common_keys(mask) and (kernel := _common_kernel(q, k, v, calls[0])) is not None:
-        return attend_common(q, k, v, mask, SCALE, kernel)
+        with _refusals_told(choice, "jax.cudnn"):
+            return attend_common(q, k, v, mask, SCALE, kernel)
     in_front = (k, v)
     unpacked = [piece.keys for piece in calls if piece.form == "lengths" and piece.keys > mask.packed]
     if unpacked:
@@ -124,7 +127,18 @@ def _common_kernel(q: Array, k: Array, v: Array, first: Piece) -> Partial | None
         names = {pick(rows, front, values, first.form, first.choice, train) for train in (False, True)}
     except Unsupported:  # of one pass alone, perhaps: the call itself says so where it matters
         return None
-    return cudnn_padded_passes(SCALE) if names == {"jax.cudnn"} else None
+    return cudnn_late_passes(SCALE, first.form == "lengths") if names == {"jax.cudnn"} else None
+
+
+@contextmanager
+def _refusals_told(choice: str, name: str) -> Iterator[None]:
+    """What a library raises where it cannot run a call, as Unsupported."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError, ImportError) as error:
+        if isinstance(error, Unsupported):
+            raise
+        raise _refusal(choice, [f"{name}: {error}"]) from error
 
 
 def _call(
@@ -140,17 +154,13 @@ def _call(
 ) -> Array:
     traced = pass_of("jax", q, k, v, *(one for one in (mask, kv_lengths) if one is not None)) == "train"
     names = [pick(q, k, v, form, choice, train, known) for train in ((False, True) if traced else (False,))]
-    try:
+    with _refusals_told(choice, " or ".join(dict.fromkeys(names))):
         if form == "none":
             return attention(q, k, v, mask=known, scale=SCALE, impl="auto" if choice == "auto" else names[-1])
         if mask is not None:
             mask = mask | ~mask.any(-1, keepdims=True)  # fused kernels give NaN gradients to rows without keys
         run = by_pass(lambda train: partial(_late, names[train])) if traced else partial(_late, names[0])
         return run(q, k, v, kv_lengths, mask)
-    except (NotImplementedError, RuntimeError, ImportError) as error:
-        if isinstance(error, Unsupported):
-            raise
-        raise _refusal(choice, [f"{' or '.join(dict.fromkeys(names))}: {error}"]) from error
 
 
 def _late(name: str, q: Array, k: Array, v: Array, kv_lengths: Array | None, mask: Array | None) -> Array:

@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from attnbench.spec import Pass, Workload
 from attnbench.workloads.cost import pairs
+from attnbench.workloads.masks import AnyMask, MaskShape
 
 REACH = 2.0
 """Octaves within which a measured shape speaks for another: four times as many tokens, no more."""
@@ -93,7 +94,7 @@ def shape_of(workload: Workload) -> Shape:
     w = workload
     kind, visible = mask_kind(w), None
     if kind not in TOLD_BY_LENGTHS:
-        share = pairs(w.visible_mask, w.mask_shape) / (w.batch * w.heads * w.q_len * w.kv_len)
+        share = _pairs(w.visible_mask, w.mask_shape) / (w.batch * w.heads * w.q_len * w.kv_len)
         visible = float(f"{share:.3g}")
     return Shape(
         pass_=w.pass_,
@@ -117,7 +118,7 @@ def mask_kind(workload: Workload) -> str:
     mask, shape = workload.visible_mask, workload.mask_shape
     kinds = sorted(set(mask.kinds) - {"full"})
     everything = shape.batch * shape.heads * shape.q_len * shape.kv_len
-    if not kinds or (not mask.weighted and pairs(mask, shape) == everything):
+    if not kinds or (not mask.weighted and _pairs(mask, shape) == everything):
         return "full"
     if "block_causal" in kinds and _blocks(workload) > FEW_BLOCKS:
         kinds[kinds.index("block_causal")] = "block_causal (many blocks)"
@@ -140,3 +141,8 @@ def distance(a: Shape, b: Shape) -> float:
     group = GROUP_WEIGHT * log2(a.heads * b.kv_heads / (a.kv_heads * b.heads))
     seen = VISIBLE_WEIGHT * log2(a.visible / b.visible) if a.visible and b.visible else 0.0
     return hypot(queries / 2**0.5, keys / 2**0.5, parallel, group, seen)
+
+
+def _pairs(mask: AnyMask, shape: MaskShape) -> int:
+    """Visible pairs, remembered; not of dense masks, which would be kept with all they hold."""
+    return mask.pairs(shape) if "dense" in mask.kinds else pairs(mask, shape)

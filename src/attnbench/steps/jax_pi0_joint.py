@@ -21,12 +21,14 @@ class JaxPi0(StepImplementation):
     """One of the steps by openpi's einsum attention, or by a flash one."""
 
     framework = "jax"
-    untested = ("cuda",)
+    untested = ("cuda", "rocm", "tpu")
 
     def __init__(self, step: str, flash: bool) -> None:
         self.name, self.step = f"jax.{step}{'-flash' if flash else ''}", step
         self._flash, self.materialises_scores = flash, not flash
         self.tunables = {"impl": "auto"} if flash else {}
+        if step == "pi0-attention":
+            self.untested = ("rocm", "tpu")
 
     def available(self, environment: Environment) -> str | None:
         """The models need flax, their reference torch."""
@@ -53,8 +55,6 @@ def sizes(w: Workload) -> list[Sizes]:
 
 class JaxPi0Attention(JaxPi0):
     """`gemma.Attention`; of a block, `gemma.Block`."""
-
-    untested = ("rocm", "tpu")
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
         """(openpi's tree, tokens of each expert, their cotangents)"""

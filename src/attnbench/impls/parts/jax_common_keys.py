@@ -35,7 +35,7 @@ def corner_of(cut: Sequence[Piece]) -> Corner | None:
     """None where there is nothing beside, too much, or no key that every query sees."""
     if len(cut) < 2 or any(piece.first or piece.mask.kinds != ("full",) for piece in cut):
         return None
-    rows, keys, last = cut[0].stop, cut[0].last, cut[-1].last
+    rows, keys, last = cut[0].stop, cut[0].last, max(piece.last for piece in cut)
     if any(piece.last < keys for piece in cut) or (cut[-1].stop - rows) * (last - keys) > MOST_PAIRS:
         return None
     ends = np.concatenate([np.full(piece.stop - piece.start, piece.last) for piece in cut[1:]])
@@ -77,8 +77,8 @@ def common_passes(
         whole = out[:, first:], lse[..., first:], dout[:, first:]
         more, *rest = jax_blocks.backward(q[:, first:], k[:, keys:last], v[:, keys:last], whole, seen, rule)
         dq = dq.at[:, first:].set((dq[:, first:].astype(more.dtype) + more).astype(dq.dtype))
-        unseen = jnp.zeros_like(k[:, last:])
-        dk, dv = (jnp.concatenate([a, b.astype(a.dtype), unseen], 1) for a, b in zip(grads, rest))
+        unseen = (jnp.zeros_like(x[:, last:]) for x in (k, v))
+        dk, dv = (jnp.concatenate([a, b.astype(a.dtype), c], 1) for a, b, c in zip(grads, rest, unseen))
         return dq, dk, dv
 
     return forward, backward

@@ -52,9 +52,9 @@ def cudnn_passes(workload: Workload) -> Partial | None:
     return _cudnn_kernels(workload.softmax_scale, "CAUSAL" if arguments.is_causal else "NO_MASK")
 
 
-def cudnn_padded_passes(scale: float) -> Partial | None:
-    """The same without a mask but for key lengths int32 [b], the last argument of both; None where JAX has changed."""
-    return _cudnn_kernels(scale, "PADDING")
+def cudnn_late_passes(scale: float, padded: bool) -> Partial | None:
+    """The same without a mask; `padded`: but for key lengths int32 [b], which are then the last argument of both."""
+    return _cudnn_kernels(scale, "PADDING" if padded else "NO_MASK")
 
 
 def _cudnn_kernels(scale: float, mask: str) -> Partial | None:
