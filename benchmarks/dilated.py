@@ -5,8 +5,8 @@ anew; ratios are medians over rounds, with 95 % intervals. Rates count the pairs
 twice), a training step as 3.5 x forward. Claims, with the paper's five branches on 12 heads of 64, against the rate of
 cuDNN's dense causal attention on 16k tokens: forward >= 65 % at 128k and 75 % at 1M tokens, training 60 % and 65 %;
 improved at least 3 x as fast as gathered copies and eager math at 128k; a training step at 1M at most 1.1 x of linear
-growth from 128k. `standard` hands its copies to the same fused kernels; `eager` computes on them operator by operator,
-as torch.eager does, forward only.
+growth from 128k. `standard` hands its copies to the same fused kernels, and the claim is judged against it too; `eager`
+computes on them operator by operator: products in bfloat16, everything on the scores in float32, forward only.
 `--smoke` runs all of it on tiny shapes on a CPU, where nothing is claimed.
 """
 
@@ -66,7 +66,8 @@ SMOKE = Scale("cpu", torch.float32, 256, 64, 256, 512, (16,), 5)
 
 
 class EagerPieces(Implementation):
-    """Pieces operator by operator in the inputs' dtype, forward; those of torch.eager are float32 throughout."""
+    """Pieces operator by operator, forward: products in the inputs' dtype, scores in float32. torch.eager's own pieces,
+    made to be exact, are float32 throughout."""
 
     name = "benchmark.eager-pieces"
     framework = "torch"
@@ -285,6 +286,7 @@ def claims(found: dict[str, Any]) -> dict[str, bool]:
         for (name, length), least in CLAIMS.items()
     }
     return held | {
+        f"improved >= {SPEEDUP_CLAIM:g} x standard": seen["improved_over_standard_forward"] >= SPEEDUP_CLAIM,
         f"improved >= {SPEEDUP_CLAIM:g} x copies and eager math": seen["improved_over_eager_forward"] >= SPEEDUP_CLAIM,
         f"train_long <= {GROWTH_CLAIM:g} x linear": seen["train_growth_over_linear"] <= GROWTH_CLAIM,
     }

@@ -257,6 +257,8 @@ def main() -> None:
     for group in options.only:
         if group == "torch":
             config = replace(gemma.get_config(scale.small), depth=scale.stack_depth)
+            other = frameworks.get("torch")
+            found["torch_environment"] = msgspec.to_builtins(other.environment(other.devices()[0]))
             found["torch"] = torch_stack(config, scale.stack_tokens, scale.dtype, scale.rounds)
             continue
         for name, case in GROUPS[group](scale):

@@ -112,6 +112,18 @@ def models() -> str:
     return table(["what", "einsum, ms", "flash, ms", "faster", "temporaries, einsum", "flash"], rows)
 
 
+def stack() -> str:
+    """The same training step of the Gemma stack in both frameworks."""
+    found = result("h200/gemma_models.json")
+    rows = []
+    for name, one in found["torch"].items():
+        tokens, other = name.rpartition(" ")[2], found["jax"][name]
+        times = [f"{each[path]['ms']:.1f}" for each in (other, one) for path in ("off", "on")]
+        rows.append([tokens, *times, f"{other['speedup']:.2f} x", f"{one['speedup']:.2f} x"])
+    columns = ["JAX, einsum, ms", "flash", "PyTorch, einsum, ms", "SDPA", "JAX faster", "PyTorch faster"]
+    return table(["tokens", *columns], rows)
+
+
 def turns() -> str:
     """pi0's training step in attention alone: time, and memory with and without outputs and gradients."""
     records = read_run(RESULTS / "gemma-turns.jsonl").records
@@ -150,5 +162,6 @@ PAGES: Pages = {
     "docs/gemma.md": {
         "turns": ("h200/gemma-turns.jsonl", turns),
         "models": ("h200/gemma_models.json", models),
+        "stack": ("h200/gemma_models.json", stack),
     },
 }

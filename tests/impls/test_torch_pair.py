@@ -214,11 +214,12 @@ def test_engines_by_their_stand_ins(names, kv_len, mask, install, monkeypatch): 
         close(got, expected, "bfloat16")
 
 
-def test_fa3s_output_lies_as_its_queries_do(install):  # noqa: F811
-    install("fa3_fwd")
+@pytest.mark.parametrize("name, engine", [("torch.fa3", "fa3_fwd"), ("torch.fa4", "fa4")])
+def test_the_output_lies_as_the_queries_do(name, engine, install):  # noqa: F811
+    install(engine)
     w = work(mask=masks.causal())
     q, k, v = arrays(w)
-    forward, _ = registry.get("torch.fa3").passes(w, {})
+    forward, _ = registry.get(name).passes(w, {})
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     (out, lse), (other, other_lse) = forward(q, k, v), forward(*turned)
     assert out.stride() == q.stride() != other.stride() == turned[0].stride()
@@ -341,7 +342,7 @@ def test_on_a_gpu(names, mask, head_dim):
     if pair.layout == "bhsd":
         turned = [heads_first(x).requires_grad_() for x in leaves]
         other, _ = pair.build_lse(w, config)(*turned)
-        if names.startswith("torch.fa3"):
+        if names.startswith(("torch.fa3", "torch.fa4")):
             assert other.stride() == turned[0].stride()
         for got, expected in zip((other, *torch.autograd.grad(other, turned, heads_first(dout).cuda())), (out, *grads)):
             torch.testing.assert_close(got.transpose(1, 2), expected, rtol=2e-2, atol=2e-2)

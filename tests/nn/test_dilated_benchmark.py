@@ -95,7 +95,8 @@ def test_ratios_are_of_rates_times_and_growth(benchmark_script):
 
 def test_claims_are_judged_at_the_papers_width(benchmark_script):
     met = {f"{name}_{length}_of_dense": least for (name, length), least in benchmark_script.CLAIMS.items()}
-    found = {"dims": {"64": {"ratios": met | {"improved_over_eager_forward": 3.0, "train_growth_over_linear": 1.1}}}}
+    met |= {"improved_over_eager_forward": 3.0, "improved_over_standard_forward": 3.0, "train_growth_over_linear": 1.1}
+    found = {"dims": {"64": {"ratios": met}}}
     assert all(benchmark_script.claims(found).values())
     found["dims"]["64"]["ratios"]["train_long_of_dense"] = 0.64
     assert list(benchmark_script.claims(found).values()).count(False) == 1

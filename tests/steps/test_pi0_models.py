@@ -11,6 +11,7 @@ from attnbench.workloads import pi0_sizes
 
 pytest.importorskip("torch")
 pytest.importorskip("flax")
+import jax
 import jax.numpy as jnp
 
 from attnbench.models import attend, gemma, gemma_fast, masks, pi0, pi0_fast
@@ -95,6 +96,37 @@ WRONG = {
     "decode, tokens one place too late": ("pi0-fast-decode", pi0_fast.Pi0Fast, "decode", late_token),
     "decode, one token forgotten": ("pi0-fast-decode", pi0_fast.Pi0Fast, "decode", forgetful),
 }
+
+
+@jax.custom_vjp
+def crooked(*args):
+    """Right forward; the values' gradient is a tenth too long."""
+    return STANDARD(*args[:4], args[2].dtype)
+
+
+def crooked_forward(q, k, v, mask, dtype):
+    return jax.vjp(lambda *arrays: STANDARD(*arrays, mask, v.dtype), q, k, v)
+
+
+def crooked_back(pull, dout):
+    dq, dk, dv = pull(dout)
+    return dq, dk, 1.1 * dv, None, None
+
+
+crooked.defvjp(crooked_forward, crooked_back)
+
+
+def with_crooked_gradients(q, k, v, mask, dtype):
+    return crooked(q, k, v, mask, jnp.zeros((), dtype))
+
+
+@pytest.mark.parametrize("step", ["pi0-attention", "pi0-block"])
+def test_a_wrong_gradient_alone_is_caught(step: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attend, "standard_attention", with_crooked_gradients)
+    answer = opened(step, dtype="bfloat16", pass_="train")
+    assert isinstance(answer, p.Closed), answer
+    assert answer.record.status == "incorrect"
+    assert answer.record.reason.startswith("dx: ")
 
 
 @pytest.mark.parametrize("case", WRONG)

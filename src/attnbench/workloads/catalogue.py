@@ -140,6 +140,7 @@ def _pi0_steps(shape: dict[str, object]) -> list[Workload]:
         "source": "pi0: openpi, 3 x 256 image + 48 text tokens, 1 + 50 others",
     }
     fast = shape | {"batch": 1, "source": "pi0-FAST: openpi, 768 image + 250 text tokens, cache for 256 more"}
+    decode = fast | {"source": "pi0-FAST: openpi, 1018 tokens of prompt, the first 32 of its 256 steps"}
     joint = ["pi0-attention", "pi0-block", "pi0-model"]
     return [
         *grid(batch=32, q_len=867, step=joint, pass_=["forward", "train"], tags=["pi0", "train"], **pi0),
@@ -147,7 +148,7 @@ def _pi0_steps(shape: dict[str, object]) -> list[Workload]:
         *grid(
             q_len=1018, kv_len=1274, mask="lengths:1018", step="pi0-fast-prefill", tags=["pi0-FAST", "prefill"], **fast
         ),
-        *grid(q_len=32, kv_len=1050, mask="causal", step="pi0-fast-decode", tags=["pi0-FAST", "decode"], **fast),
+        *grid(q_len=32, kv_len=1050, mask="causal", step="pi0-fast-decode", tags=["pi0-FAST", "decode"], **decode),
     ]
 
 

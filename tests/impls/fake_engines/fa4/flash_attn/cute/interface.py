@@ -37,8 +37,10 @@ def _flash_attn_fwd(
     window_size_left=None,
     window_size_right=None,
     return_lse=False,
+    out=None,
 ):
-    out, lse = attend(q, k, v, softmax_scale, *_bounds(causal, window_size_left, window_size_right), softcap)
+    found, lse = attend(q, k, v, softmax_scale, *_bounds(causal, window_size_left, window_size_right), softcap)
+    out = found if out is None else out.copy_(found)
     return (out, lse if return_lse else None, None, None, None)[:FORWARD_VALUES]
 
 
