@@ -9,6 +9,7 @@ import pytest
 import attnbench as ab
 from attnbench import frameworks
 from attnbench.dispatch.arrays import device_of, framework_of, to_layout
+from attnbench.errors import InvalidWorkload
 from attnbench.impls.arrays import dtype_name, workload_of
 from attnbench.spec import Workload
 from attnbench.workloads import masks
@@ -99,3 +100,10 @@ def test_layouts_convert_into_each_other(framework, source, target):
     adapter = frameworks.get(framework)
     array = adapter.array(np.ascontiguousarray(forms[source]), "float32", "cpu")
     np.testing.assert_array_equal(adapter.numpy(to_layout(array, source, target, heads=4)), forms[target])
+
+
+@pytest.mark.parametrize("heads", [0, (0, 0), [4, 2], "4:2", "4", (4,), (4, 2, 2), (4, -2), True, 4.0], ids=repr)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_heads_of_packed_arrays_are_numbers(framework, heads):
+    with pytest.raises(InvalidWorkload, match="heads= is a number of heads"):
+        ab.attention(*arrays(framework, "packed"), layout="packed", heads=heads)

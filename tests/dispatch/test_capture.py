@@ -312,3 +312,14 @@ def test_on_a_gpu_events_time_forward_and_backward():
     assert ids(calls) == {"b2-t2048-h8-d64-causal-bfloat16-train": 1}
     assert 0 < calls.share < 1
     assert "events" in calls.method
+
+
+def test_dropout_is_told():
+    q = torch.randn(1, 2, 8, 4)
+    with ab.capture() as calls:
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert "dropout" in str(calls)
+    assert "dropout" in calls.workloads[0].source
+    with ab.capture() as calls:
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.0)
+    assert "dropout" not in str(calls)

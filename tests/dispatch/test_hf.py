@@ -287,3 +287,17 @@ def test_generation_on_a_gpu(name, cache):
     theirs = with_attention(lm, "eager", lambda m: m.generate(**inputs, **how))
     ours = with_attention(lm, "attnbench", lambda m: m.generate(**inputs, **how))
     assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "", 3])
+def test_names_that_are_not_ours_are_refused(name):
+    from transformers import AttentionInterface
+
+    before = dict(AttentionInterface().items())
+    with pytest.raises(UsageError):
+        hf.register(name)
+    assert dict(AttentionInterface().items()) == before
+
+
+def test_a_name_of_ours_may_be_registered_again():
+    assert hf.register("attnbench-again") == hf.register("attnbench-again", impl="torch.eager")

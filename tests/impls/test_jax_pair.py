@@ -137,6 +137,24 @@ def test_verified_as_any_other(pass_):
     assert (record.errors.lse is not None) == (pass_ == "train")
 
 
+def test_a_second_derivative_is_refused():
+    """The LSE that jax.xla returns has no gradient, so it would be wrong."""
+    import jax.numpy as jnp
+
+    w = Workload(batch=1, q_len=6, heads=2, head_dim=4, mask=masks.causal(), pass_="train")
+    call = PAIR.build(w, {"forward": "jax.xla", "backward": "jax.einsum"})
+    q, k, v = (jnp.asarray(np.random.default_rng(n).standard_normal((1, 6, 2, 4)), "float32") for n in range(3))
+
+    def first(q):
+        return jax.grad(lambda x: (call(x, k, v) ** 2).sum())(q).sum()
+
+    assert np.isfinite(first(q))
+    with pytest.raises(Unsupported, match="second derivative"):
+        jax.grad(first)(q)
+    with pytest.raises(Unsupported, match="second derivative"):
+        jax.jit(jax.grad(first))(q)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=lambda m: m.id)
 @pytest.mark.parametrize("names", ["jax.tokamax-mosaic/jax.cudnn", "jax.cudnn/jax.einsum", "jax.einsum/jax.cudnn"])

@@ -170,3 +170,27 @@ def test_time_is_told_apart():
     periods = np.geomspace(4e-3, 4.0, width // 2)
     angles = at[:, None] * 2 * np.pi / periods
     np.testing.assert_allclose(found, np.concatenate([np.sin(angles), np.cos(angles)], axis=-1), atol=2e-3)
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, 2.5, True])
+def test_steps_are_counted(num_steps):
+    with pytest.raises(UsageError, match="num_steps"):
+        pi0.sample_actions(pi0.Pi0(config()), {}, jax.random.key(0), None, num_steps=num_steps)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 32), (1, 8, 32), (2, 8, 31)])
+def test_actions_are_of_the_horizon(shape):
+    sizes = pi0.Pi0Config(
+        paligemma_variant="dummy", action_expert_variant="dummy", dtype="float32", action_horizon=8, vocab_size=50
+    )
+    observation = pi0.random_observation(sizes, jax.random.key(0), 2, 4, 2)
+    with pytest.raises(UsageError, match="action_horizon"):
+        pi0.Pi0(sizes).init(jax.random.key(0), jax.random.key(1), observation, jnp.zeros(shape), method="compute_loss")
+
+
+@pytest.mark.parametrize("field", [{"flash_attention_impl": None}, {"use_flash_attention": "yes"}])
+def test_fields_of_another_type_are_refused(field):
+    from attnbench.models.attend import Path
+
+    with pytest.raises(UsageError):
+        Path(**field)

@@ -42,6 +42,9 @@ NO_MATTER = frozenset({
 """Keywords that do not change what attention computes here; the window is part of the mask."""
 
 
+_registered: set[str] = set()
+
+
 def register(name: str = "attnbench", impl: str = "auto") -> str:
     """Make `attn_implementation=name` known to Transformers; `impl` is what `ab.attention` is asked for."""
     try:
@@ -49,6 +52,11 @@ def register(name: str = "attnbench", impl: str = "auto") -> str:
     except ImportError as error:
         raise UsageError(f"Transformers 5.0 or newer is needed ({error}): pip install 'attnbench[hf]'.") from error
     check_impl(impl)
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"an attn_implementation has a name, not {name!r}.")
+    if name not in _registered and (name == "eager" or name in AttentionInterface().valid_keys()):
+        raise UsageError(f'"{name}" is Transformers\' own: register attnbench under another name.')
+    _registered.add(name)
     AttentionInterface.register(name, partial(attention_forward, impl=impl))
     AttentionMaskInterface.register(name, describe)
     return name

@@ -20,6 +20,7 @@ from attnbench.workloads.masks.literals import literal
 UNKNOWN = object()
 """Stands for a mask array that a compiler has no values of."""
 UNKNOWN_MASK = "its mask array has values only at run time: written as full"
+DROPOUT = "it asked for dropout, which no workload has: written without"
 CHANGED_MASK = "its mask array was changed in place after the call: written as it was at the end"
 
 
@@ -37,6 +38,7 @@ class Seen(NamedTuple):
     mask: AnyMask | None
     arrays: tuple[tuple[Array, int | None], ...]
     options: dict[str, Any]
+    note: str = ""
 
     def workload(self, known: dict[tuple[int, MaskShape], AnyMask]) -> tuple[Workload, str]:
         """The workload (forward), and what is to be said about it; `known` keeps masks that were recognised."""
@@ -45,7 +47,7 @@ class Seen(NamedTuple):
             options = options | {"scale": None}
         bare = workload_of(*self.forms, **options)
         found: list[Any] = [] if self.mask is None else [self.mask]
-        note = ""
+        note = self.note
         for array, version in self.arrays:
             if is_traced(array):
                 note = UNKNOWN_MASK
@@ -86,10 +88,11 @@ def of_sdpa(
     query: Array, key: Array, value: Array, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Seen:  # fmt: skip
-    """Torch's function: any number of leading axes, causal aligned top-left; dropout is not part of a workload."""
+    """Torch's function: any number of leading axes, causal aligned top-left; dropout is noted."""
     mask = masks.causal("top-left" if query.shape[-2] != key.shape[-2] else "bottom-right") if is_causal else None
     seen = _seen(query, key, value, mask=mask, arrays=(attn_mask,), options={"scale": scale, "layout": "bhsd"})
-    return seen._replace(forms=tuple(form._replace(shape=_four(form.shape)) for form in seen.forms))
+    forms: Any = tuple(form._replace(shape=_four(form.shape)) for form in seen.forms)
+    return seen._replace(forms=forms, note=DROPOUT if dropout_p else "")
 
 
 def of_jax_nn(

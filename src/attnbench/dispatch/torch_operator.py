@@ -20,7 +20,7 @@ from attnbench.dispatch.arrays import to_layout
 from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Plan, Plans, Words, arranged, chosen, demand_of, pairs_kept
 from attnbench.errors import InvalidWorkload, UsageError
-from attnbench.impls.arrays import LAYOUTS
+from attnbench.impls.arrays import LAYOUTS, both_heads
 from attnbench.impls.parts.torch_autograd import through_lse
 from attnbench.spec import Call, Config, Implementation, Workload
 from attnbench.workloads.masks.literals import literal
@@ -59,7 +59,7 @@ def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = Non
         raise InvalidWorkload(f'layout is one of {", ".join(LAYOUTS)}, not "{layout}".')
     if (layout == "packed") != (heads is not None):
         raise InvalidWorkload("heads= belongs to layout packed, which needs it.")
-    q_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
+    q_heads, kv_heads = both_heads(heads)
     inner = "bshd" if layout == "packed" else layout
     key = _remember(Request(words._replace(layout=inner, heads=None), train, pick))
 

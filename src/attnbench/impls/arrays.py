@@ -55,6 +55,16 @@ def workload_of(
     )  # fmt: skip
 
 
+def both_heads(heads: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """Of queries and of keys, as `heads=` says; None where it says nothing."""
+    if heads is None:
+        return None, None
+    pair = heads if isinstance(heads, tuple) else (heads, heads)
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair):
+        raise InvalidWorkload(f"heads= is a number of heads, or (heads, kv_heads), not {heads!r}.")
+    return pair
+
+
 def fitting(
     q: Array, k: Array, v: Array, layout: str = "bshd", heads: int | tuple[int, int] | None = None
 ) -> tuple[Sizes, Sizes, Sizes, str]:
@@ -63,7 +73,7 @@ def fitting(
         raise InvalidWorkload(f'layout is one of {", ".join(LAYOUTS)}, not "{layout}".')
     if heads is not None and layout != "packed":
         raise InvalidWorkload(f"heads= belongs to layout packed; in {layout} the arrays say how many heads there are.")
-    q_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
+    q_heads, kv_heads = both_heads(heads)
     a, b, c = (sizes(x, layout, n) for x, n in ((q, q_heads), (k, kv_heads), (v, kv_heads)))
     if a.batch != b.batch or b[:3] != c[:3] or a.dim != b.dim:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))

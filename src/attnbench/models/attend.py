@@ -35,7 +35,9 @@ class Path:
 
     def __post_init__(self) -> None:
         if self.flash_attention_impl not in CHOICES:
-            raise UnknownName("flash_attention_impl", self.flash_attention_impl, CHOICES, "")
+            raise UnknownName("flash_attention_impl", str(self.flash_attention_impl), CHOICES, "")
+        if not isinstance(self.use_flash_attention, bool):
+            raise UsageError(f"use_flash_attention is True or False, not {self.use_flash_attention!r}.")
         if self.fully_masked not in ("uniform", "zero"):
             raise UsageError(f'fully_masked is "uniform" or "zero", not "{self.fully_masked}".')
 

@@ -144,6 +144,9 @@ class Pi0(nn.Module):
 
     def compute_loss(self, rng: Array, observation: Observation, actions: Array) -> Array:
         """Flow matching at a random time: squared error of the velocity, [B, horizon]."""
+        wanted = (observation.image_tokens.shape[0], self.config.action_horizon, self.config.action_dim)
+        if actions.shape != wanted:
+            raise UsageError(f"actions are [batch, action_horizon, action_dim], here {wanted}, not {actions.shape}.")
         noise_rng, time_rng = jax.random.split(rng)
         noise = jax.random.normal(noise_rng, actions.shape)
         time = jax.random.beta(time_rng, 1.5, 1, actions.shape[:1]) * 0.999 + 0.001
@@ -202,6 +205,8 @@ def sample_actions(
 ) -> Array:
     """From noise to actions in Euler steps: one pass over the prefix, then only the suffix against its cache."""
     config = model.config
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        raise UsageError(f"num_steps is a number of Euler steps, at least 1, not {num_steps!r}.")
     if noise is None:
         batch = observation.image_tokens.shape[0]
         noise = jax.random.normal(rng, (batch, config.action_horizon, config.action_dim))

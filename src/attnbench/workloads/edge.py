@@ -146,7 +146,14 @@ def step_edges() -> list[Workload]:
         *grid(batch=1, q_len=256, heads=4, mask=f"causal&{pattern}&blocks:local:50", pass_="train", **shape),
         *grid(batch=2, q_len=24, heads="4:1", head_dim=16, mask="causal", pass_="train", step="gemma-stack"),
         *pi0_edges(),
+        *_long_prefix(),
     ]
+
+
+def _long_prefix() -> list[Workload]:
+    """pi0's attention with as many tokens as a flash path needs to do with them what it does with more."""
+    shape = {"batch": 2, "heads": "4:1", "head_dim": 32, "tags": ["pi0"]}
+    return grid(q_len=150, mask=in_blocks(144, 1, 5), step="pi0-attention", pass_="train", **shape)
 
 
 def pi0_edges(**fields: Any) -> list[Workload]:

@@ -7,8 +7,10 @@ pass to itself, so both come from the module behind it, and from no version whos
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+from attnbench.errors import Unsupported
 from attnbench.frameworks.jax_plain import grouped_heads, visible
 from attnbench.impls.jax_masks import mask_arguments
 from attnbench.impls.ring import jax_blocks
@@ -94,10 +96,13 @@ def _both_lengths(q: Array, of_keys: Array) -> tuple[Array, Array]:
 
 
 def differentiable(pair: Partial, with_lse: bool) -> Call:
-    """`(q, k, v) -> out`, or (out, lse), whose gradient is the pair's backward; the LSE's costs a second one."""
+    """`(q, k, v) -> out`, or (out, lse), whose gradient is the pair's backward; the LSE's costs a second one.
+
+    Differentiable once: a library's forward pass may keep its LSE from gradients, and second ones would be wrong.
+    """
     import jax
 
-    forward, backward = pair
+    forward, backward = pair[0], once_differentiable(pair[1])
 
     def both(q: Array, k: Array, v: Array) -> Any:
         out, lse = forward(q, k, v)
@@ -118,6 +123,23 @@ def differentiable(pair: Partial, with_lse: bool) -> Call:
     call = jax.custom_vjp(both)
     call.defvjp(kept, gradients)
     return call
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which has no derivative."""
+    import jax
+
+    @jax.custom_jvp
+    def run(*arrays: Array) -> Any:
+        return backward(*arrays)
+
+    @run.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        raise Unsupported(
+            "a backward pass that is called alone has no second derivative: take jax.einsum or jax.xla for those."
+        )
+
+    return run
 
 
 def _through_lse(
