@@ -161,3 +161,22 @@ def test_masks_that_become_arrays_are_forgotten_in_time(monkeypatch):
         ab.attention(*arrays, mask=ab.masks.window(length))
         ab.attention(*arrays, mask=ab.masks.causal())
     assert len(PLANS) == 11
+
+
+@pytest.mark.jax
+def test_one_for_training_alone_under_grad_of_jit_and_remat():
+    """`grad(jit(f))` traces a forward pass before anyone knows of the gradient."""
+    import jax
+
+    work, drawn, _ = problem(0, kv_heads=2, mask=ab.masks.causal(), pass_="train")
+    q, k, v, dout = to_framework("jax", *drawn)
+    want = reference.attention_gradients(work, *(x.astype(np.float64) for x in drawn))
+
+    def loss(q, k, v):
+        return (ab.attention(q, k, v, mask=ab.masks.causal(), impl="jax.pair") * dout).sum()
+
+    for call in (jax.jit(loss), jax.checkpoint(loss)):
+        for got, expected in zip(jax.grad(call, (0, 1, 2))(q, k, v), want):
+            assert_close(got, expected)
+    with pytest.raises(ab.errors.Unsupported, match="is for training"):
+        ab.attention(q, k, v, mask=ab.masks.causal(), impl="jax.pair")

@@ -14,6 +14,7 @@ from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.misses import report
 from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Plan, Words, built, demand_of
+from attnbench.errors import Unsupported
 from attnbench.spec import Array
 
 
@@ -23,7 +24,14 @@ def planned(q: Array, k: Array, v: Array, words: Words) -> Plan:
 
     def call(train: bool) -> Callable[..., Any]:
         decision, demand = settle(train)
-        return built(decision.taken(words.impl, demand), decision, demand, words.layout)
+        try:
+            pick = decision.taken(words.impl, demand)
+        except Unsupported:
+            if train or words.impl == "auto":
+                raise
+            decision, demand = settle(True)  # one for training alone: `grad(jit(f))` traces the forward pass first
+            pick = decision.taken(words.impl, demand)
+        return built(pick, decision, demand, words.layout)
 
     return Plan(by_pass(call))
 
