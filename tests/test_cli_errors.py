@@ -72,6 +72,9 @@ def _known_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("list workloads nothing", 'no suite called "nothing"'),
         ("verify --impl nothing", 'no implementation called "nothing"'),
         ("verify --family nothing", "family nothing"),
+        ("verify --family dilated --impl torch.eager", "no implementation named by --impl is of the family dilated"),
+        ("verify models-e2e", 'not "models-e2e": a suite is named by --suite models-e2e'),
+        ("doctor quick", 'doctor does not take "quick": see `attnbench doctor --help`'),
         ("frobnicate", "frobnicate"),
     ],
 )

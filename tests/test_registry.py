@@ -147,6 +147,9 @@ def test_settings_in_brackets():
     assert registry.asked("torch.sdpa") == ("torch.sdpa", {})
     asked = registry.asked("torch.ring[world=4, layout=striped,timeout_s=5]")
     assert asked == ("torch.ring", {"world": 4, "layout": "striped", "timeout_s": 5.0})
+    for name in ("torch.ring[inner=torch.eager]", "jax.ring[world=0]", "torch.gemma-stack-auto[impl=torch.sdpa]"):
+        assert registry.asked(name)[1]
+    assert registry.asked("jax.pi0-block-flash[impl=jax]") == ("jax.pi0-block-flash", {"impl": "jax"})
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,17 @@ def test_settings_in_brackets():
         ("torch.sdpa[world=2]", "it has none"),
         ("torch.ring[world=2", "no closing bracket"),
         ("torch.ring[world=many]", "takes a value of type int"),
+        ("torch.ring[world=0]", "world must be a whole number of at least 1, not 0"),
+        ("torch.ring[world=2,layout=foo]", 'layout "foo" is not one of contiguous, zigzag, striped'),
+        ("torch.ring[inner=torch.egaer]", 'no implementation called "torch.egaer". Near: torch.eager'),
+        ("torch.ring-templated[layout=foo]", 'layout "foo" is not one of'),
+        ("jax.ring[world=-1]", "world must be a whole number, 0 for every device, not -1"),
+        ("jax.all-gather[layout=foo]", 'layout "foo" is not one of'),
+        ("torch.chunked[chunk=0]", "chunk must be a whole number of at least 1, not 0"),
+        ("jax.pi0-attention-flash[impl=foo]", 'no flash_attention_impl called "foo". There is: auto, cudnn,'),
+        ("jax.gemma-stack-flash[impl=foo]", 'no flash_attention_impl called "foo"'),
+        ("torch.gemma-stack-auto[impl=foo]", 'no implementation called "foo"'),
+        ("torch.gemma-stack-auto[impl=jax.xla]", "takes an attention of torch, not jax.xla"),
         ("torch.rong[world=2]", 'no implementation called "torch.rong"'),
     ],
 )

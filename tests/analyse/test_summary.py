@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+from msgspec.structs import replace
 from record_factory import incorrect, noisy, ok, timing, unsupported, workload
 
 from attnbench.analyse.ranking import baseline, rank
@@ -116,6 +117,24 @@ def test_closing_tells_where_the_one_asked_for_stands():
     sentence = closing(field({"torch.eager": 4e6, "torch.sdpa": 1e6, "mine": 2e6}), focus=["mine"])
     assert re.search(r"^torch.sdpa is (3.9|4.0)\dx .* faster than torch.eager", sentence)
     assert re.search(r"mine is (1.9|2.0)\dx .* slower than torch.sdpa", sentence)
+
+
+def test_closing_answers_step_by_step():
+    """Implementations of different steps never meet."""
+    records = []
+    for i, shape in enumerate(SHAPES[:2]):
+        for step, gain in (("", 2), ("pi0-attention", 3), ("pi0-block", 4)):
+            plain = f"jax.{step}" if step else "jax.einsum"
+            records += field({plain: gain * 1e6, f"{plain}-flash": 1e6}, replace(shape, step=step), 10 * i)
+    sentence = closing(records, focus=["jax.pi0-block-flash"])
+    for told in (
+        r"^attention: jax.einsum-flash is (1.9|2.0)\dx \(\S+\) faster than jax.einsum over 2 shapes\. pi0-att",
+        r" pi0-attention: jax.pi0-attention-flash is (2.9|3.0)\dx \(\S+\) faster than jax.pi0-attention over 2",
+        r" pi0-block: jax.pi0-block-flash is (3.9|4.0)\dx \(\S+\) faster than jax.pi0-block over 2 shapes\.$",
+    ):
+        assert re.search(told, sentence), sentence
+    alone = [record for record in records if record.workload.step == "pi0-block"]
+    assert closing(alone).startswith("jax.pi0-block-flash is "), "one step needs no name"
 
 
 def test_closing_of_a_lone_implementation():

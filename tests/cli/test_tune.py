@@ -44,6 +44,7 @@ def test_it_closes_in_on_the_crossing(lab: fake_lab.FakeLab, capsys: pytest.Capt
     assert "torch.sdpa instead of torch.eager" in out
     assert f"{len(asked)} rounds" in err
     assert "nothing is left to sharpen." in err
+    assert "not measured" not in err
     assert "wrote mine.json" in err
     files = sorted((tmp_path / "runs").rglob("*.jsonl"))
     assert len(files) == len(asked)
@@ -125,6 +126,54 @@ def test_constraints_hold_in_every_round(lab: fake_lab.FakeLab):
     assert execute(["tune", *FEW, "--forbid", "torch.eager"]) == 0
     assert {entry.use.label for entry in load_policy("policy.json").entries} == {"torch.sdpa"}
     assert lengths(lab) == [[128, 2048]]
+
+
+@pytest.mark.parametrize(
+    ("options", "measured"),
+    [
+        (["--only", "torch.sdpa"], {"torch.sdpa"}),
+        (["--forbid", "torch.sdpa"], {"torch.eager"}),
+        (["--only", "torch.sdpa[x=2]"], {"torch.sdpa[x=2]"}),
+    ],
+)
+def test_only_what_may_be_chosen_is_measured(
+    lab: fake_lab.FakeLab, monkeypatch: pytest.MonkeyPatch, options: list[str], measured: set[str]
+):
+    def answer(name, workload, measure):
+        bare, _, rest = name.partition("[")
+        return ok(bare, steady(5.0 * workload.kv_len, 1), workload, config={"x": 2} if rest else {})
+
+    monkeypatch.setattr(lab, "answer", answer)
+    assert execute(["tune", *FEW, *options]) == 0
+    assert {name for request in lab.requests for name in request.implementations} == measured
+
+
+def test_configs_that_may_not_be_chosen_are_not_measured(lab: fake_lab.FakeLab, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "variants", lambda name, workload: [f"{name}[x=2]"])
+    assert execute(["tune", *FEW, "--only", "torch.sdpa", "--forbid", "torch.sdpa[x=2]"]) == 0
+    assert {name for request in lab.requests for name in request.implementations} == {"torch.sdpa"}
+
+
+def test_nothing_that_may_be_chosen(lab: fake_lab.FakeLab, capsys: pytest.CaptureFixture[str]):
+    assert execute(["tune", *FEW, "--only", "torch.sdpa", "jax.xla"]) == 2
+    assert "--only jax.xla: nothing that would be measured is called so" in capsys.readouterr().err
+    assert execute(["tune", *FEW, "--forbid", "torch"]) == 2
+    assert "nothing may be chosen (without torch)." in capsys.readouterr().err
+    assert lab.requests == []
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_shapes_that_were_not_reached_are_named(
+    lab: fake_lab.FakeLab, capsys: pytest.CaptureFixture[str], as_json: bool
+):
+    lab.interrupt_after = 1
+    assert execute(["tune", *FEW, *(["--json"] if as_json else [])]) == 130
+    out, err = capsys.readouterr()
+    missing = lab.requests[0].workloads[1].id
+    if as_json:
+        assert json.loads(out)["not_measured"] == [missing]
+    else:
+        assert f"not measured: {missing}\n" in err
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan"])

@@ -5,7 +5,7 @@ import io
 from record_factory import CPU, incorrect, noisy, ok, unsupported, workload
 from rich.console import Console
 
-from attnbench.report.progress import Bars, Lines, Silent, make_listener
+from attnbench.report.progress import Bars, Lines, Silent, headline, make_listener
 from attnbench.run.plan import Planned
 from attnbench.spec import Cell
 
@@ -46,6 +46,11 @@ def test_bars_count_what_was_verified_and_measured():
     assert "✓ 2" in text
     assert "✗ 2" in text
     assert "Test CPU 9000 · torch 2.13.0 · 2 implementations x 2 workloads" in text
+
+
+def test_one_is_not_several():
+    planned = [Planned(RECORDS[0].cell, None)]
+    assert headline({"torch": CPU}, planned).endswith(" · 1 implementation x 1 workload")
 
 
 def test_a_crash_before_verification_is_over_too():

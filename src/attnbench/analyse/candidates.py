@@ -43,12 +43,20 @@ def eligible(
 
 
 def check_names(constraints: Constraints, records: Iterable[Record], known: Iterable[str]) -> None:
-    """Refuse --only of what the records do not hold, and --forbid of what is not `known` either."""
+    """Refuse --only of what the records do not hold, and --forbid of what is not `known` either, whatever its
+    settings."""
     held = {name for record in records for name in (record.implementation, label(record))}
-    for wanted, among in ((constraints.only, held), (constraints.forbid, held | set(known))):
+    forbidden = [one.partition("[")[0] for one in constraints.forbid]
+    for wanted, among in ((constraints.only, held), (forbidden, held | set(known))):
         for one in wanted:
             if not any(_named(name, name, [one]) for name in among):
                 raise UnknownName("implementation in these runs", one, among, "attnbench show RUN")
+
+
+def allowed(name: str, config_name: str, constraints: Constraints) -> bool:
+    """Whether --only and --forbid let an implementation, as configured, be chosen."""
+    asked = not constraints.only or _named(name, config_name, constraints.only)
+    return asked and not _named(name, config_name, constraints.forbid)
 
 
 def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, str]) -> str | None:

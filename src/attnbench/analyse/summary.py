@@ -41,6 +41,8 @@ ADVICE = {
 }
 """The closed list of honest warnings: how a note begins -> what to do about it."""
 
+ATTENTION = "attention"
+"""What is computed where there is no step."""
 
 Rankings = dict[str, list[Row]]
 """Workload id -> its ranked rows."""
@@ -68,9 +70,21 @@ def closing(
     rankings = {rows[0].record.workload.id: rows for rows in ordered if rows}
     if not rankings:
         return " ".join([*before, _nothing_timed(kept), *after])
-    ranked_records = [row.record for rows in rankings.values() for row in rows]
-    base = labelled(baseline(ranked_records, against), ranked_records)
-    return " ".join([*before, _verdict(rankings, base, focus), *_not_compared(found), *after])
+    verdicts = _verdicts(rankings, against, focus)
+    return " ".join([*before, *verdicts, *_not_compared(found), *after])
+
+
+def _verdicts(rankings: Rankings, against: Sequence[str], focus: Sequence[str]) -> list[str]:
+    """One sentence, or one for each step that was timed: nobody computes two."""
+    by_step: dict[str, Rankings] = {}
+    for key, rows in rankings.items():
+        by_step.setdefault(rows[0].record.workload.step, {})[key] = rows
+    told = []
+    for step, mine in by_step.items():
+        records = [row.record for rows in mine.values() for row in rows]
+        start = f"{step or ATTENTION}: " if len(by_step) > 1 else ""
+        told.append(start + _verdict(mine, labelled(baseline(records, against), records), focus))
+    return told
 
 
 def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:

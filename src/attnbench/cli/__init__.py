@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from cyclopts import App, CycloptsError, MissingArgumentError
+from cyclopts import App, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from attnbench.cli.baseline import baseline
 from attnbench.cli.bisect import bisect
@@ -82,6 +82,8 @@ def execute(arguments: Sequence[str]) -> int:
     except MissingArgumentError as error:
         option = error.keyword
         return _tell(_one_line(error) if option is None else f"{option} needs a value.", USAGE)
+    except UnusedCliTokensError as error:
+        return _tell(_unused(error), USAGE)
     except CycloptsError as error:
         return _tell(_one_line(error), USAGE)
     except AttnBenchError as error:
@@ -116,6 +118,13 @@ def _leave_stdout() -> None:
 
 def _one_line(error: CycloptsError) -> str:
     return " ".join(str(error).split())
+
+
+def _unused(error: UnusedCliTokensError) -> str:
+    command, words = " ".join(error.command_chain or ()), " ".join(error.unused_tokens or ())
+    if command == "verify":
+        return f'verify takes options only, not "{words}": a suite is named by --suite {words}.'
+    return f'{command} does not take "{words}": see `attnbench {command} --help`.'
 
 
 def _tell_bug() -> int:

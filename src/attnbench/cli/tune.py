@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from time import monotonic
@@ -27,6 +28,8 @@ NOTHING, INTERRUPTED = 3, 130
 SUITE = "tune"
 MOST_CONFIGS = 8
 """Of one implementation at one shape."""
+MOST_NAMED = 12
+"""Shapes that a line names."""
 
 
 def tune(
@@ -61,17 +64,21 @@ def tune(
         raise UsageError(f"--minutes must be more than 0 and finite, not {minutes:g}.")
     constraints = read_constraints(within)
     order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=None, out=out)
-    session = Session(prepare(order), Clock(monotonic(), 60 * minutes), quiet or json)
+    session = Session(narrowed(prepare(order), constraints), Clock(monotonic(), 60 * minutes), quiet or json)
     chosen, end = session.carry_out(constraints, output)
     if chosen is None:
         _say(f"{end}; nothing was measured." if end == "interrupted" else "Nothing could be measured.")
         return INTERRUPTED if end == "interrupted" else NOTHING
     written = output if chosen.policy.entries else None
     if json:
-        print_json(document(chosen, written) | {"runs": session.paths, "end": end})
+        print_json(
+            document(chosen, written) | {"runs": session.paths, "end": end, "not_measured": session.not_measured}
+        )
     else:
         tell(chosen)
         _say(session.told(end))
+        if left := session.not_measured:
+            _say(f"not measured: {', '.join(left[:MOST_NAMED])}" + _more(len(left) - MOST_NAMED, ""))
         _say(f"wrote {output}" if written else "no policy was written: nothing could be chosen")
     return INTERRUPTED if end == "interrupted" else 0 if written else NOTHING
 
@@ -123,7 +130,7 @@ class Session:
             chosen = choose_from(self.sources, constraints)
             write(chosen, output)
             measured = {record.cell.id for source in self.sources for record in source.records}
-            found = proposals(chosen, variants) if not end else []
+            found = proposals(chosen, partial(_allowed_variants, constraints)) if not end else []
             found = [one for one in found if any(f"{name}/{one.workload.id}" not in measured for name in one.labels)]
             if not found:
                 return chosen, end or "nothing is left to sharpen"
@@ -163,11 +170,46 @@ class Session:
             self.sources.append(Source(recorder.writer.path.name, run.header.created, run.records))
         return end
 
+    @property
+    def not_measured(self) -> list[str]:
+        """Ids of the shapes that were asked for and not reached."""
+        reached = {record.workload.id for source in self.sources for record in source.records}
+        return [one.id for one in self.prepared.request.workloads if one.id not in reached]
+
     def told(self, end: str) -> str:
         """How the time was spent."""
         minutes, cells = self.clock.last / 60, sum(len(source.records) for source in self.sources)
         rounds = f"{len(self.paths)} round{'' if len(self.paths) == 1 else 's'}"
         return f"{rounds}, {cells} records, {minutes:.1f} of {self.clock.seconds / 60:g} minutes: {end}."
+
+
+def narrowed(prepared: Prepared, constraints: Constraints) -> Prepared:
+    """Only what may be chosen is measured; raises where --only names what would not be."""
+    from attnbench.analyse.candidates import allowed
+    from attnbench.policy import Constraints
+
+    kept: dict[str, str] = {}
+    for asked in prepared.request.implementations:
+        called = str(prepared.names.get(asked, asked))
+        labels = [one for one in constraints.only if one.startswith(f"{called}[")]
+        may_be = [one for one in (called, *labels) if allowed(_bare(one), one, constraints)]
+        kept |= {asked if one == called else one: one for one in may_be}
+    for one in constraints.only:
+        if not any(allowed(_bare(name), name, Constraints(only=(one,))) for name in kept.values()):
+            raise UsageError(f"--only {one}: nothing that would be measured is called so; name it with --impl too.")
+    if not kept:
+        raise UsageError(f"nothing may be chosen ({constraints}).")
+    return replace(prepared, request=structs.replace(prepared.request, implementations=tuple(kept)))
+
+
+def _bare(label: str) -> str:
+    return label.partition("[")[0]
+
+
+def _allowed_variants(constraints: Constraints, name: str, workload: Workload) -> list[str]:
+    from attnbench.analyse.candidates import allowed
+
+    return [label for label in variants(name, workload) if allowed(name, label, constraints)]
 
 
 def variants(name: str, workload: Workload) -> list[str]:
@@ -180,8 +222,8 @@ def variants(name: str, workload: Workload) -> list[str]:
     return [label_of(name, config) for config in others if config.keys() <= implementation.tunables.keys()]
 
 
-def _more(count: int) -> str:
-    return f", and {count} more like it" if count else ""
+def _more(count: int, like: str = " like it") -> str:
+    return f", and {count} more{like}" if count > 0 else ""
 
 
 def _say(text: str) -> None:

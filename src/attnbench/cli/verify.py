@@ -133,9 +133,9 @@ def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: 
     if family:
         names = [name for name in names if families_of(name) & set(family)]
         if not names:
-            raise UsageError(
-                f"no implementation is of the family {' or '.join(family)}: see `attnbench list implementations`."
-            )
+            among = "implementation named by --impl" if impl else "implementation"
+            told = " or ".join(family)
+            raise UsageError(f"no {among} is of the family {told}: see `attnbench list implementations`.")
     return tuple(dict.fromkeys(names))
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_device
 from attnbench.impls.parts.torch_merge import merge_, nothing_yet
 from attnbench.impls.ring.kernels import Kernels
 from attnbench.impls.ring.layouts import Run
-from attnbench.impls.ring.settings import needs_dense_mask, problem_of
+from attnbench.impls.ring.settings import check_inner, needs_dense_mask, problem_of
 from attnbench.impls.ring.tiles import Tile, block_tiles
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
@@ -32,6 +32,12 @@ class Chunked(Implementation):
     name = "torch.chunked"
     framework = "torch"
     tunables = {"chunk": 65536, "inner": "auto"}
+
+    def configured(self, config: Config) -> Self:
+        given = {**self.tunables, **config}
+        _check_chunk(given["chunk"])
+        check_inner(given["inner"])
+        return self
 
     def available(self, environment: Environment) -> str | None:
         return needs_device(environment, "cpu", "cuda")
@@ -53,13 +59,17 @@ class Chunked(Implementation):
         return call
 
 
+def _check_chunk(chunk: object) -> int:
+    if not isinstance(chunk, int) or chunk < 1:
+        raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}.")
+    return chunk
+
+
 class Plan:
     """The tiles of a problem, query chunk by query chunk, and their kernels."""
 
     def __init__(self, workload: Workload, config: Config) -> None:
-        chunk = config["chunk"]
-        if not isinstance(chunk, int) or chunk < 1:
-            raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}.")
+        chunk = _check_chunk(config["chunk"])
         self._problem = problem_of(workload, 1, "contiguous")
         self._chunk = min(chunk, -(-max(workload.q_len, workload.kv_len) // LEAST_CHUNKS))
         self.kernels = lru_cache(lambda device: Kernels(workload, str(config["inner"]), device))

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from attnbench.errors import UnknownName, Unsupported, UsageError
-from attnbench.models.flash import CHOICES, flash_attention
+from attnbench.errors import Unsupported, UsageError
+from attnbench.models.flash import flash_attention
+from attnbench.models.gemma_config import check_flash_choice
 from attnbench.models.masks import TokenMask, check_shape
 
 FlashChoice = Literal["auto", "cudnn", "tokamax", "kvax", "pallas", "jax"]
@@ -34,8 +35,7 @@ class Path:
     fully_masked: FullyMasked = "uniform"
 
     def __post_init__(self) -> None:
-        if self.flash_attention_impl not in CHOICES:
-            raise UnknownName("flash_attention_impl", str(self.flash_attention_impl), CHOICES, "")
+        check_flash_choice(self.flash_attention_impl)
         if not isinstance(self.use_flash_attention, bool):
             raise UsageError(f"use_flash_attention is True or False, not {self.use_flash_attention!r}.")
         if self.fully_masked not in ("uniform", "zero"):

@@ -34,20 +34,12 @@ from attnbench.impls.jax_late_masks import Form
 from attnbench.impls.parts.jax_passes import cudnn_late_passes
 from attnbench.models.common_keys import attend as attend_common
 from attnbench.models.common_keys import has_common_keys
+from attnbench.models.gemma_config import FLASH_CHOICES
 from attnbench.models.masks import TokenMask
 from attnbench.spec import Partial
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "auto": ("auto",),
-    "cudnn": ("jax.cudnn",),
-    "tokamax": ("jax.tokamax-mosaic", "jax.tokamax-triton", "jax.tokamax-xla-chunked"),
-    "kvax": ("jax.kvax",),
-    "pallas": ("jax.pallas-triton",),
-    "jax": ("jax.xla",),
-}
-"""flash_attention_impl -> implementations, the first that can run the call is used."""
 SHORT = 128
 SCALE = 1.0
 """Queries come scaled."""
@@ -173,7 +165,7 @@ def pick(
     """The implementation of one call: `explain`'s pick, or the next that takes such a mask; or Unsupported."""
     mask = known or jax_late_masks.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
     reasons = []
-    for name in CHOICES[choice]:
+    for name in FLASH_CHOICES[choice]:
         told = explained(q, k, v, Words(mask, SCALE, None, name, "bshd", None, False), train)
         able = told.able
         for name in able:

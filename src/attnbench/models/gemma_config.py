@@ -1,4 +1,4 @@
-"""Sizes of the Gemmas that openpi uses."""
+"""Sizes of the Gemmas that openpi uses, and by whom their flash path may run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ if TYPE_CHECKING:
 
 PALIGEMMA_VOCAB_SIZE = 257_152
 Variant = Literal["dummy", "gemma_300m", "gemma_300m_lora", "gemma_2b", "gemma_2b_lora"]
+FLASH_CHOICES: dict[str, tuple[str, ...]] = {
+    "auto": ("auto",),
+    "cudnn": ("jax.cudnn",),
+    "tokamax": ("jax.tokamax-mosaic", "jax.tokamax-triton", "jax.tokamax-xla-chunked"),
+    "kvax": ("jax.kvax",),
+    "pallas": ("jax.pallas-triton",),
+    "jax": ("jax.xla",),
+}
+"""flash_attention_impl -> implementations, the first that can run the call is used."""
+
+
+def check_flash_choice(choice: object) -> None:
+    """Raises for a flash_attention_impl that is none."""
+    if choice not in FLASH_CHOICES:
+        raise UnknownName("flash_attention_impl", str(choice), FLASH_CHOICES, "")
 
 
 @dataclass(frozen=True)

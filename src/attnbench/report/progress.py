@@ -18,6 +18,7 @@ from rich.progress import (
 )
 
 from attnbench.analyse.ranking import ANCHOR
+from attnbench.analyse.wording import counted
 from attnbench.run.launch import Listener
 from attnbench.run.plan import Planned
 from attnbench.spec import Cell, Environment, Ok, Record
@@ -176,5 +177,5 @@ def headline(environments: dict[str, Environment], cells: Sequence[Planned]) -> 
     running = [one.cell for one in cells if one.reason is None]
     implementations = len({cell.implementation for cell in running})
     workloads = len({one.cell.workload.id for one in cells})
-    amount = f"{implementations} implementations x {workloads} workloads"
+    amount = f"{counted(implementations, 'implementation')} x {counted(workloads, 'workload')}"
     return " · ".join(["attnbench", *devices, *frameworks, *list(dict.fromkeys(shadowed))[:2], amount])

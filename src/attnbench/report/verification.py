@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.analyse.ranking import ANCHOR
+from attnbench.analyse.ranking import ANCHOR, label
+from attnbench.analyse.wording import counted
 from attnbench.report import units
 from attnbench.report.tables import print_not_run
 from attnbench.spec import Ok, Record, Unsupported
@@ -19,22 +20,22 @@ STATUSES = ("ok", "incorrect", "failed", "timeout", "out_of_memory", "unsupporte
 
 
 def summarise(records: Iterable[Record]) -> dict[str, dict[str, int]]:
-    """Implementation -> how many cells ended how."""
+    """Implementation, as configured -> how many cells ended how."""
     counts: dict[str, Counter[str]] = {}
     for record in records:
         if not record.implementation.startswith(ANCHOR):
-            counts.setdefault(record.implementation, Counter())[record.status] += 1
+            counts.setdefault(label(record), Counter())[record.status] += 1
     return {name: {status: found[status] for status in STATUSES} for name, found in counts.items()}
 
 
 def print_verification(console: Console, records: Sequence[Record], explain: bool = False) -> None:
     """The table, the reasons, the verdict; `explain` adds everything a wrong record knows."""
-    tried = {record.implementation for record in records if not isinstance(record, Unsupported)}
-    console.print(_table([record for record in records if record.implementation in tried]))
-    print_not_run(console, [record for record in records if record.implementation not in tried])
+    tried = {label(record) for record in records if not isinstance(record, Unsupported)}
+    console.print(_table([record for record in records if label(record) in tried]))
+    print_not_run(console, [record for record in records if label(record) not in tried])
     wrong = [r for r in records if not isinstance(r, Ok | Unsupported)]
     for record in wrong:
-        title = f"{record.implementation} · {record.workload.id}"
+        title = f"{label(record)} · {record.workload.id}"
         console.print(
             f"  [red]{record.status.replace('_', ' ')}[/red]  {escape(title)}: {escape(record.reason)}", highlight=False
         )
@@ -54,7 +55,7 @@ def _table(records: Sequence[Record]) -> Table:
     table.add_column("worst error / allowed", justify="right", no_wrap=True)
     table.add_column("why some did not run", overflow="fold")
     for name, counts in summarise(records).items():
-        mine = [record for record in records if record.implementation == name]
+        mine = [record for record in records if label(record) == name]
         wrong = sum(counts[status] for status in STATUSES[1:5])
         reasons = Counter(record.reason for record in mine if isinstance(record, Unsupported))
         told = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in reasons.most_common(3))
@@ -101,8 +102,13 @@ def verdict(records: Iterable[Record]) -> str:
     tried = {name: found for name, found in counts.items() if sum(found.values()) > found["unsupported"]}
     bad = [name for name, found in tried.items() if sum(found[status] for status in STATUSES[1:4])]
     checked = sum(found["ok"] for found in counts.values())
+    noun = "configuration" if any(name.endswith("]") for name in tried) else "implementation"
     if bad:
-        return f"{len(bad)} of {len(tried)} implementations are broken: {', '.join(bad)}."
+        are = "is" if len(bad) == 1 else "are"
+        return f"{len(bad)} of {counted(len(tried), noun)} {are} broken: {', '.join(bad)}."
     if not checked:
         return "Nothing could be verified: no implementation runs these workloads here. See `attnbench doctor`."
-    return f"All {len(tried)} implementations that run here are right on everything they claim ({checked} cells)."
+    cells = counted(checked, "cell")
+    if len(tried) == 1:
+        return f"{next(iter(tried))} is right on everything it claims ({cells})."
+    return f"All {len(tried)} {noun}s that run here are right on everything they claim ({cells})."

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
+from attnbench.models.gemma_config import check_flash_choice
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps.base import StepImplementation
 from attnbench.steps.jax_trees import ONE, model_tree, products_of
@@ -22,6 +23,11 @@ class JaxGemmaStack(StepImplementation):
     def __init__(self, name: str, flash: bool) -> None:
         self.name, self._flash, self.materialises_scores = name, flash, not flash
         self.tunables = {"impl": "auto"} if flash else {}
+
+    def configured(self, config: Config) -> Self:
+        """Itself; raises for a flash path that is none."""
+        check_flash_choice(config.get("impl", "auto"))
+        return self
 
     def available(self, environment: Environment) -> str | None:
         """The models need flax, their reference torch."""

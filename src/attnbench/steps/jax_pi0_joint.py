@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from attnbench.models.gemma_config import check_flash_choice
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps.base import StepImplementation
 from attnbench.steps.gemma_weights import EXPERTS
@@ -29,6 +30,11 @@ class JaxPi0(StepImplementation):
         self.tunables = {"impl": "auto"} if flash else {}
         if step == "pi0-attention":
             self.untested = ("rocm", "tpu")
+
+    def configured(self, config: Config) -> Self:
+        """Itself; raises for a flash path that is none."""
+        check_flash_choice(config.get("impl", "auto"))
+        return self
 
     def available(self, environment: Environment) -> str | None:
         """The models need flax, their reference torch."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
+from attnbench import registry
+from attnbench.errors import UsageError
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps.base import StepImplementation
 from attnbench.steps.gemma_weights import NORMS, WEIGHTS
@@ -22,6 +24,15 @@ class TorchGemmaStack(StepImplementation):
     def __init__(self, name: str, impl: str) -> None:
         self.name, self._impl, self.materialises_scores = name, impl, impl == "standard"
         self.tunables = {"impl": impl} if impl == "auto" else {}
+
+    def configured(self, config: Config) -> Self:
+        """Itself; raises for an attention that is none of torch's."""
+        impl = str(config.get("impl", self._impl))
+        if impl not in ("standard", "sdpa", "auto"):
+            chosen = registry.get(impl)
+            if chosen.framework != "torch" or chosen.step:
+                raise UsageError(f"{self.name} takes an attention of torch, not {impl}.")
+        return self
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         """Causal or full self-attention."""

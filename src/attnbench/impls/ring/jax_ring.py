@@ -5,7 +5,7 @@ Arrays are brought into slot order and onto the devices before the clock starts,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_dtype
@@ -29,6 +29,10 @@ class OverMesh(Implementation):
 
     def __init__(self, name: str, movement: type[Travel] | type[Gather]) -> None:
         self.name, self._movement = name, movement
+
+    def configured(self, config: Config) -> Self:
+        self._settings(config)
+        return self
 
     def available(self, environment: Environment) -> str | None:
         count = environment.devices
@@ -56,11 +60,7 @@ class OverMesh(Implementation):
     def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         from attnbench.impls.ring.jax_call import MeshCall
 
-        settings = {**self.tunables, **config}
-        layout, asked = str(settings["layout"]), settings["world"]
-        check_layout(layout)
-        if not isinstance(asked, int) or asked < 0:
-            raise UsageError(f"world must be a whole number, 0 for every device, not {asked!r}.")
+        asked, layout = self._settings(config)
         rule = Rule(workload.softmax_scale, workload.softcap)
 
         def make(kind: str) -> Any:
@@ -71,6 +71,15 @@ class OverMesh(Implementation):
             return problem_of(workload, world, layout), rule, mesh_of(found[:world]), self._movement(world)
 
         return MeshCall(workload, make, with_lse)
+
+    def _settings(self, config: Config) -> tuple[int, str]:
+        """World and layout; raises for what cannot be."""
+        settings = {**self.tunables, **config}
+        layout, world = str(settings["layout"]), settings["world"]
+        check_layout(layout)
+        if not isinstance(world, int) or world < 0:
+            raise UsageError(f"world must be a whole number, 0 for every device, not {world!r}.")
+        return world, layout
 
 
 def _devices(kind: str) -> list[Any]:

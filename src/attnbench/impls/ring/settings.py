@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import needs_mask
 from attnbench.impls.ring.layouts import check_layout
@@ -40,6 +41,12 @@ class Settings(NamedTuple):
             raise UsageError(f"timeout_s must be positive, not {timeout_s!r}.")
         check_layout(str(given["layout"]))
         return cls(world, str(given["layout"]), str(given["inner"]), float(timeout_s))
+
+
+def check_inner(inner: object) -> None:
+    """Raises for the kernel of a tile that no implementation is called after."""
+    if inner != TUNABLES["inner"]:
+        registry.get(str(inner))
 
 
 def problem_of(workload: Workload, world: int, layout: str) -> Problem:

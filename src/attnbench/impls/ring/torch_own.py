@@ -8,7 +8,7 @@ Both want equal shards; balance over ranks ("zigzag") is for causal masks only.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from attnbench.errors import Unsupported
 from attnbench.impls.conditions import first_reason, needs_device, needs_dtype, needs_equal_dims, needs_no_softcap
@@ -28,6 +28,10 @@ class TorchOwn(Implementation):
     method: str
     by_name_only = BY_NAME_ONLY
     tunables = {name: value for name, value in TUNABLES.items() if name != "inner"}
+
+    def configured(self, config: Config) -> Self:
+        Settings.of(config)
+        return self
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         lengths = "takes as many keys as queries" if workload.q_len != workload.kv_len else None

@@ -6,10 +6,10 @@ they time themselves, without the way of whole arrays to them and back. On a sin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from attnbench.impls.conditions import first_reason, needs_device
-from attnbench.impls.ring.settings import BY_NAME_ONLY, TUNABLES, Settings, needs_ring_mask
+from attnbench.impls.ring.settings import BY_NAME_ONLY, TUNABLES, Settings, check_inner, needs_ring_mask
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 
@@ -20,6 +20,10 @@ class Ring(Implementation):
     framework = "torch"
     tunables = TUNABLES
     by_name_only = BY_NAME_ONLY
+
+    def configured(self, config: Config) -> Self:
+        check_inner(Settings.of(config).inner)
+        return self
 
     def available(self, environment: Environment) -> str | None:
         return needs_device(environment, "cpu", "cuda")
