@@ -79,6 +79,7 @@ class Plan:
 @lru_cache(maxsize=1)
 def _autograd_function() -> Any:
     import torch
+    from torch.autograd.function import once_differentiable
 
     class InChunks(torch.autograd.Function):
         """Both passes, a chunk of queries at a time."""
@@ -103,6 +104,7 @@ def _autograd_function() -> Any:
             return out, lse
 
         @staticmethod
+        @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:
             q, k, v, out, lse = ctx.saved_tensors
             dout, kernels, wide = grads[0], ctx.plan.kernels(q.device), lse.dtype

@@ -93,6 +93,7 @@ def _places(problem: Problem, side: str, rank: int, device: torch.device) -> tor
 @lru_cache(maxsize=1)
 def _autograd_function() -> Any:
     import torch
+    from torch.autograd.function import once_differentiable
 
     class InTurn(torch.autograd.Function):
         """The ranks' parts of both passes, one rank after the other."""
@@ -120,6 +121,7 @@ def _autograd_function() -> Any:
             return out, lse
 
         @staticmethod
+        @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:
             ring, dout = ctx.ring, grads[0]
             saved = ctx.saved_tensors
