@@ -83,13 +83,15 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         candidates = np.tril(candidates) if self.causal else candidates
         return 1.0 - float((kept & candidates).sum() / (candidates.sum() * (kept.size // candidates.size)))
 
+    def _told_of_blocks(self) -> str:
+        if self._given is not None:
+            return f"block_mask={self._given.id}"
+        seed = f", seed={self.seed}" if self.block_pattern == "random" else ""
+        return f"sparsity={self.sparsity:g}, pattern={self.block_pattern}, block_size={self.block_size}{seed}"
+
     def extra_repr(self) -> str:
         """That of the ring, and which blocks are kept."""
-        if self._given is not None:
-            return f"{super().extra_repr()}, block_mask={self._given.id}"
-        seed = f", seed={self.seed}" if self.block_pattern == "random" else ""
-        blocks = f"sparsity={self.sparsity:g}, pattern={self.block_pattern}, block_size={self.block_size}"
-        return f"{super().extra_repr()}, {blocks}{seed}"
+        return f"{super().extra_repr()}, {self._told_of_blocks()}"
 
 
 class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):
