@@ -105,7 +105,7 @@ def _autograd_function() -> Any:
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             q, k, v, out, lse = ctx.saved_tensors
             dout, kernels, wide = grads[0], ctx.plan.kernels(q.device), lse.dtype
             dq = torch.empty_like(q)

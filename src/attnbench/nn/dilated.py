@@ -20,6 +20,7 @@ from attnbench.impls.arrays import workload_of
 from attnbench.impls.dilated.conditions import problem_of
 from attnbench.impls.dilated.task import Task
 from attnbench.impls.dilated.torch_function import dilated
+from attnbench.tracing import outside_graphs
 from attnbench.workloads import masks
 
 Lengths = Sequence[int] | torch.Tensor | None
@@ -80,6 +81,7 @@ class DilatedAttention(nn.Module):
         self.causal, self.scale = causal, scale
         self.mix_grad: Literal["full", "detached"] = mix_grad
 
+    @outside_graphs
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

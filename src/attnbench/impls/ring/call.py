@@ -143,7 +143,7 @@ def _autograd_function() -> Any:
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             return *ctx.kept.call.backward(ctx.kept.number, grads[0]), None
 
     return OverRanks

@@ -122,7 +122,7 @@ def _autograd_function() -> Any:
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             ring, dout = ctx.ring, grads[0]
             saved = ctx.saved_tensors
             size = len(saved) // ring.settings.world
