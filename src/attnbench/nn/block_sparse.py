@@ -104,7 +104,7 @@ class BlockSparseAttention(_SparseAttention):
         super().__init__(block_size=block_size, causal=causal, scale=scale)
         known = (*PATTERNS, *BY_CONTENT)
         if pattern not in known:
-            raise UnknownName("block pattern", pattern, known, "attnbench.nn.create_block_sparse_attention")
+            raise UnknownName("block pattern", str(pattern), known, "attnbench.nn.create_block_sparse_attention")
         check_sparsity(sparsity)
         self.sparsity, self.pattern, self.seed = sparsity, pattern, checked_seed(seed, pattern)
         refuse_unused("pool", pool, pattern, ("dynamic_threshold",))
@@ -167,7 +167,8 @@ class AdaptiveSparseAttention(_SparseAttention):
     """As few blocks as hold a share of the estimated attention mass, within bounds on what a row of blocks drops.
 
     Rows whose attention is spread out keep more, down to `min_sparsity`; concentrated ones keep less, up to
-    `max_sparsity` (in both cases within one block, and never less than what the mask cuts).
+    `max_sparsity`. A row keeps at least one block and all that the mask cuts; where no number of blocks lies between
+    the bounds, `min_sparsity` holds.
     """
 
     def __init__(
