@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
+from attnbench.impls.arguments import check_tensors
 from attnbench.impls.block_sparse.attend import attend
 from attnbench.impls.block_sparse.content import estimate
 from attnbench.impls.block_sparse.gate import BlockGate
@@ -221,6 +222,7 @@ def _heads_first(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    check_tensors("block-sparse attention", q, k, v)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4) or k.shape != v.shape or q.shape[0] != k.shape[0]:
         raise InvalidWorkload(f"arrays are [batch, tokens, heads, dim], k and v alike, not {shapes}.")

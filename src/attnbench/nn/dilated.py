@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from attnbench.errors import UsageError
-from attnbench.impls.arguments import check_causal, check_mix_grad, check_scale
+from attnbench.impls.arguments import check_causal, check_mix_grad, check_scale, check_tensors
 from attnbench.impls.arrays import workload_of
 from attnbench.impls.dilated.conditions import problem_of
 from attnbench.impls.dilated.task import Task
@@ -90,6 +90,7 @@ class DilatedAttention(nn.Module):
         A row that sees no key is 0 with LSE -inf. A gradient through the LSE costs a second backward pass. Lengths on a
         GPU are waited for.
         """
+        check_tensors(type(self).__name__, q, k, v)
         lengths = None if kv_lengths is None else masks.lengths(torch.as_tensor(kv_lengths).cpu().numpy())
         forms = tuple([_Form(x.shape, x.dtype) for x in (q, k, v)])
         options = (self.causal, lengths, self.scale, self.mix_grad == "detached", tuple(self.how.items()))

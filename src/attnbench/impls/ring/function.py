@@ -13,6 +13,7 @@ from zlib import crc32
 import msgspec
 
 from attnbench.errors import UsageError
+from attnbench.impls.arguments import check_tensors
 from attnbench.impls.arrays import fitting
 from attnbench.impls.ring.dilated_work import DilatedWork, Pattern
 from attnbench.impls.ring.engine import Engine
@@ -60,6 +61,7 @@ def ring_attention(
     """
     if detached and dilated is None:
         raise UsageError("detached is about mixing the branches of a dilated pattern: give dilated=, or leave it out.")
+    check_tensors("ring_attention", q, k, v)
     shape = shape_of(q, k, v, scale, softcap)
     rank, world = rank_and_world(process_group)
     limits = key_lengths(kv_lengths)
