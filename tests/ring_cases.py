@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 import torch
 
 from attnbench.impls.torch_eager import EAGER
@@ -64,3 +65,11 @@ def require_the_numbers_of_one_device(call, work):
         assert torch.equal(torch.isneginf(got), unseen), name
         apart = (got.double() - want).masked_fill(unseen, 0.0).norm() / want.masked_fill(unseen, 0.0).norm()
         assert apart <= ROUNDING["float32" if name == "lse" else work.dtype], f"{name} is off by {apart:.1e}"
+
+
+def require_no_second_gradient(call, work):
+    """A gradient of the gradient raises: it is not left out in silence."""
+    leaves = [x.requires_grad_() for x in draws(work)[:3]]
+    (dq,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.square().sum().backward()

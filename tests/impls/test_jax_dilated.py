@@ -136,3 +136,10 @@ def test_identical_branches_are_ordinary_attention(branches):
     q, k, v, _ = draw((1, 13, 4, 4))
     want, _ = oracle.attention(q, k, v, oracle.visible_counts(q, [13], [1]))
     same(dilated_attention(*(np.asarray(x, np.float32) for x in (q, k, v)), [13] * branches, [1] * branches), want)
+
+
+def test_arrays_of_another_library_are_refused():
+    from attnbench.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"takes JAX arrays, not torch\.Tensor: jax\.numpy\.from_dlpack"):
+        dilated_attention(*[torch.zeros(1, 16, 4, 8)] * 3, [8], [1])

@@ -19,6 +19,7 @@ from attnbench.errors import UsageError
 from attnbench.impls.ring.function import ring_attention
 from attnbench.nn import BlockSparseRingDilatedAttention, ImprovedDilatedAttention, RingDilatedAttention
 from attnbench.nn.ring import shard
+from attnbench.workloads import masks
 
 SEGMENTS, RATES = [8, 16, 48], [1, 2, 3]
 TOKENS, LENGTHS = 53, [53, 20, 20, 0, 7]
@@ -97,8 +98,40 @@ def dense(layout, causal):
 def unlike_lengths():
     """Rank 0 gives lengths and the others none: all refuse."""
     q, k, v, _ = (shard(x) for x in draw())
+    return answer(lambda: RingDilatedAttention(SEGMENTS, RATES)(q, k, v, kv_lengths=of_rank(LENGTHS, None)))
+
+
+def of_rank(first, others):
+    return others if dist.get_rank() else first
+
+
+def disagreements():
+    """What each way to disagree with rank 0 is answered with."""
+    q, k, v, _ = (shard(x) for x in draw())
+    single, fewer = ([x.to(torch.float32) for x in (q, k, v)], [x[:3] for x in (q, k, v)])
+    ring = {
+        "causal": lambda: RingDilatedAttention(SEGMENTS, RATES, causal=of_rank(True, False))(q, k, v),
+        "scale": lambda: RingDilatedAttention(SEGMENTS, RATES, scale=of_rank(0.5, None))(q, k, v),
+        "layout": lambda: RingDilatedAttention(SEGMENTS, RATES, layout=of_rank("striped", "zigzag"))(q, k, v),
+        "pattern": lambda: RingDilatedAttention(of_rank([8, 16], [8, 32]), [1, 2])(q, k, v),
+        "dtype": lambda: RingDilatedAttention(SEGMENTS, RATES)(*of_rank(single, (q, k, v))),
+        "batch": lambda: RingDilatedAttention(SEGMENTS, RATES)(*of_rank(fewer, (q, k, v))),
+    }
+    dense = {
+        "causal": lambda: ring_attention(q, k, v, causal=of_rank(True, False)),
+        "scale, softcap": lambda: ring_attention(q, k, v, scale=of_rank(0.5, None), softcap=of_rank(9.0, None)),
+        "layout": lambda: ring_attention(q, k, v, layout=of_rank("striped", "zigzag")),
+        "dtype": lambda: ring_attention(*of_rank(single, (q, k, v))),
+        "batch": lambda: ring_attention(*of_rank(fewer, (q, k, v))),
+        "heads": lambda: ring_attention(q, *of_rank((k, v), (k[:, :, :1], v[:, :, :1]))),
+        "pattern": lambda: ring_attention(q, k, v, dilated=of_rank(masks.dilated([8], [1]), None)),
+    }
+    return [[name, answer(call)] for calls in (ring, dense) for name, call in calls.items()]
+
+
+def answer(call):
     try:
-        RingDilatedAttention(SEGMENTS, RATES)(q, k, v, kv_lengths=None if dist.get_rank() else LENGTHS)
+        call()
     except UsageError as error:
         return str(error)
     return "accepted"
@@ -107,7 +140,7 @@ def unlike_lengths():
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found = {"unlike": unlike_lengths()}
+    found = {"unlike": unlike_lengths(), "disagreements": disagreements()}
     for layout in LAYOUTS:
         found[layout] = {
             "dilated": [dilated(layout, causal) for causal in (False, True)],

@@ -10,7 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
+from attnbench.dispatch.torch_sdpa import scaled_dot_product_attention  # noqa: E402
 from attnbench.errors import UsageError  # noqa: E402
+from attnbench.impls.ring.function import ring_attention  # noqa: E402
 from attnbench.nn import (  # noqa: E402
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
@@ -20,6 +22,8 @@ from attnbench.nn import (  # noqa: E402
     MultiheadDilatedAttention,
     RingDilatedAttention,
     RingMultiheadDilatedAttention,
+    create_adaptive_sparse_attention,
+    create_block_sparse_attention,
 )
 from attnbench.workloads import masks  # noqa: E402
 
@@ -100,6 +104,34 @@ def test_arrays(kind):
         module(*[x[:, :0]] * 3)
     with pytest.raises(UsageError, match="4 axes"):
         module(*[x[0]] * 3)
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_arrays_of_another_library(kind):
+    sparse = {"sparsity": 0.5, "block_size": 4} if "BlockSparse" in kind.__name__ else {}
+    multihead = "Multihead" in kind.__name__
+    module = kind(*([32, 4] if multihead else []), [8], [1], **sparse)
+    given = [np.zeros((2, 16, 32))] if multihead else [np.zeros((2, 16, 4, 8))] * 3
+    with pytest.raises(UsageError, match=f"{kind.__name__} takes torch tensors, not numpy.ndarray: torch.as_tensor"):
+        module(*given)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ring_attention,
+        scaled_dot_product_attention,
+        create_block_sparse_attention(0.5, "local", block_size=4),
+        create_adaptive_sparse_attention(0.5, 0.9, block_size=8),
+    ],
+    ids=["ring", "sdpa", "block-sparse", "adaptive"],
+)
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_one_array_of_another_library(call, other):
+    given = [torch.zeros(2, 16, 4, 8) for _ in range(3)]
+    given[other] = given[other].numpy()
+    with pytest.raises(UsageError, match=r"takes torch tensors, not numpy\.ndarray"):
+        call(*given)
 
 
 @MULTIHEAD

@@ -133,7 +133,7 @@ def test_multihead_kinds_share_parameters_and_numbers():
         (lambda: BlockSparseRingDilatedAttention(*PATTERN), "either block_mask or sparsity"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, block_mask=[[True]]), "not both"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=1.0), "less than 1"),
-        (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, pattern="learned"), "no block pattern"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, pattern="learned"), "fixed patterns local,"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=np.ones((2, 1, 3, 3), bool)), "all batch rows"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=EVERY, pattern="random"), "pattern= belongs"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=EVERY, seed=3), "seed= belongs to sparsity="),

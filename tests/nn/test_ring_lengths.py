@@ -30,6 +30,12 @@ def test_lengths_that_differ_from_rank_to_rank_are_refused_by_all(told):
         assert found["unlike"] == "kv_lengths differ from rank to rank: every rank gives those of the whole sequence."
 
 
+def test_whatever_else_differs_from_rank_to_rank_is_refused_by_all(told):
+    for found in told if len(told) > 1 else ():
+        for name, answer in found["disagreements"]:
+            assert answer == f"ranks disagree on {name}: every rank gives the same."
+
+
 def test_multihead():
     torch.manual_seed(1)
     plain = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2], causal=True)

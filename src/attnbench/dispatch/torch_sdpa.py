@@ -22,6 +22,7 @@ from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.autocast import under_autocast
 from attnbench.dispatch.torch_hook import sdpa_hook, torch_sdpa
 from attnbench.errors import Unsupported, UsageError
+from attnbench.impls.arguments import check_tensors
 from attnbench.spec import DTYPE_BYTES
 from attnbench.workloads import masks
 
@@ -101,6 +102,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    check_tensors("scaled_dot_product_attention", query, key, value, *(() if attn_mask is None else (attn_mask,)))
     own = {"scale": scale, "enable_gqa": enable_gqa}
     reason = _not_taken(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, impl)
     if reason is not None:

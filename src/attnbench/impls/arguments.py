@@ -35,3 +35,20 @@ def check_mix_grad(mix_grad: Any) -> None:
     """Refuse other ways to differentiate the mixing of dilated branches."""
     if mix_grad not in ("full", "detached"):
         raise UsageError(f'mix_grad is "full" or "detached" (torchscale), not "{mix_grad}".')
+
+
+def check_tensors(who: str, *arrays: Any) -> None:
+    """Refuse arrays of other libraries."""
+    import torch
+
+    for x in arrays:
+        if not isinstance(x, torch.Tensor):
+            raise UsageError(f"{who} takes torch tensors, not {kind_of(x)}: torch.as_tensor(x) makes one.")
+
+
+def kind_of(x: Any) -> str:
+    """numpy.ndarray, jax.Array, ..., None."""
+    if x is None:
+        return "None"
+    kind = type(x)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -89,6 +89,7 @@ class Plan:
 @lru_cache(maxsize=1)
 def _autograd_function() -> Any:
     import torch
+    from torch.autograd.function import once_differentiable
 
     class InChunks(torch.autograd.Function):
         """Both passes, a chunk of queries at a time."""
@@ -113,7 +114,8 @@ def _autograd_function() -> Any:
             return out, lse
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
+        @once_differentiable
+        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             q, k, v, out, lse = ctx.saved_tensors
             dout, kernels, wide = grads[0], ctx.plan.kernels(q.device), lse.dtype
             dq = torch.empty_like(q)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
+from attnbench.impls.arguments import check_tensors
 from attnbench.impls.block_sparse.attend import attend
 from attnbench.impls.block_sparse.content import estimate
 from attnbench.impls.block_sparse.gate import BlockGate
@@ -104,7 +105,7 @@ class BlockSparseAttention(_SparseAttention):
         super().__init__(block_size=block_size, causal=causal, scale=scale)
         known = (*PATTERNS, *BY_CONTENT)
         if pattern not in known:
-            raise UnknownName("block pattern", pattern, known, "attnbench.nn.create_block_sparse_attention")
+            raise UnknownName("block pattern", str(pattern), known, "attnbench.nn.create_block_sparse_attention")
         check_sparsity(sparsity)
         self.sparsity, self.pattern, self.seed = sparsity, pattern, checked_seed(seed, pattern)
         refuse_unused("pool", pool, pattern, ("dynamic_threshold",))
@@ -167,7 +168,8 @@ class AdaptiveSparseAttention(_SparseAttention):
     """As few blocks as hold a share of the estimated attention mass, within bounds on what a row of blocks drops.
 
     Rows whose attention is spread out keep more, down to `min_sparsity`; concentrated ones keep less, up to
-    `max_sparsity` (in both cases within one block, and never less than what the mask cuts).
+    `max_sparsity`. A row keeps at least one block and all that the mask cuts; where no number of blocks lies between
+    the bounds, `min_sparsity` holds.
     """
 
     def __init__(
@@ -220,6 +222,7 @@ def _heads_first(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    check_tensors("block-sparse attention", q, k, v)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4) or k.shape != v.shape or q.shape[0] != k.shape[0]:
         raise InvalidWorkload(f"arrays are [batch, tokens, heads, dim], k and v alike, not {shapes}.")

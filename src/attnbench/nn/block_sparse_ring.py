@@ -13,7 +13,7 @@ from attnbench.errors import UsageError
 from attnbench.nn.ring import Layout, RingDilatedAttention, RingMultiheadDilatedAttention
 from attnbench.nn.sparse_options import checked_seed
 from attnbench.workloads import masks
-from attnbench.workloads.block_patterns import BLOCK_SIZE, block_pattern, check_sparsity
+from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, block_pattern, check_sparsity
 from attnbench.workloads.masks import Blocks, MaskShape
 
 
@@ -64,6 +64,8 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
             check_sparsity(sparsity)
             self._given, self.block_size = None, BLOCK_SIZE if block_size is None else block_size
             pattern = "local" if pattern is None else pattern
+            if pattern not in PATTERNS:
+                raise UsageError(f'a ring takes the fixed patterns {", ".join(PATTERNS)}, not "{pattern}".')
             block_pattern(pattern, sparsity, MaskShape(1, 1, 1, 1), block_size=self.block_size)  # refuses what is none
         self.sparsity, self.block_pattern = sparsity, pattern
         self.seed = 0 if pattern is None else checked_seed(seed, pattern)
@@ -83,13 +85,15 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         candidates = np.tril(candidates) if self.causal else candidates
         return 1.0 - float((kept & candidates).sum() / (candidates.sum() * (kept.size // candidates.size)))
 
+    def _told_of_blocks(self) -> str:
+        if self._given is not None:
+            return f"block_mask={self._given.id}"
+        seed = f", seed={self.seed}" if self.block_pattern == "random" else ""
+        return f"sparsity={self.sparsity:g}, pattern={self.block_pattern}, block_size={self.block_size}{seed}"
+
     def extra_repr(self) -> str:
         """That of the ring, and which blocks are kept."""
-        if self._given is not None:
-            return f"{super().extra_repr()}, block_mask={self._given.id}"
-        seed = f", seed={self.seed}" if self.block_pattern == "random" else ""
-        blocks = f"sparsity={self.sparsity:g}, pattern={self.block_pattern}, block_size={self.block_size}"
-        return f"{super().extra_repr()}, {blocks}{seed}"
+        return f"{super().extra_repr()}, {self._told_of_blocks()}"
 
 
 class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from attnbench.errors import UsageError
-from attnbench.impls.arguments import check_causal, check_mix_grad, check_scale
+from attnbench.impls.arguments import check_causal, check_mix_grad, check_scale, check_tensors
 from attnbench.impls.arrays import workload_of
 from attnbench.impls.dilated.conditions import problem_of
 from attnbench.impls.dilated.task import Task
 from attnbench.impls.dilated.torch_function import dilated
+from attnbench.tracing import outside_graphs
 from attnbench.workloads import masks
 
 Lengths = Sequence[int] | torch.Tensor | None
@@ -80,6 +81,7 @@ class DilatedAttention(nn.Module):
         self.causal, self.scale = causal, scale
         self.mix_grad: Literal["full", "detached"] = mix_grad
 
+    @outside_graphs
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -88,6 +90,7 @@ class DilatedAttention(nn.Module):
         A row that sees no key is 0 with LSE -inf. A gradient through the LSE costs a second backward pass. Lengths on a
         GPU are waited for.
         """
+        check_tensors(type(self).__name__, q, k, v)
         lengths = None if kv_lengths is None else masks.lengths(torch.as_tensor(kv_lengths).cpu().numpy())
         forms = tuple([_Form(x.shape, x.dtype) for x in (q, k, v)])
         options = (self.causal, lengths, self.scale, self.mix_grad == "detached", tuple(self.how.items()))

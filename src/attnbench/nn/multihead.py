@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from attnbench.errors import UsageError
+from attnbench.impls.arguments import check_tensors
 from attnbench.nn.dilated import DilatedAttention, ImprovedDilatedAttention, Lengths
 from attnbench.workloads.masks.data import whole_number
 
@@ -65,6 +66,7 @@ class MultiheadDilatedAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, *, kv_lengths: Lengths = None) -> torch.Tensor:
         """[b, s, embed_dim]; tokens from kv_lengths[b] on are padding that no token sees."""
+        check_tensors(type(self).__name__, x)
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise UsageError(f"x is [batch, tokens, {self.embed_dim}], not {tuple(x.shape)}.")
         wanted = self.in_proj.weight.dtype

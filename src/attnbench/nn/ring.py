@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 
+from attnbench.impls.arguments import check_tensors
 from attnbench.impls.arrays import fitting
-from attnbench.impls.ring.function import global_lengths, key_lengths, rank_and_world, ring_attention
+from attnbench.impls.ring.function import agreement, global_lengths, key_lengths, rank_and_world, ring_attention
 from attnbench.impls.ring.layouts import check_layout, positions
 from attnbench.nn.dilated import DilatedAttention, Lengths
 from attnbench.nn.multihead import MultiheadDilatedAttention
@@ -55,9 +56,12 @@ class RingDilatedAttention(DilatedAttention):
 
         Keys from position kv_lengths[b] of the whole sequence on are padding; every rank gives the same lengths.
         """
+        check_tensors(type(self).__name__, q, k, v)
         fitting(q, k, v)
         limits = key_lengths(kv_lengths)
-        lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device, limits)
+        pattern = (self.pattern.id, self.mix_grad, self._told_of_blocks())
+        alike = agreement(q, k, v, causal=self.causal, scale=self.scale, pattern=pattern)
+        lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device, limits, alike)
         return ring_attention(
             q,
             k,
@@ -78,6 +82,10 @@ class RingDilatedAttention(DilatedAttention):
     def blocks(self, tokens: int, heads: int) -> Blocks | None:
         """A block mask over the whole sequence that the pattern is met with: none."""
         del tokens, heads
+
+    def _told_of_blocks(self) -> str:
+        """Which blocks are kept, in words that are the same on every rank."""
+        return ""
 
     def extra_repr(self) -> str:
         """The pattern, the layout, and what differs from the defaults."""

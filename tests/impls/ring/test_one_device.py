@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from attnbench.run import protocol as p
@@ -12,12 +14,21 @@ from attnbench.workloads import masks
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from ring_cases import CASES, WORK, case_of, draws, require_the_numbers_of_one_device, varied  # noqa: E402
+from ring_cases import (  # noqa: E402
+    CASES,
+    WORK,
+    case_of,
+    draws,
+    require_no_second_gradient,
+    require_the_numbers_of_one_device,
+    varied,
+)
 
 from attnbench.errors import UsageError  # noqa: E402
 from attnbench.frameworks import Inputs, Program, torch_profile  # noqa: E402
 from attnbench.impls.ring import apparatus  # noqa: E402
 from attnbench.impls.ring.engine import Engine  # noqa: E402
+from attnbench.impls.ring.function import ring_attention  # noqa: E402
 from attnbench.impls.ring.schedule import Problem  # noqa: E402
 from attnbench.impls.ring.settings import Settings  # noqa: E402
 from attnbench.impls.ring.virtual import VirtualRing  # noqa: E402
@@ -44,6 +55,12 @@ def test_chunks_cover_the_triangle_and_no_more():
     tiles = [tile for _, chunk in plan.chunks() for tile in chunk]
     assert sum(tile.pairs for tile in tiles) == 100 * 101 // 2
     assert max(max(tile.shape) for tile in tiles) == 25, "at least four chunks"
+
+
+def test_there_is_no_second_gradient():
+    virtual = VirtualRing(WORK, Settings.of({"world": 2}))
+    for call in (CHUNKED.build(WORK, {}), virtual, partial(ring_attention, causal=True)):
+        require_no_second_gradient(call, WORK)
 
 
 def test_a_chunk_of_nothing_is_refused():

@@ -20,7 +20,15 @@ from attnbench.workloads import masks
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from ring_cases import CASES, WORK, case_of, draws, require_the_numbers_of_one_device, varied  # noqa: E402
+from ring_cases import (  # noqa: E402
+    CASES,
+    WORK,
+    case_of,
+    draws,
+    require_no_second_gradient,
+    require_the_numbers_of_one_device,
+    varied,
+)
 
 from attnbench.impls.ring import messages as m  # noqa: E402
 from attnbench.impls.ring import pool  # noqa: E402
@@ -47,6 +55,10 @@ def test_a_ring_gives_what_one_device_gives(world, layout, case):
     work = case_of(case)
     call = RingCall(work, settings(world=world, layout=layout), with_lse=True)
     require_the_numbers_of_one_device(call, work)
+
+
+def test_there_is_no_second_gradient():
+    require_no_second_gradient(RingCall(WORK, settings(world=2)), WORK)
 
 
 def open_cell(config, **given):

@@ -15,7 +15,7 @@ import torch
 
 from attnbench.errors import UsageError
 from attnbench.impls.block_sparse.tables import BlockTables, tables_of
-from attnbench.workloads.block_patterns import kept_blocks
+from attnbench.workloads.block_patterns import ROUNDING
 from attnbench.workloads.masks import Mask, MaskShape, blocks
 from attnbench.workloads.masks.block_layout import block_layout
 
@@ -105,16 +105,18 @@ def by_threshold(mass: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def within_budget(mass: torch.Tensor, choice: Choice, threshold: float, least: float, most: float) -> torch.Tensor:
-    """By threshold, but a row never drops less than `least` of its blocks, nor more than `most`."""
+    """By threshold, but a row never drops less than `least` of its blocks, nor more than `most`; it keeps one.
+
+    Where no number of blocks lies between the two, `least` holds.
+    """
     rank = mass.argsort(dim=-1, descending=True, stable=True).argsort(-1)
     forced = choice.forced.sum(-1, keepdim=True)
     seen = forced + choice.free.sum(-1, keepdim=True)
-    low, high = (
-        torch.tensor([kept_blocks(share, n) for n in range(int(seen.max()) + 1)], device=mass.device)[seen] - forced
-        for share in (most, least)
-    )
+    fewest = ((1 - most) * seen.double() - ROUNDING).ceil().clamp(min=1).long()
+    largest = ((1 - least) * seen.double() + ROUNDING).floor().clamp(min=1).long()
+    low, high = ((bound - forced).clamp(min=0) for bound in (fewest, largest))
     counts = by_threshold(mass, threshold).sum(-1, keepdim=True)
-    return rank < torch.minimum(torch.maximum(counts, low.clamp(min=0)), high.clamp(min=0))
+    return rank < torch.minimum(torch.maximum(counts, low), high)
 
 
 def calibrated(mass: torch.Tensor, choice: Choice, sparsity: float) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from attnbench.errors import UsageError
-from attnbench.impls.arguments import check_causal, check_mix_grad
+from attnbench.impls.arguments import check_causal, check_mix_grad, kind_of
 from attnbench.impls.arrays import workload_of
 from attnbench.impls.conditions import first_reason, needs_no_softcap
 from attnbench.impls.dilated.conditions import needs_dilated, problem_of
@@ -53,6 +53,11 @@ def dilated_attention(
     import jax
     import jax.numpy as jnp
 
+    for x in (q, k, v):
+        if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
+            raise UsageError(
+                f"dilated_attention takes JAX arrays, not {kind_of(x)}: jax.numpy.from_dlpack(x) makes one."
+            )
     pattern = masks.dilated(segment_lengths, dilation_rates, offset)
     _check(q, k, v, pattern, causal, scale, mix_grad, kv_lengths)
     lengths = jnp.full(q.shape[0], q.shape[1]) if kv_lengths is None else jnp.asarray(kv_lengths)

@@ -128,6 +128,7 @@ class _Kept:
 @lru_cache(maxsize=1)
 def _autograd_function() -> Any:
     import torch
+    from torch.autograd.function import once_differentiable
 
     class OverRanks(torch.autograd.Function):
         """Both passes are computed by the ranks."""
@@ -141,7 +142,8 @@ def _autograd_function() -> Any:
             return out, lse
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
+        @once_differentiable
+        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             return *ctx.kept.call.backward(ctx.kept.number, grads[0]), None
 
     return OverRanks

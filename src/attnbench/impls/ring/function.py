@@ -5,7 +5,7 @@ Every rank passes its own tokens, laid out as `layouts.positions` says, and gets
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -13,6 +13,7 @@ from zlib import crc32
 import msgspec
 
 from attnbench.errors import UsageError
+from attnbench.impls.arguments import check_tensors
 from attnbench.impls.arrays import fitting
 from attnbench.impls.ring.dilated_work import DilatedWork, Pattern
 from attnbench.impls.ring.engine import Engine
@@ -51,19 +52,24 @@ def ring_attention(
     """The rank's rows [b, tokens, heads, dim] of attention over all ranks' keys; differentiable.
 
     A causal mask of unequal lengths is aligned bottom-right. `lengths` are the global numbers of queries and keys:
-    given, ranks need not ask each other at every call. `inner` names the kernel, or "auto". Without an initialised
-    process group there is one rank. `dilated` is LongNet's pattern over the global positions; `detached` takes its
-    mixing weights for constants in the backward pass. `blocks` drops the pairs whose block, by global position, its
-    block mask does not keep. Keys from global position kv_lengths[b] on are padding, the same on every rank (lengths on
-    a GPU are waited for); a row that sees no key gives 0 and LSE -inf. A gradient through the LSE [b, heads, tokens]
-    costs all ranks a second backward pass.
+    given, ranks neither ask each other at every call nor notice that they disagree. `inner` names the kernel, or
+    "auto". Without an initialised process group there is one rank. `dilated` is LongNet's pattern over the global
+    positions; `detached` takes its mixing weights for constants in the backward pass. `blocks` drops the pairs whose
+    block, by global position, its block mask does not keep. Keys from global position kv_lengths[b] on are padding, the
+    same on every rank (lengths on a GPU are waited for); a row that sees no key gives 0 and LSE -inf. A gradient
+    through the LSE [b, heads, tokens] costs all ranks a second backward pass.
     """
     if detached and dilated is None:
         raise UsageError("detached is about mixing the branches of a dilated pattern: give dilated=, or leave it out.")
+    check_tensors("ring_attention", q, k, v)
     shape = shape_of(q, k, v, scale, softcap)
     rank, world = rank_and_world(process_group)
     limits = key_lengths(kv_lengths)
-    q_len, kv_len = lengths or global_lengths((q.shape[1], k.shape[1]), layout, process_group, q.device, limits)
+    if lengths is None:
+        ids = tuple(None if mask is None else mask.id for mask in (dilated, blocks))
+        alike = agreement(q, k, v, causal=causal, scale=scale, softcap=softcap, pattern=(*ids, detached))
+        lengths = global_lengths((q.shape[1], k.shape[1]), layout, process_group, q.device, limits, alike)
+    q_len, kv_len = lengths
     problem = Problem(q_len, kv_len, world, layout, causal, kv_len - q_len)
     check_shard((q.shape[1], k.shape[1]), problem, rank)
     if limits is not None:
@@ -156,12 +162,27 @@ def rank_and_world(group: Any) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
+def agreement(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None, **more: object
+) -> dict[str, object]:
+    """What every rank must give alike besides lengths and layout; `more` has the same names on every rank."""
+    factor = float(q.shape[3] ** -0.5 if scale is None else scale)
+    heads, dims = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
+    arrays = {"dtype": q.dtype, "batch": q.shape[0], "heads": heads, "head_dim": dims}
+    return {**arrays, "causal": causal, "scale": factor, **more}
+
+
 def global_lengths(
-    local: tuple[int, int], layout: str, group: Any, device: torch.device, limits: tuple[int, ...] | None = None
+    local: tuple[int, int],
+    layout: str,
+    group: Any,
+    device: torch.device,
+    limits: tuple[int, ...] | None = None,
+    alike: Mapping[str, object] | None = None,
 ) -> tuple[int, int]:
     """Sums of all ranks' lengths. Every rank sees every other's, so that a wrong one is refused by all, not by one.
 
-    So are key lengths (`limits`) that are not the same on every rank.
+    So are layouts, key lengths (`limits`) and values of `alike` that are not the same on every rank.
     """
     import torch
     import torch.distributed as dist
@@ -170,12 +191,17 @@ def global_lengths(
     _, world = rank_and_world(group)
     if world == 1:
         return local
-    mine = torch.tensor([*local, crc32(repr(limits).encode())], dtype=torch.int64, device=device)
+    same = {"kv_lengths": limits, "layout": layout, **(alike or {})}
+    digests = [crc32(repr(value).encode()) for value in same.values()]
+    mine = torch.tensor([*local, *digests], dtype=torch.int64, device=device)
     told = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(told, mine, group=group)
-    q_counts, kv_counts, digests = torch.stack(told, 1).tolist()
-    if len(set(digests)) > 1:
+    q_counts, kv_counts, *of_ranks = torch.stack(told, 1).tolist()
+    unlike = [name for name, found in zip(same, of_ranks) if len(set(found)) > 1]
+    if unlike == ["kv_lengths"]:
         raise UsageError("kv_lengths differ from rank to rank: every rank gives those of the whole sequence.")
+    if unlike:
+        raise UsageError(f"ranks disagree on {', '.join(unlike)}: every rank gives the same.")
     for what, counts in (("queries", q_counts), ("keys", kv_counts)):
         wanted = sizes(layout, sum(counts), world)
         if tuple(counts) != wanted:

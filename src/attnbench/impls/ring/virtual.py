@@ -93,6 +93,7 @@ def _places(problem: Problem, side: str, rank: int, device: torch.device) -> tor
 @lru_cache(maxsize=1)
 def _autograd_function() -> Any:
     import torch
+    from torch.autograd.function import once_differentiable
 
     class InTurn(torch.autograd.Function):
         """The ranks' parts of both passes, one rank after the other."""
@@ -120,7 +121,8 @@ def _autograd_function() -> Any:
             return out, lse
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
+        @once_differentiable
+        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             ring, dout = ctx.ring, grads[0]
             saved = ctx.saved_tensors
             size = len(saved) // ring.settings.world
