@@ -73,7 +73,7 @@ def test_kill_loses_only_the_workload_in_progress_and_resume_goes_on(second_work
 def test_a_busy_worker_ends_with_its_parent(tmp_path):
     process = start(tmp_path, "run", "--impl", HANGS, "--against", "numpy.float32", "--seq-len", "16", *SHAPE)
     pids = wait_for(lambda: workers(process))
-    assert "workloads" in process.stderr.readline()  # the plan is made: the cells come next
+    assert "workload" in process.stderr.readline()  # the plan is made: the cells come next
     process.kill()
     process.wait()
     wait_for(lambda: not any(map(alive, pids)), 15)

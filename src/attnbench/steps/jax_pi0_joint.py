@@ -28,7 +28,7 @@ class JaxPi0(StepImplementation):
         self.name, self.step = f"jax.{step}{'-flash' if flash else ''}", step
         self._flash, self.materialises_scores = flash, not flash
         self.tunables = {"impl": "auto"} if flash else {}
-        if step == "pi0-attention":
+        if step in ("pi0-attention", "pi0-block"):
             self.untested = ("rocm", "tpu")
 
     def configured(self, config: Config) -> Self:
