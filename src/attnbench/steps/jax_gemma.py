@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
-from attnbench.models.gemma_config import check_flash_choice
 from attnbench.spec import Array, Config, Environment, Workload
-from attnbench.steps.base import StepImplementation
+from attnbench.steps.jax_models import JaxModelStep
 from attnbench.steps.jax_trees import ONE, model_tree, products_of
 from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
 
 
-class JaxGemmaStack(StepImplementation):
+class JaxGemmaStack(JaxModelStep):
     """Blocks in a scan, each recomputed in the backward pass."""
-
-    framework = "jax"
-    step = "gemma-stack"
-    untested = ("cuda",)
-
-    def __init__(self, name: str, flash: bool) -> None:
-        self.name, self._flash, self.materialises_scores = name, flash, not flash
-        self.tunables = {"impl": "auto"} if flash else {}
-
-    def configured(self, config: Config) -> Self:
-        """Itself; raises for a flash path that is none."""
-        check_flash_choice(config.get("impl", "auto"))
-        return self
-
-    def available(self, environment: Environment) -> str | None:
-        """The models need flax, their reference torch."""
-        missing = [name for name in ("flax", "torch") if importlib.util.find_spec(name) is None]
-        return f'needs {" and ".join(missing)}: pip install "attnbench[models,torch]"' if missing else None
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         """Causal or full self-attention."""
@@ -52,8 +32,7 @@ class JaxGemmaStack(StepImplementation):
 
         width = gemma_width(workload)
         sizes = gemma.Config(width, GEMMA_DEPTH, 8 * width, workload.heads, workload.kv_heads, workload.head_dim)
-        flash = {"flash_attention_impl": str(config.get("impl", "auto"))} if self._flash else {}
-        model: Any = gemma.Module([sizes], workload.dtype, use_flash_attention=self._flash, **flash)  # pyright: ignore
+        model: Any = gemma.Module([sizes], workload.dtype, **self.path(config))
         mask = known(workload.visible_mask, workload.q_len)
 
         def forward(tree: Any, x: Array) -> Array:
@@ -81,5 +60,5 @@ def unsupported(workload: Workload) -> str | None:
     return None if workload.kv_heads < workload.heads else "takes grouped heads, as Gemma has them"
 
 
-STANDARD = JaxGemmaStack("jax.gemma-stack", flash=False)
-FLASH = JaxGemmaStack("jax.gemma-stack-flash", flash=True)
+STANDARD = JaxGemmaStack("gemma-stack", flash=False)
+FLASH = JaxGemmaStack("gemma-stack", flash=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from attnbench.models.gemma_config import check_flash_choice
 from attnbench.spec import Array, Config, Environment, Workload
-from attnbench.steps.base import StepImplementation
 from attnbench.steps.gemma_weights import EXPERTS
+from attnbench.steps.jax_models import JaxModelStep
 from attnbench.steps.jax_trees import attention_tree, block_tree, products_of, projections_of
 from attnbench.steps.pi0_support import unsupported
 from attnbench.workloads.pi0_sizes import depth, experts, parts
@@ -18,38 +16,12 @@ if TYPE_CHECKING:
     from attnbench.models.gemma_config import Config as Sizes
 
 
-class JaxPi0(StepImplementation):
-    """One of the steps by openpi's einsum attention, or by a flash one."""
-
-    framework = "jax"
-    untested = ("cuda", "rocm", "tpu")
-
-    def __init__(self, step: str, flash: bool) -> None:
-        self.name, self.step = f"jax.{step}{'-flash' if flash else ''}", step
-        self._flash, self.materialises_scores = flash, not flash
-        self.tunables = {"impl": "auto"} if flash else {}
-        if step in ("pi0-attention", "pi0-block"):
-            self.untested = ("rocm", "tpu")
-
-    def configured(self, config: Config) -> Self:
-        """Itself; raises for a flash path that is none."""
-        check_flash_choice(config.get("impl", "auto"))
-        return self
-
-    def available(self, environment: Environment) -> str | None:
-        """The models need flax, their reference torch."""
-        missing = [name for name in ("flax", "torch") if importlib.util.find_spec(name) is None]
-        return f'needs {" and ".join(missing)}: pip install "attnbench[models,torch]"' if missing else None
+class JaxPi0(JaxModelStep):
+    """One of pi0's or pi0-FAST's steps."""
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         """The form of mask that the step has in openpi."""
         return unsupported(workload)
-
-    def path(self, config: Config) -> dict[str, Any]:
-        """The models' fields that choose the attention."""
-        if not self._flash:
-            return {}
-        return {"use_flash_attention": True, "flash_attention_impl": str(config.get("impl", "auto"))}
 
 
 def sizes(w: Workload) -> list[Sizes]:
@@ -61,6 +33,8 @@ def sizes(w: Workload) -> list[Sizes]:
 
 class JaxPi0Attention(JaxPi0):
     """`gemma.Attention`; of a block, `gemma.Block`."""
+
+    untested = ("rocm", "tpu")
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
         """(openpi's tree, tokens of each expert, their cotangents)"""
