@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from attnbench.impls.parts.jax_common_keys import MOST_PAIRS
+from attnbench.impls.parts.jax_common_keys import MOST_PAIRS, Corner, backward_joined, forward_joined
 from attnbench.impls.ring import jax_blocks
 from attnbench.models.masks import TokenMask
 from attnbench.spec import Partial
@@ -34,7 +34,7 @@ def attend(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, kernel: 
     each at least 1."""
     assert mask.runs is not None
     first, keys = mask.runs[0]
-    common, rule = slice(None, keys), jax_blocks.Rule(scale, None)
+    rule = jax_blocks.Rule(scale, None)
     lengths = () if mask.valid is None else (mask.valid_keys(keys),)
     seen = mask.rows(first, mask.q_len, mask.kv_len)[:, :, None, :, keys:]
 
@@ -43,23 +43,22 @@ def attend(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, kernel: 
         return forward(q, k, v, seen, *lengths)[0]
 
     def forward(q: Array, k: Array, v: Array, seen: Array, *lengths: Array) -> tuple[Array, Any]:
-        out, lse = kernel[0](q, k[:, common], v[:, common], *(jnp.maximum(one, 1) for one in lengths))
-        lse = _where_empty(lengths, -jnp.inf, lse)
-        part = jax_blocks.forward(q[:, first:], k[:, keys:], v[:, keys:], seen, rule)
-        whole, whole_lse = jax_blocks.merge(out[:, first:].astype(part[0].dtype), lse[..., first:], *part)
-        out, lse = out.at[:, first:].set(whole.astype(out.dtype)), lse.at[..., first:].set(whole_lse)
+        def common(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse = kernel[0](q, k, v, *(jnp.maximum(one, 1) for one in lengths))
+            return out, _where_empty(lengths, -jnp.inf, lse)
+
+        out, lse = forward_joined(common, Corner(first, keys, seen), rule, q, k, v)
         return out, (q, k, v, seen, lengths, out, lse)
 
     def backward(kept: Any, dout: Array) -> tuple[Any, ...]:
         q, k, v, seen, lengths, out, lse = kept
-        at_least_one = (jnp.maximum(one, 1) for one in lengths)
-        unseen = _where_empty(lengths, jnp.inf, lse)
-        dq, *grads = kernel[1](q, k[:, common], v[:, common], out, unseen, dout, *at_least_one)
-        whole = out[:, first:], lse[..., first:], dout[:, first:]
-        more, *rest = jax_blocks.backward(q[:, first:], k[:, keys:], v[:, keys:], whole, seen, rule)
-        dq = dq.at[:, first:].set((dq[:, first:].astype(more.dtype) + more).astype(dq.dtype))
-        dk, dv = (jnp.concatenate([a, b.astype(a.dtype)], 1) for a, b in zip(grads, rest))
-        return dq, dk, dv, None, *(None for _ in lengths)
+
+        def common(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+            at_least_one = (jnp.maximum(one, 1) for one in lengths)
+            return kernel[1](q, k, v, out, _where_empty(lengths, jnp.inf, lse), dout, *at_least_one)
+
+        gradients = backward_joined(common, Corner(first, keys, seen), rule, q, k, v, out, lse, dout)
+        return *gradients, None, *(None for _ in lengths)
 
     run.defvjp(forward, backward)
     return run(q, k, v, seen, *lengths)

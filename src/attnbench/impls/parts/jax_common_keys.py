@@ -7,8 +7,8 @@ parts are joined by their LSE, and each goes backward with the output and the LS
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -28,7 +28,13 @@ class Corner(NamedTuple):
 
     rows: int
     keys: int
-    seen: np.ndarray
+    seen: Any
+    """[..., queries, keys] of the corner, booleans; an array of JAX where padding is known only inside jit."""
+
+    @property
+    def last(self) -> int:
+        """The end of its keys."""
+        return self.keys + self.seen.shape[-1]
 
 
 def corner_of(cut: Sequence[Piece]) -> Corner | None:
@@ -52,8 +58,7 @@ def common_passes(
     corner = corner_of(cut)
     if corner is None:
         return None
-    first, keys, seen = corner
-    common = replace(workload, kv_len=keys, mask=masks.full())
+    common = replace(workload, kv_len=corner.keys, mask=masks.full())
     forward_all, _ = inner.passes(common, {})
     forward_turn, backward_turn = inner.passes(replace(common, batch=sequences or workload.batch), {})
     if forward_all is None or forward_turn is None or backward_turn is None:
@@ -62,23 +67,47 @@ def common_passes(
     if inner.materialises_scores:
         forward_all = by_turns(forward_turn, sequences)
     rule = jax_blocks.Rule(workload.softmax_scale, workload.softcap)
-    last = keys + seen.shape[1]
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse = forward_all(q, k[:, :keys], v[:, :keys])
-        part = jax_blocks.forward(q[:, first:], k[:, keys:last], v[:, keys:last], seen, rule)
-        whole, whole_lse = jax_blocks.merge(out[:, first:].astype(part[0].dtype), lse[..., first:], *part)
-        return out.at[:, first:].set(whole.astype(out.dtype)), lse.at[..., first:].set(whole_lse)
+        return forward_joined(forward_all, corner, rule, q, k, v)
 
-    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-        import jax.numpy as jnp
-
-        dq, *grads = backward_all(q, k[:, :keys], v[:, :keys], out, lse, dout)
-        whole = out[:, first:], lse[..., first:], dout[:, first:]
-        more, *rest = jax_blocks.backward(q[:, first:], k[:, keys:last], v[:, keys:last], whole, seen, rule)
-        dq = dq.at[:, first:].set((dq[:, first:].astype(more.dtype) + more).astype(dq.dtype))
-        unseen = (jnp.zeros_like(x[:, last:]) for x in (k, v))
-        dk, dv = (jnp.concatenate([a, b.astype(a.dtype), c], 1) for a, b, c in zip(grads, rest, unseen))
-        return dq, dk, dv
+    def backward(*arrays: Array) -> tuple[Array, Array, Array]:
+        return backward_joined(backward_all, corner, rule, *arrays)
 
     return forward, backward
+
+
+def forward_joined(
+    common: Callable[..., tuple[Array, Array]], corner: Corner, rule: jax_blocks.Rule, q: Array, k: Array, v: Array
+) -> tuple[Array, Array]:
+    """(out, lse) of the whole; `common` computes all queries over the common keys."""
+    first, keys, last = corner.rows, slice(None, corner.keys), corner.last
+    out, lse = common(q, k[:, keys], v[:, keys])
+    own = slice(corner.keys, last)
+    part = jax_blocks.forward(q[:, first:], k[:, own], v[:, own], corner.seen, rule)
+    whole, whole_lse = jax_blocks.merge(out[:, first:].astype(part[0].dtype), lse[..., first:], *part)
+    return out.at[:, first:].set(whole.astype(out.dtype)), lse.at[..., first:].set(whole_lse)
+
+
+def backward_joined(
+    common: Callable[..., tuple[Array, Array, Array]],
+    corner: Corner,
+    rule: jax_blocks.Rule,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of the whole from its output and LSE; `common` is the backward pass over the common keys."""
+    import jax.numpy as jnp
+
+    first, keys, last = corner.rows, slice(None, corner.keys), corner.last
+    dq, *grads = common(q, k[:, keys], v[:, keys], out, lse, dout)
+    own, whole = slice(corner.keys, last), (out[:, first:], lse[..., first:], dout[:, first:])
+    more, *rest = jax_blocks.backward(q[:, first:], k[:, own], v[:, own], whole, corner.seen, rule)
+    dq = dq.at[:, first:].set((dq[:, first:].astype(more.dtype) + more).astype(dq.dtype))
+    unseen = (jnp.zeros_like(x[:, last:]) for x in (k, v))
+    dk, dv = (jnp.concatenate([a, b.astype(a.dtype), c], 1) for a, b, c in zip(grads, rest, unseen))
+    return dq, dk, dv
