@@ -112,7 +112,11 @@ class Worker:
         if (reason := inputs_do_not_fit(cell.workload, self._environment)) is not None:
             return reason
         try:
-            implementation = registry.get(cell.implementation).configured(cell.config)
+            implementation = registry.get(cell.implementation)
+            try:
+                implementation = implementation.configured(cell.config)
+            except errors.UsageError:
+                return None  # a setting that cannot be: opening the cell fails with that sentence
             reason = refusal(implementation, cell.workload, self._environment)
         except Exception as error:
             # A third party's mistake costs its own cells, not the run.

@@ -178,9 +178,8 @@ def test_what_a_kernel_cannot_do_is_refused_before_anything_is_sent():
     [({"layout": "spiral"}, "not one of contiguous"), ({"world": 0}, "at least 1"), ({"speed": 9}, "no setting speed")],
 )
 def test_settings_that_mean_nothing_are_refused(config, words):
-    """The command line refuses them before; here they are no cell that could be measured."""
     _, _, answer = open_cell(config)
-    assert isinstance(answer.record, Unsupported)
+    assert isinstance(answer.record, Failed)
     assert words in answer.record.reason
 
 
