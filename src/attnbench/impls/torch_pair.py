@@ -2,7 +2,7 @@
 
 What a flash-type library keeps for its backward pass is (q, k, v, out, lse), and so does every other: with the LSE in
 one convention (natural log, float32) either pass may be anyone's. The LSE has a gradient too. Arrays lie as the library
-of a named backward pass has them, since that pass is the longer one and cuDNN's is slower on bshd; without names, bshd.
+of a named backward pass has them when it is timed alone, since that pass is the longer one; without names, bshd.
 """
 
 from __future__ import annotations

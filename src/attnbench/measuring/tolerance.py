@@ -23,8 +23,8 @@ ZERO_ROW = 1e-6
 """A row smaller than this share should be 0 (such as dQ of a row that sees one key): what is there is rounding of the
 larger terms that cancel, so it is measured against a typical row."""
 ROUNDED = 8
-"""A row of dQ is measured against so many ulp of the terms that cancel in it, where it is smaller: of 4000 heads of
-eight rows, a right flash kernel had four beyond what is allowed without this, and none anywhere near it with."""
+"""A row of dQ is measured against so many ulp of the terms that cancel in it, where it is smaller: without this a right
+flash kernel is now and then called wrong (tests/measuring/test_few_keys.py)."""
 ROW_FLOORS = 8
 FORWARD_FACTOR = 2.0
 BACKWARD_FACTOR = 3.0
