@@ -4,9 +4,9 @@ For every shape first the forward and the backward pass of each library, measure
 timed in turn, training steps of every library and of the two pairs of `torch.pair` with the least sum of their parts.
 What is chosen is the least sum, a pair only where its parts promise MARGIN over a library alone; a pair's own time has
 no part in the choice. Claims: >= 1.025 x the best library of each shape, >= 1.08 x any one library (both geometric
-means), never below 0.99 x. `--resume FILE...` keeps the shapes of runs that were cut short; `--records FILE` keeps the
-training steps as a run file, for `attnbench choose`. `--smoke` runs all of it on tiny shapes on a CPU, where nothing
-is claimed.
+means), never below 0.99 x. `--resume FILE...` keeps the shapes of runs that were cut short; `--parts FILE...` takes
+the passes of each library from earlier runs and measures the steps alone; `--records FILE` keeps the training steps as
+a run file, for `attnbench choose`. `--smoke` runs all of it on tiny shapes on a CPU, where nothing is claimed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import msgspec
 from attnbench import registry
 from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
+from attnbench.run.plan import Group
 from attnbench.spec import Ok, Record, Workload
 from attnbench.store.runfile import RunWriter, new_header
 from attnbench.workloads import masks
@@ -93,8 +94,19 @@ def parts_of(workload: Workload, records: Sequence[Record]) -> Parts:
     )
 
 
+def parts_known(workload: Workload, alone: Sequence[str], files: Sequence[Path]) -> Parts | None:
+    """The parts that these libraries took for this shape in an earlier run."""
+    shapes = [one for path in files for one in json.loads(path.read_text())["shapes"]]
+    found = next((one for one in shapes if one["workload"] == workload.id), None)
+    if found is None:
+        return None
+    forward, backward = found["forward_ms"], found["backward_ms"]
+    return Parts(*({name: took[name] * 1e6 for name in alone if name in took} for took in (forward, backward)))
+
+
 def promising(workload: Workload, parts: Parts, crew: Crew) -> list[str]:
     """The pairs that should be fastest, among those that run here."""
+    crew.start([Group("torch")])
     environment = crew.environment("torch")
     assert environment is not None
     offered = registry.get("torch.pair").configs_here(workload, environment)
@@ -105,9 +117,10 @@ def promising(workload: Workload, parts: Parts, crew: Crew) -> list[str]:
 
 def measured(workload: Workload, alone: Sequence[str], options: argparse.Namespace, crew: Crew) -> dict[str, Any]:
     """One shape: the parts of each library, then one run of the libraries and of the pairs that the parts speak for."""
+    known = parts_known(workload, alone, options.parts)
     forward = msgspec.structs.replace(workload, pass_="forward")
-    first = launched((workload, forward), alone, options, crew)
-    parts = parts_of(workload, first)
+    first = [] if known is not None else launched((workload, forward), alone, options, crew)
+    parts = known or parts_of(workload, first)
     steps = launched((workload,), (*parts.backward, *promising(workload, parts, crew)), options, crew)
     if options.records is not None:
         writer = RunWriter(options.records, new_header(version("attnbench"), "pairs", seed=SEED))
@@ -241,6 +254,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of sampling per cell")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a stage of a cell may take")
     parser.add_argument("--resume", type=Path, nargs="+", default=[], help="files whose shapes are not measured again")
+    parser.add_argument("--parts", type=Path, nargs="+", default=[], help="files that have the parts of these shapes")
     parser.add_argument("--records", type=Path, help="a run file that the training steps are added to")
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()

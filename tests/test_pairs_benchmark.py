@@ -41,6 +41,14 @@ def test_it_runs_and_predicts(tmp_path):
     assert "claims" not in found
     assert json.loads(done.stdout[done.stdout.index("{") :]) == found["summary"]
 
+    again = [sys.executable, SCRIPT, "--smoke", "--budget", "0.05", "-o", tmp_path / "again.json", "--parts", out]
+    assert subprocess.run(again, capture_output=True, timeout=200).returncode == 0
+    (second,) = json.loads((tmp_path / "again.json").read_text())["shapes"]
+    for name in ("forward_ms", "backward_ms"):
+        assert second[name] == pytest.approx(shape[name]), "the parts of the earlier run"
+    assert set(second["train_ms"]) == set(shape["train_ms"])
+    assert second["train_ms"] != shape["train_ms"], "steps of its own"
+
 
 def test_means_and_claims():
     from pairs import claims, summary

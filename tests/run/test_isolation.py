@@ -269,10 +269,10 @@ def test_cells_that_would_fill_the_device_come_after_the_others(monkeypatch):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_only_workers_that_keep_memory_end_after_a_turn_of_their_own(monkeypatch, keeps):
-    from attnbench.run import workload as module
+    from attnbench.run import crew, workload
 
-    monkeypatch.setattr(module.WorkloadRun, "_share", lambda self, cell: 0.5)
-    monkeypatch.setattr(module, "KEEPS_MEMORY", {"torch"} if keeps else set())
+    monkeypatch.setattr(workload.WorkloadRun, "_share", lambda self, cell: 0.5)
+    monkeypatch.setattr(crew, "KEEPS_MEMORY", {"torch"} if keeps else set())
     dismissed = []
     real = Crew.dismiss
     monkeypatch.setattr(Crew, "dismiss", lambda self, group: (dismissed.append(group.framework), real(self, group)))
@@ -283,6 +283,27 @@ def test_only_workers_that_keep_memory_end_after_a_turn_of_their_own(monkeypatch
     assert {record.status for record in records} == {"ok"}
     assert dismissed.count("torch") == (2 if keeps else 1), "after each workload, or at the end"
     assert dismissed.count("numpy") == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_worker_with_nothing_left_to_do_gives_its_device_memory_back(monkeypatch, device):
+    from attnbench.run import crew as module
+
+    gpu = Environment(device=device, device_name="GPU", framework="numpy")
+    monkeypatch.setattr(module, "KEEPS_MEMORY", {"numpy"})
+    monkeypatch.setattr(Crew, "environment", lambda self, framework: gpu)
+    ended = []
+    real = Crew.dismiss
+    monkeypatch.setattr(Crew, "dismiss", lambda self, group: (ended.append(group), real(self, group)))
+    short, long = (Workload(batch=1, q_len=n, heads=1, head_dim=8) for n in (8, 16))
+    only_short, both = Apart("short"), Apart("both")
+    monkeypatch.setattr(only_short, "supports", lambda w, e: None if w == short else "takes 8 tokens", raising=False)
+    records, at_the_end = [], []
+    request = Request(workloads=(short, long), implementations=(only_short, both), budget_s=0.01)
+    launch(request, lambda some: (records.extend(some), at_the_end.append(len(ended))), Listener())
+    assert {r.status for r in records if not r.implementation.startswith("anchor.")} == {"ok", "unsupported"}
+    early = [group.process for group in ended[: at_the_end[-1]] if group.process]
+    assert early == (["short"] if device == "cuda" else [])
 
 
 def test_only_what_stores_scores_on_an_accelerator_that_cannot_hold_all_is_heavy(monkeypatch):

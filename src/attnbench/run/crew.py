@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from attnbench import errors, frameworks, registry
 from attnbench.measuring.rates import Ceilings
@@ -16,6 +16,8 @@ from attnbench.spec import Cell, Config, Environment, Implementation, Workload
 
 START_S = 120.0
 CEILINGS_S = 60.0
+KEEPS_MEMORY = frozenset({"jax"})
+"""Frameworks whose process gives no device memory back while it lives."""
 
 
 class Crew:
@@ -51,6 +53,18 @@ class Crew:
         worker = self._workers.pop(group, None)
         if worker is not None:
             worker.kill()
+
+    def give_memory_back(self, groups: Iterable[Group]) -> None:
+        """End those of these workers whose memory nobody else could have otherwise."""
+        for group in groups:
+            if group.framework in KEEPS_MEMORY:
+                self.dismiss(group)
+
+    def keep_only(self, names: Iterable[str]) -> None:
+        """Of workers on an accelerator, those that these implementations need: where the idle ones hold its memory, no
+        other process can even open it."""
+        needed = {self.group(name) for name in names}
+        self.give_memory_back(g for g in list(self._workers) if g not in needed and self.accelerated(g.framework))
 
     def group(self, name: str) -> Group:
         """The worker an implementation runs in."""

@@ -123,6 +123,8 @@ def _run_all(
         mine = [one for one in planned if one.cell.workload == workload]
         if not mine:
             continue
+        left = frozenset(workloads[number:])
+        crew.keep_only(one.cell.implementation for one in planned if one.reason is None and one.cell.workload in left)
         refused = [_unsupported(one, crew) for one in mine if one.reason is not None]
         for record in refused:
             listener.finished(record)

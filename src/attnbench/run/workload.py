@@ -32,8 +32,6 @@ APART = "measured apart from others of its workload: device memory would not hol
 HEAVY_SHARE, CROWD_SHARE, BATCH_SHARE = 1 / 12, 1 / 2, 2 / 3
 """Of device memory, by the least that cells need: one above the first comes after the others where all together need
 more than the second, with as many of its kind as need no more than the third."""
-KEEPS_MEMORY = frozenset({"jax"})
-"""Frameworks whose process gives no device memory back while it lives."""
 UNSTABLE = 0.05
 """Half-width of the interval, as a share of the median, above which a record says so."""
 
@@ -110,9 +108,8 @@ class WorkloadRun:
         """These only."""
         self._turn += 1
         self._run_together(cells)
+        self._crew.give_memory_back(self._crew.group(cell.implementation) for cell in cells)
         for cell in cells:
-            if (group := self._crew.group(cell.implementation)).framework in KEEPS_MEMORY:
-                self._crew.dismiss(group)
             if isinstance(record := self._records.get(cell.id), Ok):
                 self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, APART))
 
