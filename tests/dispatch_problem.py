@@ -43,8 +43,8 @@ def turned(arrays, layout):
     return [x.transpose(0, 2, 1, 3).copy() for x in arrays] if layout == "bhsd" else list(arrays)
 
 
-def entry(name, tokens=32, mask=CAUSAL, config=None, rivals=(), **fields):
-    work = ab.Workload(batch=1, q_len=tokens, heads=4, head_dim=16, mask=mask)
+def entry(name, tokens=32, mask=CAUSAL, config=None, rivals=(), pass_="forward", **fields):
+    work = ab.Workload(batch=1, q_len=tokens, heads=4, head_dim=16, mask=mask, pass_=pass_)
     alternatives = tuple(Alternative(implementation=other, ratio=ratio) for other, ratio in rivals)
     use = Choice(
         implementation=name, config=config or {}, candidates=1 + len(rivals), alternatives=alternatives,

@@ -288,6 +288,17 @@ class TestRuns:
         later = Source("b", "2026-01-02", [timed("torch.a", 3e6), timed("torch.b", 2e6)])
         assert picks(choose([first, later])) == {128: "torch.b"}
 
+    @pytest.mark.parametrize(
+        "kernels, twin_ns, chosen",
+        [(("k",), 1.2e6, "torch.new"), (("l",), 1.2e6, "torch.a"), (("k",), 1.4e6, "torch.a")],
+    )
+    def test_one_that_led_may_be_there_by_another_name_of_its_kernel(self, kernels, twin_ns, chosen):
+        """Of the older run the newer has torch.twin, not torch.b: good enough if both were one kernel, and as fast."""
+        led = [timed("torch.a", 1e6, kernels=("a",)), timed("torch.b", 1.2e6, kernels=("k",))]
+        first = Source("a", "2026-01-01", [*led, timed("torch.twin", twin_ns, kernels=kernels)])
+        again = [timed("torch.a", 1e6), timed("torch.twin", twin_ns), timed("torch.new", 0.95e6)]
+        assert picks(choose([first, Source("b", "2026-01-02", again)])) == {128: chosen}
+
     @pytest.mark.parametrize("faster, chosen", [(1.05, "torch.a"), (1.3, "torch.d")])
     def test_a_newcomer_counts_if_it_is_clearly_ahead_by_what_both_runs_have(self, faster, chosen):
         """The second machine is half as fast: only ratios to torch.c, which is in both, may speak."""

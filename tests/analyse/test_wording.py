@@ -10,7 +10,7 @@ from record_factory import ok, timing, workload
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.summary import closing
-from attnbench.analyse.wording import all_of, counted, format_ratio, slightly_apart
+from attnbench.analyse.wording import all_of, counted, format_ratio, format_span, slightly_apart
 from attnbench.spec import Record
 
 
@@ -65,3 +65,8 @@ def test_what_jax_may_take_is_not_taken_for_the_device():
     records = along("jax.einsum", float, (4096, 8192, 16384), peak=lambda n: 16 * n * n, environment=jax)
     (found,) = [one.text for one in recommend(records) if one.kind == "memory"]
     assert "jax.einsum stops fitting the 80 GB that JAX's allocator may take of the device at about" in found
+
+
+def test_a_span_that_reads_as_one_figure_is_one():
+    assert format_span(1.128, 1.131) == "1.13x"
+    assert format_span(1.12, 1.1399) == "1.12x to 1.14x"

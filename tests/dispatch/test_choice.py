@@ -264,3 +264,23 @@ def test_on_the_grid_the_regret_is_known(spy):
         told = ab.explain(*arrays(32), mask=CAUSAL)
     assert (told.pick, told.regret) == ("torch.spy", 1.003)
     assert "expected regret 1.003" in str(told)
+
+
+def test_a_chosen_pair_trains_and_gives_way_where_a_part_of_it_is_missing():
+    import torch
+
+    def gradients(impl):
+        q, k, v = (x.requires_grad_() for x in arrays())
+        out = ab.attention(q, k, v, mask=CAUSAL, impl=impl)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    here_it_runs = {"forward": "torch.sdpa-flash", "backward": "torch.eager"}
+    missing = {"forward": "torch.fa3", "backward": "torch.fa4"}
+    wanted = gradients("torch.eager")
+    for config, picked in ((here_it_runs, "torch.pair"), (missing, "torch.eager")):
+        chosen = here(entry("torch.pair", pass_="train", config=config, rivals=(("torch.eager", 1.1),)))
+        with ab.use_policy(chosen, on_miss="error"):
+            q, k, v = (x.requires_grad_() for x in arrays())
+            assert ab.explain(q, k, v, mask=CAUSAL).pick.startswith(picked)
+            for found, exact in zip(gradients("auto"), wanted):
+                torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ from attnbench.analyse.ranking import (
     rank,
 )
 from attnbench.analyse.verdicts import judge
-from attnbench.analyse.wording import counted, format_ratio, slightly_apart, vague
+from attnbench.analyse.wording import counted, format_ratio, format_span, slightly_apart, vague
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 __all__ = [
@@ -177,9 +177,9 @@ def _comparison(champion: str, other: str, rankings: Rankings) -> str:
         why = "their times vary too much" if vague(ratio) else format_ratio(ratio)
         return f"{champion} and {other} cannot be told apart ({why}) over {shapes}"
     if verdict.sign < 0:
-        told = format_ratio(ratio.inverse) if verdict.on_average else f"{1 / most:.2f}x to {1 / least:.2f}x"
+        told = format_ratio(ratio.inverse) if verdict.on_average else format_span(1 / most, 1 / least)
         return f"{champion} is {told} slower than {other} over {shapes}"
-    told = format_ratio(ratio) if verdict.on_average else f"{least:.2f}x to {most:.2f}x"
+    told = format_ratio(ratio) if verdict.on_average else format_span(least, most)
     return f"{champion} is {told} faster than {other} over {shapes}"
 
 

@@ -12,6 +12,7 @@ from attnbench.analyse.clocks import comparable
 from attnbench.analyse.ranking import is_timed, label
 from attnbench.analyse.ratios import condensed
 from attnbench.analyse.settle import Field
+from attnbench.analyse.twins import alike
 from attnbench.policy import Constraints, Place, Shape, place_of, shape_of
 from attnbench.spec import Environment, Ok, Record
 
@@ -68,9 +69,11 @@ def survey(
 
 
 def supersedes(new: Field, old: Field) -> bool:
-    """Whether a newer measurement takes the place of an older: if it holds those that led there, or if its own leader
-    is clearly ahead of theirs, each held against what both runs have."""
-    return set(contenders(old)) <= set(new) or clearly_ahead(_times(new), _times(old))
+    """Whether a newer measurement takes the place of an older: if it holds those that led there, or what was as fast by
+    the same kernel; or if its own leader is clearly ahead of theirs, each held against what both runs have."""
+    shared = [old[name] for name in old if name in new]
+    held = all(name in new or any(alike(old[name], one) for one in shared) for name in contenders(old))
+    return held or clearly_ahead(_times(new), _times(old))
 
 
 def _times(field: Field) -> dict[str, float]:

@@ -15,10 +15,15 @@ def same_kernel(a: Ok, b: Ok) -> bool:
     return bool(a.kernels) and set(a.kernels or ()) == set(b.kernels or ())
 
 
+def alike(a: Ok, b: Ok) -> bool:
+    """Whether both launched the same kernels and neither is faster for certain."""
+    return same_kernel(a, b) and sign(paired_ratio(a, b, RANK_LEVEL)) == 0
+
+
 def twins_of(name: str, front: Front) -> list[str]:
     """The others that launched its kernels wherever both ran, and are nowhere faster or slower for certain."""
     found = ((other, front.pairs(name, other)) for other in sorted(front.names - {name}))
-    return [other for other, pairs in found if pairs and _alike(pairs)]
+    return [other for other, pairs in found if pairs and all(alike(*pair) for pair in pairs)]
 
 
 def plainest(names: Iterable[str], front: Front) -> str:
@@ -30,7 +35,3 @@ def plainest(names: Iterable[str], front: Front) -> str:
 def named(name: str, twins: Sequence[str]) -> str:
     """The name, and what else the same kernel is called."""
     return f"{name} (the same kernel as {', '.join(twins)})" if twins else name
-
-
-def _alike(pairs: Iterable[tuple[Ok, Ok]]) -> bool:
-    return all(same_kernel(a, b) and sign(paired_ratio(a, b, RANK_LEVEL)) == 0 for a, b in pairs)

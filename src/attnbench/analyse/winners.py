@@ -12,7 +12,7 @@ from attnbench.analyse.ranking import BASELINES, RANK_LEVEL, matches, sign
 from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.twins import named, plainest, twins_of
 from attnbench.analyse.verdicts import Verdict, judge
-from attnbench.analyse.wording import format_ratio, slightly_apart, vague
+from attnbench.analyse.wording import format_ratio, format_span, slightly_apart, vague
 from attnbench.spec import Ok
 
 LEAST_SAVING = 1.01
@@ -136,7 +136,7 @@ def _one_kernel(family: Family, front: Front, champion: str, twins: Sequence[str
 def _gain(verdict: Verdict) -> str:
     """The mean where it is certain; else from least to most, which is certain only where the verdict is."""
     least, most = verdict.span
-    return format_ratio(verdict.ratio) if verdict.on_average else f"{least:.2f}x to {most:.2f}x"
+    return format_ratio(verdict.ratio) if verdict.on_average else format_span(least, most)
 
 
 def _tie(champion: str, name: str, rival: str, against: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:

@@ -20,6 +20,12 @@ def format_ratio(ratio: Ratio) -> str:
     return f"{_times(ratio.value)} ({ratio.low:.{digits}f}-{ratio.high:.{digits}f})"
 
 
+def format_span(least: float, most: float) -> str:
+    """1.13x to 1.42x; one figure where both read the same."""
+    low, high = f"{least:.2f}x", f"{most:.2f}x"
+    return low if low == high else f"{low} to {high}"
+
+
 def vague(ratio: Ratio) -> bool:
     """Whether the interval is hopeless and on both sides of 1: too few rounds, or times that vary too much."""
     return ratio.low <= 1 <= ratio.high and hopeless(ratio)
