@@ -1,4 +1,4 @@
-"""Tables of docs/libraries.md and docs/gemma.md from results/h200: a part of `make figures`."""
+"""Tables of the pages on libraries, Gemma, pairs and steps from results/h200: a part of `make figures`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from marked_blocks import Pages, result, table
 
 from attnbench.analyse.ranking import label
+from attnbench.analyse.ratios import paired_ratio
 from attnbench.spec import Ok, Record
 from attnbench.store.runfile import read_run
 from attnbench.workloads.cost import demand
@@ -139,8 +140,22 @@ def turns() -> str:
     return table(columns, rows)
 
 
+def steps() -> str:
+    """Flash against einsum in pi0's steps."""
+    records = read_run(RESULTS / "models-e2e.jsonl").records
+    rows = []
+    for workload in dict.fromkeys(r.workload for r in records):
+        mine = {r.implementation: r for r in records if r.workload == workload and isinstance(r, Ok)}
+        plain, flash = (mine[f"jax.{workload.step}{end}"] for end in ("", "-flash"))
+        times = [f"{one.time.median_ns / 1e6:.2f}" for one in (plain, flash) if one.time]
+        peaks = [f"{(one.memory.peak_bytes or 0) / 1e9:.2f} GB" for one in (plain, flash)]
+        faster = paired_ratio(flash, plain).value
+        rows.append([f"`{workload.step}`", workload.pass_, *times, f"{faster:.2f} x", *peaks])
+    return table(["step", "pass", "einsum, ms", "flash, ms", "faster", "beyond inputs, einsum", "flash"], rows)
+
+
 def pairs() -> str:
-    """Training steps: the best library alone, the best pair, and what was chosen by the parts measured apart."""
+    """Training steps: the best library alone, the best pair, and what was chosen by an earlier run."""
     rows = []
     for one in result("h200/pairs.json")["shapes"]:
         took, alone = one["train_ms"], one["best_alone"]
@@ -158,6 +173,7 @@ PAGES: Pages = {
         "gemma": ("h200/gemma.jsonl and gemma-rest.jsonl", lambda: suite("gemma")),
         "others": ("h200/earlier/all-implementations.jsonl", others),
     },
+    "docs/steps.md": {"steps": ("h200/models-e2e.jsonl", steps)},
     "docs/pairs.md": {"pairs": ("h200/pairs.json", pairs)},
     "docs/gemma.md": {
         "turns": ("h200/gemma-turns.jsonl", turns),

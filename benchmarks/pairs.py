@@ -3,10 +3,11 @@
 For every shape first the forward and the backward pass of each library, measured apart; then in one run, verified and
 timed in turn, training steps of every library and of the two pairs of `torch.pair` with the least sum of their parts.
 What is chosen is the least sum, a pair only where its parts promise MARGIN over a library alone; a pair's own time has
-no part in the choice. Claims: >= 1.025 x the best library of each shape, >= 1.08 x any one library (both geometric
-means), never below 0.99 x. `--resume FILE...` keeps the shapes of runs that were cut short; `--parts FILE...` takes
-the passes of each library from earlier runs and measures the steps alone; `--records FILE` keeps the training steps as
-a run file, for `attnbench choose`. `--smoke` runs all of it on tiny shapes on a CPU, where nothing is claimed.
+no part in the choice. With `--chosen-by FILE...` it is whatever had the least training step in an earlier run. Claims:
+>= 1.025 x the best library of each shape, >= 1.08 x any one library (both geometric means), never below 0.99 x.
+`--resume FILE...` keeps the shapes of runs that were cut short; `--parts FILE...` takes the passes of each library from
+earlier runs and measures the steps alone; `--records FILE` keeps the training steps as a run file, for `attnbench
+choose`. `--smoke` runs all of it on tiny shapes on a CPU, where nothing is claimed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ MARGIN = 1.02
 """Sums of parts have been off by 2 %, once by 9 % (FA3 with cuDNN's backward, 4 x 4096 at head_dim 256), and a second
 library in a training step should be worth it. With 1.005 one of 24 shapes would have lost 7.5 %."""
 OVER_BEST, OVER_FIXED, WORST = 1.025, 1.08, 0.99
+Steps = dict[str, dict[str, float]]
+"""Workload -> library or pair -> milliseconds."""
 
 
 def shapes(head_dims: Sequence[int], lengths: Sequence[int]) -> list[Workload]:
@@ -163,19 +166,26 @@ def choice(predicted: dict[str, float]) -> str | None:
     return best
 
 
-def judged(one: dict[str, Any]) -> dict[str, Any]:
-    """What was measured of a shape, with what was chosen and what that gained."""
+def judged(one: dict[str, Any], steps: Steps) -> dict[str, Any]:
+    """What was measured of a shape, with what was chosen (by earlier steps, if there are some) and what that gained."""
     took, predicted = one["train_ms"], one["predicted_ms"]
+    before = {name: ms for name, ms in steps.get(one["workload"], {}).items() if name in took}
     alone = {name: ms for name, ms in took.items() if " + " not in name}
-    chosen, best = choice(predicted), min(alone, key=lambda name: alone[name], default=None)
+    chosen = min(before, key=lambda name: before[name]) if before else choice(predicted)
+    best = min(alone, key=lambda name: alone[name], default=None)
     told = chosen is not None and best is not None
     return one | {
         "chosen": chosen,
+        "chosen_by": "an earlier run" if before else "parts",
         "best_alone": best,
         "over_best": alone[best] / took[chosen] if told else None,
         "over_each": {name: ms / took[chosen] for name, ms in alone.items()} if told else {},
-        "predicted_over_best": predicted[best] / predicted[chosen] if told and best in predicted else None,
+        "predicted_over_best": predicted[best] / predicted[chosen] if told and {best, chosen} <= {*predicted} else None,
     }
+
+
+def least(one: dict[str, Any]) -> float:
+    return min(one["train_ms"].values())
 
 
 def mean(ratios: Sequence[float]) -> float | None:
@@ -197,6 +207,7 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "shapes": len(told),
         "over_best": mean(over_best),
+        "over_best_if_all_were_known": mean([one["train_ms"][one["best_alone"]] / least(one) for one in told]),
         "worst": min(over_best, default=None),
         "over_fixed": {name: mean(ratios) for name, ratios in over_each.items() if len(ratios) == len(told)},
         "over_some_shapes": {name: mean(ratios) for name, ratios in over_each.items() if len(ratios) < len(told)},
@@ -222,7 +233,7 @@ def line_of(one: dict[str, Any]) -> str:
     chosen, best = one["chosen"], one["best_alone"]
     predicted = "" if one["predicted_over_best"] is None else f", predicted {one['predicted_over_best']:.3f} x"
     return (
-        f"{one['workload']}: {chosen} {one['train_ms'][chosen]:.3f} ms (predicted {one['predicted_ms'][chosen]:.3f}), "
+        f"{one['workload']}: {chosen} {one['train_ms'][chosen]:.3f} ms, "
         f"{best} {one['train_ms'][best]:.3f} ms: {one['over_best']:.3f} x{predicted}"
     )
 
@@ -238,11 +249,16 @@ def save(found: Sequence[dict[str, Any]], environment: Any, options: argparse.Na
     options.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
-def earlier(files: Sequence[Path]) -> tuple[list[dict[str, Any]], Any]:
+def earlier(files: Sequence[Path], steps: Steps) -> tuple[list[dict[str, Any]], Any]:
     """Shapes of earlier runs, judged again, and where they were measured."""
     documents = [json.loads(path.read_text()) for path in files]
-    shapes = {one["workload"]: judged(one) for document in documents for one in document["shapes"]}
+    shapes = {one["workload"]: judged(one, steps) for document in documents for one in document["shapes"]}
     return list(shapes.values()), next((d["environment"] for d in documents), None)
+
+
+def steps_in(files: Sequence[Path]) -> Steps:
+    """The training steps of earlier runs."""
+    return {one["workload"]: one["train_ms"] for path in files for one in json.loads(path.read_text())["shapes"]}
 
 
 def main() -> None:
@@ -255,18 +271,20 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a stage of a cell may take")
     parser.add_argument("--resume", type=Path, nargs="+", default=[], help="files whose shapes are not measured again")
     parser.add_argument("--parts", type=Path, nargs="+", default=[], help="files that have the parts of these shapes")
+    parser.add_argument("--chosen-by", type=Path, nargs="+", default=[], help="files whose steps decide what is chosen")
     parser.add_argument("--records", type=Path, help="a run file that the training steps are added to")
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
     alone = options.impl or (("torch.sdpa-flash", "torch.eager") if options.smoke else ALONE)
     wanted = smoke_shapes() if options.smoke else shapes(options.head_dim, options.seq_len)
-    found, environment = earlier(options.resume)
+    steps = steps_in(options.chosen_by)
+    found, environment = earlier(options.resume, steps)
     done = {one["workload"] for one in found}
     with Crew((), "cpu" if options.smoke else "cuda", None) as crew:  # kernels are compiled once for all lengths
         for workload in wanted:
             if workload.id in done:
                 continue
-            one = judged(measured(workload, alone, options, crew))
+            one = judged(measured(workload, alone, options, crew), steps)
             environment = one.pop("environment") or environment
             found.append(one)
             print(line_of(found[-1]), flush=True)

@@ -95,6 +95,7 @@ class Lab:
         for name in ("mine.toml", "own.toml"):
             Path(name).write_text(SUITE)
         Path("results").symlink_to(ROOT / "results")
+        Path("src").symlink_to(ROOT / "src")
 
     def execute(self, command: str) -> int:
         """The exit code; RUN stands for the run file that is there, a name that needs more is only a mention."""

@@ -54,8 +54,10 @@ def test_means_and_claims():
     from pairs import claims, summary
 
     shapes = [
-        {"over_best": 1.1, "over_each": {"a": 1.1, "b": 1.3}, "train_ms": {"a": 11.0}, "predicted_ms": {"a": 10.0}},
-        {"over_best": 1.0, "over_each": {"a": 1.21}, "train_ms": {"a": 9.0, "c": 1.0}, "predicted_ms": {"a": 10.0}},
+        {"over_best": 1.1, "over_each": {"a": 1.1, "b": 1.3}, "train_ms": {"a": 11.0}, "predicted_ms": {"a": 10.0}}
+        | {"best_alone": "a"},
+        {"over_best": 1.0, "over_each": {"a": 1.21}, "train_ms": {"a": 9.0, "c": 1.0}, "predicted_ms": {"a": 10.0}}
+        | {"best_alone": "a"},
         {"over_best": None, "over_each": {}, "train_ms": {}, "predicted_ms": {}},
     ]
     total = summary(shapes)
@@ -67,3 +69,21 @@ def test_means_and_claims():
     assert total["measured_over_predicted"] == pytest.approx({"mean": 0.0, "least": -0.1, "most": 0.1})
     assert list(claims(total).values()) == [True, True, True]
     assert list(claims(total | {"worst": 0.98, "over_fixed": {"a": 1.2, "b": 1.01}}).values()) == [True, False, False]
+
+
+def test_the_steps_of_an_earlier_run_decide_where_there_are_some():
+    from pairs import judged, summary
+
+    took = {"a": 10.0, "b": 12.0, "a + b": 9.0, "b + a": 8.0}
+    one = {"workload": "w", "train_ms": took, "predicted_ms": {"a": 10.0, "b": 12.0, "a + b": 9.99}}
+    by_parts = judged(one, {})
+    assert (by_parts["chosen"], by_parts["chosen_by"]) == ("a", "parts"), "0.1 % is less than the margin"
+    by_steps = judged(one, {"w": {"a": 10.1, "a + b": 9.1, "gone": 1.0}})
+    assert (by_steps["chosen"], by_steps["chosen_by"]) == ("a + b", "an earlier run")
+    assert by_steps["over_best"] == pytest.approx(10 / 9)
+    assert judged(one, {"other": {"b": 1.0}})["chosen"] == "a"
+    unforeseen = judged(one, {"w": {"b + a": 1.0}})
+    assert (unforeseen["chosen"], unforeseen["predicted_over_best"]) == ("b + a", None)
+    total = summary([by_steps])
+    assert total["over_best"] == pytest.approx(10 / 9)
+    assert total["over_best_if_all_were_known"] == pytest.approx(10 / 8)

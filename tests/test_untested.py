@@ -27,11 +27,11 @@ def measured() -> set[str]:
 @pytest.mark.jax
 def test_what_was_measured_on_a_gpu_is_not_called_untested_there():
     names = measured() & set(registry.loadable()[0])
-    assert {"torch.pair", "torch.fa4", "jax.cudnn"} <= names
+    assert {"torch.pair", "jax.pair", "torch.fa4", "jax.cudnn", "jax.pi0-sampler"} <= names
     assert [name for name in sorted(names) if "cuda" in registry.get(name).untested] == []
 
 
 @pytest.mark.jax
-def test_no_pair_of_jax_has_been():
-    assert "jax.pair" not in measured()
-    assert "cuda" in registry.get("jax.pair").untested
+def test_what_was_not_is_called_so():
+    assert "jax.gemma-stack" not in measured()
+    assert "cuda" in registry.get("jax.gemma-stack").untested

@@ -24,7 +24,6 @@ class JaxPair(Pairing):
 
     name = "jax.pair"
     framework = "jax"
-    untested = ("cuda",)
 
     def order(self, role: Role, workload: Workload) -> Sequence[str]:
         del workload

@@ -14,6 +14,8 @@ from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
 class JaxGemmaStack(JaxModelStep):
     """Blocks in a scan, each recomputed in the backward pass."""
 
+    untested = ("cuda", "rocm", "tpu")
+
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         """Causal or full self-attention."""
         return unsupported(workload)

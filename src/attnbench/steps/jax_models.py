@@ -14,7 +14,7 @@ class JaxModelStep(StepImplementation):
     """`jax.STEP` by the einsum, `jax.STEP-flash[impl=auto]` by a flash path."""
 
     framework = "jax"
-    untested = ("cuda", "rocm", "tpu")
+    untested = ("rocm", "tpu")
 
     def __init__(self, step: str, flash: bool) -> None:
         self.name, self.step = f"jax.{step}{'-flash' if flash else ''}", step

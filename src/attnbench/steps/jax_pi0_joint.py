@@ -34,8 +34,6 @@ def sizes(w: Workload) -> list[Sizes]:
 class JaxPi0Attention(JaxPi0):
     """`gemma.Attention`; of a block, `gemma.Block`."""
 
-    untested = ("rocm", "tpu")
-
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
         """(openpi's tree, tokens of each expert, their cotangents)"""
         tree = attention_tree if self.step == "pi0-attention" else block_tree
