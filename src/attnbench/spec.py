@@ -152,7 +152,7 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
         fields = [
             f"{self.batch} x {tokens} tokens",
             f"{heads} heads of {dims}",
-            self.visible_mask.id,
+            self.visible_mask.title,
             self.dtype,
             self.pass_,
         ]

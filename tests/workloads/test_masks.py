@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnbench.errors import InvalidWorkload
+from attnbench.spec import Workload
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask, MaskShape
 
@@ -330,3 +331,26 @@ def test_big_masks_are_counted_without_the_pairs():
     assert masks.causal().pairs(shape) == 2 * million * (million + 1) // 2
     assert masks.window(4095).pairs(shape) == 2 * (million * 4096 - 4096 * 4095 // 2)
     assert masks.dilated([2048, 4096], [1, 2]).pairs(shape) > 0
+
+
+def test_titles_say_what_ids_only_name():
+    many = list(range(9))
+    titles = {
+        "causal": masks.causal(),
+        "block_causal 5, 1, 2": masks.block_causal([0] * 5 + [1] + [4] * 2),
+        "documents 2, 3": masks.documents([7, 7, 8, 8, 8]),
+        "lengths 3, 0": masks.lengths([3, 0]),
+        "causal&lengths 4": masks.causal() & masks.lengths([4, 4]),
+    }
+    assert [mask.title for mask in titles.values()] == list(titles)
+    for mask in (
+        masks.block_causal(many),
+        masks.lengths(many),
+        masks.block_causal([1, 0]),
+        masks.documents([[0], [1]]),
+    ):
+        assert mask.title == mask.id, "too many to list, not consecutive, or rows that differ"
+    dropped = masks.blocks([[True, False], [False, False]], 64)
+    assert dropped.title == f"{dropped.id} (75 % of the blocks dropped)"
+    named = titles["block_causal 5, 1, 2"]
+    assert named.title in Workload(batch=1, q_len=8, heads=1, head_dim=8, mask=named).title

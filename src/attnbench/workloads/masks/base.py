@@ -54,6 +54,11 @@ class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
         """Readable, stable, part of the workload's id."""
         raise NotImplementedError
 
+    @property
+    def title(self) -> str:
+        """What people read: the id, or what it stands for where that is short."""
+        return self.id
+
     def split(self) -> tuple[Mask, ...]:
         """The masks that `&` joined; itself where none were."""
         return (self,)

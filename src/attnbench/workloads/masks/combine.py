@@ -32,6 +32,10 @@ class Both(Mask, frozen=True, tag="both"):
         return "&".join(part.id for part in self.parts)
 
     @property
+    def title(self) -> str:
+        return "&".join(part.title for part in self.parts)
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         return tuple(kind for part in self.parts for kind in part.kinds)
 

@@ -24,6 +24,11 @@ class Blocks(Mask, frozen=True, tag="blocks"):
         return f"blocks{self.block_size}-{self.block_mask.digest}"
 
     @property
+    def title(self) -> str:
+        """With the share of blocks that are dropped."""
+        return f"{self.id} ({100 * (1 - self.block_mask.array.mean()):.0f} % of the blocks dropped)"
+
+    @property
     def per_batch(self) -> bool:
         return _axes_of(self.block_mask)[0] > 1
 

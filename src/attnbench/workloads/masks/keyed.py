@@ -8,12 +8,19 @@ from attnbench.errors import InvalidWorkload
 from attnbench.workloads.masks.base import Mask, MaskShape, Namespace, Predicate
 from attnbench.workloads.masks.data import FrozenArray
 
+FEW = 6
+"""Numbers that a title lists."""
+
 
 def _check_rows(name: str, array: np.ndarray, batch: int, length: int | None, axis: str) -> None:
     if array.shape[0] not in (1, batch):
         raise InvalidWorkload(f"{name} has {array.shape[0]} batch rows, the workload has {batch}.")
     if length is not None and array.shape[1] != length:
         raise InvalidWorkload(f"{name} covers {array.shape[1]} tokens, {axis} is {length}.")
+
+
+def _listed(sizes: np.ndarray) -> str:
+    return ", ".join(map(str, sizes.tolist()))
 
 
 class _TokenIds(Mask, frozen=True):
@@ -26,6 +33,15 @@ class _TokenIds(Mask, frozen=True):
     def id(self) -> str:
         other = "" if self.q_ids is None else f"+{self.q_ids.digest}"
         return f"{self.kinds[0].replace('_', '')}-{self.ids.digest}{other}"
+
+    @property
+    def title(self) -> str:
+        """The sizes of consecutive blocks, where all rows have the same few."""
+        rows = self.ids.array
+        if self.q_ids is not None or len(rows) > 1 or np.any(np.diff(rows) < 0):
+            return self.id
+        sizes = np.unique(rows, return_counts=True)[1]
+        return f"{self.kinds[0]} {_listed(sizes)}" if len(sizes) <= FEW else self.id
 
     @property
     def per_batch(self) -> bool:
@@ -101,6 +117,13 @@ class Lengths(Mask, frozen=True, tag="lengths"):
     @property
     def id(self) -> str:
         return f"lengths-{self.kv_lengths.digest}"
+
+    @property
+    def title(self) -> str:
+        """The length of all rows, or of each of a few."""
+        lengths = self.kv_lengths.array
+        shown = np.unique(lengths) if np.all(lengths == lengths[0]) else lengths
+        return f"lengths {_listed(shown)}" if len(shown) <= FEW else self.id
 
     @property
     def per_batch(self) -> bool:
