@@ -150,21 +150,25 @@ def _runs(pid):
         return False
 
 
-def test_ranks_end_with_the_process_that_drives_them():
+def test_ranks_end_with_the_process_that_drives_them(tmp_path):
+    """However it ends: workers are killed with their whole process group, and nothing is left on the disk."""
     program = (
         "import time; from attnbench.impls.ring import messages as m, pool; "
         "ring = pool.ring(2, 'cpu', 1, 30.0); ring.ask([(m.Forget([]), ())] * 2); "
         "print(*ring.pids, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
+    own = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, **own) as driver:
         ranks = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(ranks) == 2
         assert all(_runs(pid) for pid in ranks)
-        driver.kill()
+        assert list(tmp_path.glob("attnbench-ring-*"))
+        os.killpg(driver.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while any(_runs(pid) for pid in ranks) and time.monotonic() < deadline:
+    while (any(map(_runs, ranks)) or any(tmp_path.glob("attnbench-ring-*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(_runs(pid) for pid in ranks)
+    assert not list(tmp_path.glob("attnbench-ring-*"))
 
 
 def test_what_a_kernel_cannot_do_is_refused_before_anything_is_sent():

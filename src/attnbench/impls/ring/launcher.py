@@ -65,6 +65,7 @@ class RankProcesses:
             stdout=self._log,
             stderr=self._log,
             env=_environment(),
+            start_new_session=True,  # who kills a driver with all it started leaves this one to clear up
         )
         for end in (theirs, *(end for _, end in ends)):
             end.close()

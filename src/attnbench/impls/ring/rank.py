@@ -6,14 +6,18 @@ which it tells line by line over the control socket. A rank serves its driver un
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
+import shutil
+import signal
 import sys
 import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -185,7 +189,22 @@ def main() -> None:
         ranks[pid] = rank
     for descriptor in descriptors:
         os.close(descriptor)
-    die_with_parent(control)
+
+    def end() -> None:
+        """What a driver that was killed cannot do itself."""
+        for pid in list(ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(Path(store).parent, ignore_errors=True)
+
+    die_with_parent(control, end)
+    try:
+        _report(ranks, control)
+    finally:
+        end()
+
+
+def _report(ranks: dict[int, int], control: int) -> None:
     with os.fdopen(os.dup(control), "w", buffering=1) as told:
         for rank, pid in sorted((rank, pid) for pid, rank in ranks.items()):
             told.write(f"pid {rank} {pid}\n")
