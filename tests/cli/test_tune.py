@@ -128,6 +128,15 @@ def test_constraints_hold_in_every_round(lab: fake_lab.FakeLab):
     assert lengths(lab) == [[128, 2048]]
 
 
+@pytest.mark.parametrize("options", [["--max-error", "0.5"], ["--only", "torch"], ["--deterministic"]])
+def test_constraints_that_leave_all_sharpen_as_none_do(lab: fake_lab.FakeLab, options: list[str]):
+    assert execute(["tune", *FEW]) == 0
+    free, lab.requests[:] = lengths(lab), []
+    assert len(free) > 1
+    assert execute(["tune", *FEW, *options]) == 0
+    assert lengths(lab) == free
+
+
 @pytest.mark.parametrize(
     ("options", "measured"),
     [

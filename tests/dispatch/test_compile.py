@@ -319,3 +319,14 @@ def test_with_dynamic_sizes_the_backward_is_that_of_the_kernel_that_ran():
 def train_entry(name):
     work = ab.Workload(batch=1, q_len=32, heads=4, head_dim=16, mask=OUTER, pass_="train")
     return Entry(at=shape_of(work), use=Choice(implementation=name, candidates=1, measured=work.id))
+
+
+@pytest.mark.parametrize("impl", ["torch.sdpa", "torch.sdpa-math"])
+def test_a_named_one_without_a_backward_pass_of_its_own_is_trained_at_every_size(impl):
+    run = torch.compile(lambda *x: ab.attention(*x, impl=impl), backend="aot_eager", fullgraph=True)
+    for batch in (2, 3, 4):
+        given = [torch.randn(batch, 5, 4, 8, requires_grad=True) for _ in range(3)]
+        found = torch.autograd.grad(run(*given).sum(), given)
+        wanted = torch.autograd.grad(ab.attention(*given, impl="torch.eager").sum(), given)
+        for one, exact in zip(found, wanted):
+            torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-5)

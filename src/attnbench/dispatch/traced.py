@@ -3,7 +3,7 @@
 Dynamo follows `attention` here and sees plain values only. The choice is made from the shapes while it traces, by a
 function that it calls and does not follow; then it looks into the call that was built, or, where the implementation
 is not `traceable`, writes one operator into the graph. Where a size is dynamic nothing can be chosen yet: the graph
-gets an operator that chooses when it runs.
+gets an operator that chooses when it runs, unless a named implementation could not be trained that way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from attnbench import registry
 from attnbench.dispatch.plan import Words, built, chosen, demand_of
-from attnbench.spec import Array, Call
+from attnbench.spec import Array, Call, Workload
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks.combine import mask_of
 from attnbench.workloads.masks.literals import literal
@@ -45,7 +45,8 @@ def attention(
 
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse))
-    if all(has_static_value(size) for x in (q, k, v) for size in x.shape):
+    known = all(has_static_value(size) for x in (q, k, v) for size in x.shape)
+    if known or (train and must_be_looked_into(impl)):
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
         name = chosen_now(outlines, train, *words)
     else:
@@ -73,6 +74,8 @@ class Calls:
 
 
 CALLS = Calls()
+ANY = Workload(batch=1, q_len=128, heads=4, head_dim=64, pass_="train")
+"""Whoever has a partial form has one for this."""
 
 
 @constant_when_traced
@@ -89,6 +92,17 @@ def chosen_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) ->
     else:
         call = as_operator(words, train, (pick.name, decision.config))
     return CALLS.keep(call, outlines, train, mask, rest, pick.name, decision.config, registry.generation())
+
+
+@constant_when_traced
+def must_be_looked_into(impl: str) -> bool:
+    """Whether a named implementation can be part of a graph and has no backward pass that an operator could call: then
+    each shape has a graph of its own."""
+    if impl == "auto":
+        return False
+    name, config = registry.asked(impl)
+    implementation = registry.get(name)
+    return implementation.traceable and implementation.partial(ANY, config) is None
 
 
 @constant_when_traced
