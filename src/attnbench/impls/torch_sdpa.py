@@ -23,6 +23,7 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
 )
 from attnbench.impls.torch_masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
+from attnbench.impls.torch_sdpa_aten import dense_rows, has_dense_rows
 from attnbench.impls.torch_sdpa_turns import Pinned
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
@@ -88,8 +89,10 @@ class Sdpa(Implementation):
         operator = torch_sdpa_aten.operator("flash", workload) if biased else None
 
         def call(q: Array, k: Array, v: Array) -> Array:
-            if operator is not None and q.device.type != "cpu" and is_dynamo_compiling():
-                return operator(q, k, v)[0]
+            if is_dynamo_compiling():
+                q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+                if operator is not None and q.device.type != "cpu":
+                    return operator(q, k, v)[0]
             mask = masks(q.device)
             try:
                 with pinned():
@@ -98,6 +101,8 @@ class Sdpa(Implementation):
                     )
             except RuntimeError as error:
                 if any(words in str(error) for words in NO_KERNEL):
+                    if not all(map(has_dense_rows, (q, k, v))):
+                        return call(dense_rows(q), dense_rows(k), dense_rows(v))
                     raise Unsupported(
                         f"{self.name} has no kernel for {workload.id} on {q.device.type}: {error}"
                     ) from error

@@ -69,10 +69,34 @@ def _guarded(pair: Partial) -> Partial:
 
 def _pair(backend: str, workload: Workload) -> Partial | None:
     if backend == "flash":
-        return _by_device(_cpu_flash(workload), _gpu_flash(workload))
-    if backend == "efficient":
-        return _efficient(workload)
-    return _cudnn(workload) if backend == "cudnn" else None
+        found = _by_device(_cpu_flash(workload), _gpu_flash(workload))
+    elif backend == "efficient":
+        found = _efficient(workload)
+    else:
+        found = _cudnn(workload) if backend == "cudnn" else None
+    return None if found is None else _of_dense_rows(found)
+
+
+def has_dense_rows(x: Array) -> bool:
+    """What the operators take for granted: with another stride of the last axis they read wrong numbers."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
+def dense_rows(x: Array) -> Array:
+    """The array, or a copy that has them."""
+    return x if has_dense_rows(x) else x.contiguous()
+
+
+def _of_dense_rows(pair: Partial) -> Partial:
+    forward, backward = pair
+
+    def run_forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return forward(dense_rows(q), dense_rows(k), dense_rows(v))
+
+    def run_backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        return backward(dense_rows(q), dense_rows(k), dense_rows(v), dense_rows(out), lse, dense_rows(dout))
+
+    return run_forward, run_backward
 
 
 def _by_device(cpu: Partial, gpu: Partial | None) -> Partial:
