@@ -90,12 +90,24 @@ def asked(text: str) -> tuple[str, dict[str, int | float | str | bool]]:
     config: dict[str, int | float | str | bool] = {}
     for word in rest[:-1].split(","):
         key, _, value = (part.strip() for part in word.partition("="))
-        if key not in tunables:
-            offered = f"it has {', '.join(tunables)}" if tunables else "it has none"
-            raise UsageError(f'{name} has no setting "{key}"; {offered}.')
+        _check_setting(name, key)
         config[key] = _converted(name, key, value, type(tunables[key]))
     get(name).configured(config)  # raises for what cannot be
     return name, config
+
+
+def configured(name: str, config: Config) -> Implementation:
+    """The implementation with settings from a file; raises for those that it does not have or take."""
+    for key in config:
+        _check_setting(name, key)
+    return get(name).configured(config)
+
+
+def _check_setting(name: str, key: str) -> None:
+    tunables = get(name).tunables
+    if key not in tunables:
+        offered = f"it has {', '.join(tunables)}" if tunables else "it has none"
+        raise UsageError(f'{name} has no setting "{key}"; {offered}.')
 
 
 def _converted(name: str, key: str, value: str, kind: type) -> int | float | str | bool:

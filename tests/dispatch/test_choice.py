@@ -284,3 +284,19 @@ def test_a_chosen_pair_trains_and_gives_way_where_a_part_of_it_is_missing():
             assert ab.explain(q, k, v, mask=CAUSAL).pick.startswith(picked)
             for found, exact in zip(gradients("auto"), wanted):
                 torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_setting_that_nobody_has_is_no_choice(spy):
+    with ab.use_policy(here(entry("torch.spy", config={"foo": 1}, rivals=(("torch.eager", 1.1),)))):
+        told = ab.explain(*arrays(), mask=CAUSAL)
+    assert told.pick == "torch.eager"
+    assert 'has no setting "foo"; it has blocks' in str(told)
+    assert told.why.startswith("torch.eager in place of torch.spy[foo=1], which cannot run; ")
+
+
+def test_a_block_may_be_entered_again(spy):
+    block = ab.use_policy(here(entry("torch.spy")))
+    for _ in range(2):
+        with block, block:
+            assert ab.explain(*arrays(), mask=CAUSAL).pick == "torch.spy"
+        assert ab.explain(*arrays(), mask=CAUSAL).pick != "torch.spy"

@@ -26,6 +26,7 @@ MASKS = [
     masks.blocks(np.tri(2, dtype=bool), 4),
     masks.dense(np.eye(8, dtype=bool)),
     masks.dense(np.where(np.tri(8, dtype=bool), 0.5, -np.inf)),
+    masks.dense(np.where(np.tri(8, dtype=bool), np.float32(0.1), -np.inf).astype(np.float32)),
     masks.causal() & masks.lengths([8, 3]),
     masks.causal() & masks.valid([[True] * 8, [False] * 3 + [True] * 5]),
 ]

@@ -76,9 +76,10 @@ def _measured(demand: Demand) -> Decision:
             asked.append(Candidate(label, why_not(name, config, demand)))
             if asked[-1].reason is None:
                 evidence = Evidence(one.name, choice, regret if choice.regret_known else None)
-                pick = registry.get(name).configured(config)
-                return Decision(pick, config, str(evidence), asked, evidence, tuple(missed))
-        missed.append(f"what {one.name} chose cannot run here")
+                pick, why = registry.get(name).configured(config), str(evidence)
+                why = why if label == choice.label else f"{label} in place of {choice.label}, which cannot run; {why}"
+                return Decision(pick, config, why, asked, evidence, tuple(missed))
+        missed.append(f"what {one.name} chose ({choice.label}) cannot run here")
     return _fixed(demand, asked, missed)
 
 

@@ -89,7 +89,7 @@ def refusal(implementation: Implementation, workload: Workload, framework: str, 
 def why_not(name: str, config: Config, demand: Demand) -> str | None:
     """Why the implementation of that name cannot do what is asked; None when it can."""
     try:
-        implementation = registry.get(name).configured(config)
+        implementation = registry.configured(name, config)
     except UsageError as error:
         return f"cannot be had here: {error}"
     workload = demand.workload

@@ -5,8 +5,7 @@ A `with` holds for its own thread and task only; the user's file is the setting 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import get_args
@@ -27,6 +26,7 @@ class _Stack(Struct, frozen=True):
     policies: tuple[Policy, ...] = ()
     digests: tuple[str, ...] = ()
     on_miss: OnMiss | None = None
+    outer: _Stack | None = None
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -43,23 +43,31 @@ _stack: ContextVar[_Stack] = ContextVar("attnbench_policies", default=_Stack()) 
 _epoch = 0
 
 
-@contextmanager
-def use_policy(policy: Policy, *, on_miss: OnMiss | None = None) -> Iterator[Policy]:
+class use_policy(AbstractContextManager[Policy]):
     """Ask this policy before all others inside the `with`; such blocks stack, the innermost is asked first.
 
-    `on_miss` ("warn", "error" or "quiet") says what `attention` does in the block where no policy was measured.
+    `on_miss` ("warn", "error" or "quiet") says what `attention` does in the block where no policy was measured; by
+    default what the block around it says, and the setting outside of all.
     """
-    if not isinstance(policy, Policy):
-        raise UsageError(f"use_policy takes what load_policy(path) returns, not {policy!r:.60}.")
-    if on_miss not in (None, *get_args(OnMiss)):
-        raise UsageError(f"on_miss is {' or '.join(get_args(OnMiss))}, not {on_miss!r}.")
-    outer = _stack.get()
-    inner = _Stack((policy, *outer.policies), (policy.digest, *outer.digests), on_miss or outer.on_miss)
-    token = _stack.set(inner)
-    try:
-        yield policy
-    finally:
-        _stack.reset(token)
+
+    def __init__(self, policy: Policy, *, on_miss: OnMiss | None = None) -> None:
+        if not isinstance(policy, Policy):
+            raise UsageError(f"use_policy takes what load_policy(path) returns, not {policy!r:.60}.")
+        if on_miss not in (None, *get_args(OnMiss)):
+            raise UsageError(f"on_miss is {' or '.join(get_args(OnMiss))}, not {on_miss!r}.")
+        self._policy = policy
+        self._on_miss: OnMiss | None = on_miss
+
+    def __enter__(self) -> Policy:
+        outer, mine = _stack.get(), self._policy
+        on_miss = self._on_miss or outer.on_miss
+        _stack.set(_Stack((mine, *outer.policies), (mine.digest, *outer.digests), on_miss, outer))
+        return mine
+
+    def __exit__(self, *_: object) -> None:
+        outer = _stack.get().outer
+        assert outer is not None
+        _stack.set(outer)
 
 
 def active() -> tuple[Policy, ...]:

@@ -81,11 +81,12 @@ class Crew:
     def configs(self, one: Asked, workload: Workload) -> Sequence[Config]:
         """What to set an implementation to: as asked, or in every way worth trying where none is meant by its name."""
         implementation = self.registered(one.name)
-        if one.config or implementation is None or not implementation.every_config:
+        if implementation is None or not implementation.every_config or {*implementation.tunables} <= {*one.config}:
             return (one.config,)
         self.start([Group(implementation.framework)])
         environment = self.environment(implementation.framework)
-        found = () if environment is None else implementation.configs_here(workload, environment)
+        named = implementation.configured(one.config)
+        found = () if environment is None else named.configs_here(workload, environment)
         return found or (one.config,)
 
     def spread(self, names: Sequence[str]) -> None:

@@ -192,6 +192,8 @@ def _from_table(table: dict[str, Any], shape: MaskShape) -> Mask:
         table["ids"] = ids_of_sizes(table.pop("sizes"), shape.kv_len)
     if kind == "block_causal" and "mask_ar" in table:
         table["ids"] = ids_of_mask_ar(table.pop("mask_ar"), shape.kv_len)
+    if kind == "dense" and "dtype" in table:
+        table["array"] = _of_dtype(table.get("array"), table.pop("dtype"))
     function = _FUNCTIONS[kind]
     try:
         signature(function).bind(**table)
@@ -199,6 +201,15 @@ def _from_table(table: dict[str, Any], shape: MaskShape) -> Mask:
         fields = ", ".join(signature(function).parameters) or "no fields"
         raise InvalidWorkload(f"a {kind} mask takes {fields}: {error}.") from error
     return function(**table)
+
+
+def _of_dtype(values: Any, dtype: Any) -> np.ndarray:
+    if dtype not in ("float32", "float64"):
+        raise InvalidWorkload(f'dtype of a dense mask is "float32" or "float64", not {dtype!r}.')
+    try:
+        return np.asarray(values, dtype)
+    except (TypeError, ValueError) as error:
+        raise InvalidWorkload("a dense mask with a dtype is a rectangular array of numbers.") from error
 
 
 class _WrongForm(Exception):

@@ -66,6 +66,7 @@ def mask_value(mask: Mask) -> str | dict[str, Any]:
 
 
 def _array_table(mask: Mask) -> dict[str, Any]:
+    told: dict[str, str] = {}
     if isinstance(mask, masks.BlockCausal | masks.Documents):
         fields: dict[str, Any] = {"ids": mask.ids.array}
         if mask.q_ids is not None:
@@ -77,10 +78,11 @@ def _array_table(mask: Mask) -> dict[str, Any]:
     else:
         assert isinstance(mask, masks.Dense)
         fields = {"array": mask.values.array}
+        told = {"dtype": "float32"} if mask.values.dtype == "float32" else {}  # numbers in TOML have 64 bits
     size = max(np.size(value) for value in fields.values())
     if size > LARGEST_ARRAY:
         raise UsageError(f"the mask {mask.id} holds {size} values, more than a suite file should: keep it in Python.")
-    return {"kind": mask.kinds[0], **{name: np.asarray(value).tolist() for name, value in fields.items()}}
+    return {"kind": mask.kinds[0], **{name: np.asarray(value).tolist() for name, value in fields.items()}, **told}
 
 
 def _value(value: Any) -> str:
