@@ -36,3 +36,9 @@ def being_traced() -> bool:
     """Whether torch.compile is tracing in this thread."""
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether it has a shape and no numbers, as in torch.export and under FakeTensorMode."""
+    known = sys.modules.get("torch._subclasses.fake_tensor")
+    return known is not None and known.is_fake(tensor)

@@ -330,3 +330,19 @@ def test_a_named_one_without_a_backward_pass_of_its_own_is_trained_at_every_size
         wanted = torch.autograd.grad(ab.attention(*given, impl="torch.eager").sum(), given)
         for one, exact in zip(found, wanted):
             torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_export_and_fake_arrays_need_no_numbers(mask):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return ab.attention(q, k, v, mask=mask)
+
+    given = [torch.randn(2, 24, 4, 8) for _ in range(3)]
+    for _ in range(2):  # what the first made of fake arrays must not reach the second, nor real ones
+        program = torch.export.export(Model(), tuple(given))
+        with FakeTensorMode() as fakes:
+            assert Model()(*map(fakes.from_tensor, given)).shape == given[0].shape
+    torch.testing.assert_close(program.module()(*given), Model()(*given))

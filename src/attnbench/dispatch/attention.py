@@ -10,9 +10,10 @@ from typing import Any
 from attnbench import policy, registry
 from attnbench.dispatch import traced
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of
-from attnbench.dispatch.autocast import under_autocast
+from attnbench.dispatch.autocast import under_autocast, without_autocast
 from attnbench.dispatch.plan import PLANS, Words, planned
 from attnbench.spec import Array
+from attnbench.tracing import is_fake
 from attnbench.workloads.masks import AnyMask
 
 
@@ -44,7 +45,7 @@ def attention(
         if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled():
             if torch.is_autocast_enabled(q.device.type):
                 q, k, v = under_autocast(q, k, v)
-                with torch.autocast(q.device.type, enabled=False):
+                with without_autocast(q.device.type):
                     return attention(
                         q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout, heads=heads,
                         return_lse=return_lse,
@@ -72,7 +73,7 @@ def attention(
         key, run, train = None, None, _place_and_pass(q, k, v)[1]
     if run is None:
         plan = planned(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
-        if key is not None:
+        if key is not None and not is_fake(q):  # what it made of fake arrays is none that a later call could use
             PLANS.put(key, plan)
         run = plan.run
     return run(q, k, v)

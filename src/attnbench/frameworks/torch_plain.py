@@ -13,7 +13,7 @@ import numpy as np
 
 from attnbench.frameworks.torch_streams import Shared, share
 from attnbench.spec import Call, Workload
-from attnbench.tracing import constant_when_traced
+from attnbench.tracing import constant_when_traced, is_fake
 from attnbench.workloads.masks import Full
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
         kind = torch.float64 if exact else torch.float32
         weight = log_weight(*index).to(kind).expand(sizes).contiguous()
     dead = ~visible.any(-1, keepdim=True)
-    return MaskTensors(visible, weight, dead if bool(dead.any()) else None)
+    return MaskTensors(visible, weight, dead if is_fake(dead) or bool(dead.any()) else None)
 
 
 def once_per_device(make: Callable[[torch.device], Made], constant: bool = True) -> Callable[[torch.device], Made]:
