@@ -82,6 +82,19 @@ def test_gradients_of_rows_that_see_nothing_are_no_nan(softcap):
 
 
 @pytest.mark.torch
+def test_a_bias_gets_its_gradient_or_is_refused():
+    arrays = [to("torch", x) for x in (Q, K, V)]
+    bias = to("torch", BIAS).requires_grad_()
+    for impl in ("auto", "torch.sdpa", "torch.eager"):
+        bias.grad = None
+        attention_with_array(*arrays, bias=bias, impl=impl).square().sum().backward()
+        assert bias.grad.abs().sum() > 0
+    with pytest.raises(InvalidWorkload, match="mask is a constant"):
+        attention_with_array(*arrays, bias=bias, impl="torch.sdpa-math")
+    attention_with_array(*arrays, bias=bias.detach(), impl="torch.sdpa-math")
+
+
+@pytest.mark.torch
 def test_what_cannot_be_is_refused():
     arrays = [to("torch", x) for x in (Q, K, V)]
     with pytest.raises(Unsupported, match="no soft cap"):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import attnbench as ab
 from attnbench import attention as imported_early
 from attnbench.dispatch.torch_sdpa import redirect_sdpa
-from attnbench.errors import UsageError
+from attnbench.errors import Unsupported, UsageError
 from attnbench.workloads import suites
 
 pytestmark = pytest.mark.torch
@@ -323,3 +323,172 @@ def test_dropout_is_told():
     with ab.capture() as calls:
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.0)
     assert "dropout" not in str(calls)
+
+
+class _SlowBackward(torch.autograd.Function):
+    """Backward takes 80 ms, after it has looked at what was saved."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return q + k + v
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _ = ctx.saved_tensors
+        time.sleep(0.08)
+        return gradient, gradient, gradient
+
+
+class TestCheckpointed:
+    """Regions that take 200 ms, each time they run, with attention in them."""
+
+    def run(self, region, reentrant=False, early_stop=True):
+        from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+        x = torch.randn(2, 4, 6, 8, requires_grad=True)
+        with set_checkpoint_early_stop(early_stop), ab.capture() as calls:
+            checkpoint(region, x, use_reentrant=reentrant).sum().backward()
+        assert calls.step_seconds > 0.4
+        return calls
+
+    def at_the_end(self, x):
+        time.sleep(0.2)
+        return F.scaled_dot_product_attention(x * 2, x * 3, x * 4)
+
+    def in_the_middle(self, x):
+        out = self.at_the_end(x)
+        return out.exp() * x
+
+    @pytest.mark.parametrize("region", ["at_the_end", "in_the_middle"])
+    def test_what_is_recomputed_is_neither_a_call_nor_attention(self, region):
+        calls = self.run(getattr(self, region))
+        assert ids(calls) == {"b2-t6-h4-d8-full-float32-train": 1}
+        assert 0 < calls.seconds < 0.2
+        assert "neither counted nor timed" in calls.captured[0].note
+        assert "without what the backward pass recomputes" in calls.method
+
+    def test_the_backward_that_starts_the_recomputation_is_timed(self, monkeypatch):
+        from attnbench.dispatch import attention as dispatch
+
+        monkeypatch.setattr(dispatch, "attention", lambda *x: _SlowBackward.apply(*x))
+        monkeypatch.setattr("attnbench.dispatch.capture._own_hooks", _fresh_hooks)
+
+        def region(x):
+            time.sleep(0.2)
+            return dispatch.attention(x * 2, x * 3, x * 4)
+
+        calls = self.run(region)
+        assert len(calls) == 1
+        assert 0.08 <= calls.seconds < 0.28
+        assert "not timed" not in calls.captured[0].note.replace("neither counted nor timed", "")
+
+    def test_a_recomputation_whose_end_is_not_seen_is_left_out(self):
+        def region(x):
+            out = F.scaled_dot_product_attention(x * 2, x * 3, x * 4)
+            time.sleep(0.2)
+            return out
+
+        calls = self.run(region, early_stop=False)
+        assert ids(calls) == {"b2-t6-h4-d8-full-float32-train": 1}
+        assert calls.seconds < 0.2
+        assert "could not be told from what it recomputes" in calls.captured[0].note
+
+    def test_within_another(self):
+        from torch.utils.checkpoint import checkpoint
+
+        calls = self.run(lambda x: checkpoint(self.at_the_end, x.exp(), use_reentrant=False).sin())
+        assert ids(calls) == {"b2-t6-h4-d8-full-float32-train": 1}
+        assert calls.seconds < 0.2
+        assert "neither counted nor timed" in calls.captured[0].note
+
+    def test_reentrant_both_are_calls_and_it_is_told(self):
+        calls = self.run(self.at_the_end, reentrant=True)
+        assert ids(calls) == {"b2-t6-h4-d8-full-float32-forward": 1, "b2-t6-h4-d8-full-float32-train": 1}
+        assert calls.seconds < 0.2
+        notes = {one.workload.pass_: one.note for one in calls}
+        assert "made in a backward pass" in notes["train"]
+        assert not notes["forward"]
+        assert "recomputes" not in calls.method
+
+
+def test_a_call_that_fails_is_no_call():
+    q = torch.randn(2, 4, 6, 8)
+    with redirect_sdpa("torch.eager"), ab.capture() as calls:
+        with pytest.raises(Unsupported):
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        F.scaled_dot_product_attention(q, q, q)
+    assert len(calls) == 1
+
+
+def test_the_operators_that_made_a_learned_bias_are_not_attention():
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(0.2)
+            return gradient
+
+    q, k, v = tensors(2, 4, 6, 8, grad=True)
+    bias = torch.zeros(6, 6, requires_grad=True)
+    with ab.capture() as calls:
+        F.scaled_dot_product_attention(q, k, v, Slow.apply(bias)).square().sum().backward()
+    assert bias.grad is not None
+    assert calls.seconds < 0.2
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+class TestVmap:
+    """Three examples of a batch of two."""
+
+    Q = torch.randn(3, 2, 4, 6, 8)
+    MASKS = LOWER & torch.ones(3, 2, 1, 1, 1, dtype=torch.bool)
+
+    def one(self, function, *arrays, **how):
+        with ab.capture() as calls:
+            torch.vmap(function, **how)(*arrays)
+        (one,) = calls
+        return one.workload.id, one.note
+
+    def test_the_batch_is_that_of_all_examples(self):
+        told = "called under vmap: its 3 examples are written as one batch"
+        found = self.one(lambda q: F.scaled_dot_product_attention(q, q, q), self.Q)
+        assert found == ("b6-t6-h4-d8-full-float32-forward", told)
+        found = self.one(lambda q: ab.attention(q, q, q, layout="bhsd"), self.Q)
+        assert found == ("b6-t6-h4-d8-full-float32-forward", told)
+        found = self.one(lambda q, k: F.scaled_dot_product_attention(q, k, k), self.Q, self.Q[0], in_dims=(0, None))
+        assert found == ("b6-t6-h4-d8-full-float32-forward", told)
+
+    def test_levels_multiply_and_gradients_lie_between(self):
+        nested = torch.vmap(lambda q: F.scaled_dot_product_attention(q, q, q))
+        assert self.one(nested, self.Q)[0] == "b6-t6-h4-d8-full-float32-forward"
+        gradient = torch.func.grad(lambda q: F.scaled_dot_product_attention(q, q, q).sum())
+        assert self.one(gradient, self.Q)[0] == "b6-t6-h4-d8-full-float32-train"
+
+    def test_a_mask_that_all_share(self):
+        found = self.one(lambda q: F.scaled_dot_product_attention(q, q, q, LOWER), self.Q)
+        assert found[0] == "b6-t6-h4-d8-causal-float32-forward"
+
+    def test_a_mask_for_each_row_of_an_example(self):
+        found = self.one(lambda q: F.scaled_dot_product_attention(q, q, q, self.MASKS[0]), self.Q)
+        assert found == ("b2-t6-h4-d8-causal-float32-forward", "called under vmap: written as one of its 3 examples")
+        lengths = ab.masks.lengths([3, 2])
+        found = self.one(lambda q: ab.attention(q, q, q, mask=lengths, layout="bhsd"), self.Q)
+        assert found[0].startswith("b2-t6-h4-d8-lengths")
+        assert "one of its 3 examples" in found[1]
+
+    def test_a_mask_for_each_example(self):
+        found = self.one(lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask), self.Q, self.MASKS)
+        assert found[0] == "b6-t6-h4-d8-full-float32-forward"
+        assert "differs between the examples" in found[1]
+
+    def test_traced(self):
+        torch._dynamo.reset()
+        compiled = torch.compile(torch.vmap(lambda q: F.scaled_dot_product_attention(q, q, q)), backend="eager")
+        with ab.capture() as calls:
+            compiled(self.Q)
+        (one,) = calls
+        assert "written as one of its 3 examples" in one.note

@@ -17,7 +17,7 @@ from flax import nnx
 
 from attnbench.dispatch import flax as ours
 from attnbench.dispatch.flax import attention_fn
-from attnbench.errors import Unsupported
+from attnbench.errors import Unsupported, UsageError
 
 pytestmark = pytest.mark.jax
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -175,6 +175,34 @@ def test_precision_is_handed_on(precision, monkeypatch):
     assert found == [getattr(precision, "name", precision).lower()]
 
 
+PRESET = jax.lax.DotAlgorithmPreset
+SAME_PRECISIONS = {
+    PRESET.F32_F32_F32: "F32_F32_F32",
+    PRESET.DEFAULT: "default",
+    "BF16_BF16_F32_X3": "BF16_BF16_F32_X3",
+    "fastest": "default",
+    "bfloat16_3x": "high",
+    "float32": "highest",
+    ("high", "high"): "high",
+    (jax.lax.Precision.HIGHEST,) * 2: "highest",
+}
+
+
+@pytest.mark.parametrize("precision", SAME_PRECISIONS, ids=str)
+def test_precisions_that_flax_takes(precision, monkeypatch):
+    found, right = [], ours.dispatch.attention
+
+    def attention(*a, **k):
+        found.append(jax.config.jax_default_matmul_precision)
+        return right(*a, **k)
+
+    monkeypatch.setattr(ours.dispatch, "attention", attention)
+    q = jax.random.normal(jax.random.key(5), (2, 5, 4, 8))
+    expected = nn.dot_product_attention(q, q, q, precision=precision)
+    np.testing.assert_allclose(attention_fn(q, q, q, precision=precision), expected, rtol=0.05, atol=0.05)
+    assert found == [SAME_PRECISIONS[precision]]
+
+
 class TestRefused:
     def test_dropout_while_training(self):
         layer = linen_layer(attention_fn, dropout_rate=0.1)
@@ -199,6 +227,15 @@ class TestRefused:
     def test_two_precisions(self):
         with pytest.raises(Unsupported, match="one precision"):
             attention_fn(X[..., None, :], X[..., None, :], X[..., None, :], precision=("high", "highest"))
+
+    def test_an_algorithm_in_fields(self):
+        fields = jax.lax.DotAlgorithm(np.float32, np.float32, np.float32)
+        with pytest.raises(Unsupported, match="takes a DotAlgorithmPreset"):
+            attention_fn(X[..., None, :], X[..., None, :], X[..., None, :], precision=fields)
+
+    def test_a_precision_that_is_none(self):
+        with pytest.raises(UsageError, match="'exact' is no precision of JAX"):
+            attention_fn(X[..., None, :], X[..., None, :], X[..., None, :], precision="exact")
 
     def test_an_implementation_that_cannot(self):
         with pytest.raises(Unsupported, match=r"jax\.cudnn"):

@@ -223,6 +223,21 @@ def test_attention_weights_are_refused():
         hf.attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=True)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_attention_weights_that_the_model_tells_no_layer_of_are_refused(compiled):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, bos_token_id=1, eos_token_id=2)
+    lm, ids = GPT2LMHeadModel(config).eval(), batch(None)["input_ids"]
+    assert len(with_attention(lm, "eager", lambda m: m(ids, output_attentions=True).attentions)) == 2
+    lm.set_attn_implementation("attnbench")
+    torch._dynamo.reset()
+    call = torch.compile(lm, backend="eager") if compiled else lm
+    assert len(call(ids, output_hidden_states=True).hidden_states) == 3
+    with pytest.raises(Unsupported, match="gives no attention weights"):
+        call(ids, output_attentions=True)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_keys_without_a_mask_are_not_guessed(window):
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 9, 8)
@@ -301,3 +316,29 @@ def test_names_that_are_not_ours_are_refused(name):
 
 def test_a_name_of_ours_may_be_registered_again():
     assert hf.register("attnbench-again") == hf.register("attnbench-again", impl="torch.eager")
+
+
+@pytest.mark.parametrize("name", ["ab-torch.sdpa-flash", "flash", "owner/name", "paged|mine"])
+def test_names_that_transformers_reads_as_something_else_are_refused(name):
+    from transformers import AttentionInterface
+
+    with pytest.raises(UsageError, match="no model would load"):
+        hf.register(name)
+    assert name not in AttentionInterface().valid_keys()
+
+
+def test_a_model_loads_with_the_name_that_is_proposed():
+    with pytest.raises(UsageError, match=r'as in "ab-torch\.sdpa-fa"'):
+        hf.register("ab-torch.sdpa-flash", "torch.sdpa-math")
+    lm = model("llama")
+    lm.set_attn_implementation(hf.register("ab-torch.sdpa-fa", "torch.sdpa-math"))
+    lm(**batch(None))
+
+
+def test_a_mask_that_wants_gradients_gets_them_or_is_refused():
+    q = torch.randn(1, 2, 4, 8)
+    mask = torch.zeros(1, 1, 4, 4, requires_grad=True)
+    hf.attention_forward(torch.nn.Module(), q, q, q, mask)[0].square().sum().backward()
+    assert mask.grad.abs().sum() > 0
+    with pytest.raises(UsageError, match="mask is a constant"):
+        hf.attention_forward(torch.nn.Module(), q, q, q, mask, impl="torch.sdpa-math")

@@ -165,6 +165,21 @@ class TestRedirect:
         assert F.scaled_dot_product_attention is BUILTIN
         assert torch.backends.mha.get_fastpath_enabled()
 
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_blocks_that_overlap_leave_the_fast_path_as_it_was(self, enabled):
+        mha = torch.backends.mha
+        mha.set_fastpath_enabled(enabled)
+        try:
+            first, second = redirect_sdpa(), redirect_sdpa()
+            first.__enter__()
+            second.__enter__()
+            first.__exit__(None, None, None)
+            assert not mha.get_fastpath_enabled()
+            second.__exit__(None, None, None)
+            assert mha.get_fastpath_enabled() == enabled
+        finally:
+            mha.set_fastpath_enabled(True)
+
     def test_blocks_nest(self, seen):
         q, k, v = tensors(*SHAPES["4 axes"])
         with redirect_sdpa("torch.eager"):

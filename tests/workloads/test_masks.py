@@ -354,3 +354,13 @@ def test_titles_say_what_ids_only_name():
     assert dropped.title == f"{dropped.id} (75 % of the blocks dropped)"
     named = titles["block_causal 5, 1, 2"]
     assert named.title in Workload(batch=1, q_len=8, heads=1, head_dim=8, mask=named).title
+
+
+@pytest.mark.torch
+def test_a_mask_that_wants_gradients_is_refused_where_they_are_recorded():
+    torch = pytest.importorskip("torch")
+    bias = torch.zeros(5, 7, requires_grad=True)
+    with pytest.raises(InvalidWorkload, match=r"constant .* pass it with \.detach\(\)"):
+        masks.dense(bias)
+    with torch.no_grad():
+        assert masks.dense(bias) == masks.dense(bias.detach())

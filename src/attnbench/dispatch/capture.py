@@ -2,7 +2,7 @@
 
 Seen are `ab.attention` (and with it everything that is registered, redirected or handed to Flax here), torch's
 `F.scaled_dot_product_attention`, and `jax.nn.dot_product_attention`. A call within another one is part of it and is not
-counted again.
+counted again, and neither is one that activation checkpointing makes again in the backward pass.
 
 What a compiler traces is seen while it is traced, counted once for each workload, and not when it runs: then there is
 no share, and a mask array, which has no values then, is written as `full` with a note. torch.compile notices that the
@@ -24,13 +24,14 @@ from msgspec.structs import replace
 
 from attnbench.dispatch import array_masks, decode
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.capture_clock import METHODS, Span
+from attnbench.dispatch.capture_clock import METHODS, Recomputed, Span, in_backward
 from attnbench.dispatch.captured import Calls, Captured
 from attnbench.dispatch.hooks import Hook
 from attnbench.dispatch.seen_calls import (
     Seen,
     clock_of,
     from_outline,
+    joined,
     of_array_masks,
     of_attention,
     of_jax_nn,
@@ -41,9 +42,14 @@ from attnbench.dispatch.seen_calls import (
     wants_gradient,
 )
 from attnbench.errors import UsageError
+from attnbench.spec import Workload
 
 SEEN_ONCE = "traced, so counted once however often it runs"
 TRACED = "attention was traced, and what a compiler makes of it runs where we cannot time it"
+RECOMPUTED = "made again in the backward pass (checkpointing), which is neither counted nor timed"
+IN_BACKWARD = "made in a backward pass, and counted as a call of its own"
+LEFT_OUT = "an operator of its backward pass could not be told from what it recomputes, and is not timed"
+LESS = "without what the backward pass recomputes"
 
 
 class _Call(NamedTuple):
@@ -51,6 +57,8 @@ class _Call(NamedTuple):
     seen: Seen
     span: Span | None
     wants_gradients: bool
+    again: bool = False
+    """Whether it was made in a backward pass."""
 
 
 class _Recorder:
@@ -60,6 +68,7 @@ class _Recorder:
         self.calls: list[_Call] = []
         self.unread: list[str] = []
         self._here = threading.local()
+        self._recomputed = Recomputed()
 
     def handler(self, via: str, read: Callable[..., Seen], outline: Callable[..., None] | None) -> Callable[..., Any]:
         """Records a call of one function and makes it."""
@@ -86,23 +95,31 @@ class _Recorder:
 
     def _recorded(self, via: str, read: Any, proceed: Any, args: Any, kwargs: Any) -> Any:
         inputs = _first_three(args, kwargs)
+        again = in_backward()
         try:
             seen = read(*args, **kwargs)
             kind = clock_of(inputs[0])
         except (UsageError, TypeError, AttributeError) as error:
             self.unread.append(f"a call of {via} could not be read: {error}")
+            if again:
+                self._recomputed.note(None)
             return proceed(*args, **kwargs)
-        span = None if kind is None else Span(kind)
-        wants = any(wants_gradient(x) for x in inputs)
-        self.calls.append(_Call(via, seen, span, wants))
+        span = None if kind is None else Span(kind, self._recomputed)
+        call = _Call(via, seen, span, any(wants_gradient(x) for x in inputs), again)
         if span is None:
+            self.calls.append(call)
             return proceed(*args, **kwargs)
         if kind == "jax":
             _wait(inputs)
-        out = span.around(lambda: _wait(proceed(*args, **kwargs)) if kind == "jax" else proceed(*args, **kwargs))
+        if again:
+            self.calls.append(call)  # also when it ends with the exception that stops the recomputation
+            out = span.around_again(lambda: proceed(*args, **kwargs))
+        else:
+            out = span.around(lambda: _wait(proceed(*args, **kwargs)) if kind == "jax" else proceed(*args, **kwargs))
+            self.calls.append(call)
         result = out[0] if isinstance(out, tuple) else out
         if getattr(result, "grad_fn", None) is not None:
-            span.watch_backward(result, inputs)
+            span.watch_backward(result, (*args, *kwargs.values()))
         return out
 
 
@@ -128,7 +145,7 @@ def capture() -> Iterator[Calls]:
 def _fill(calls: Calls, recorder: _Recorder) -> None:
     known: dict[Any, Any] = {}
     groups: dict[tuple[str, str, bool], Captured] = {}
-    for call in recorder.calls:
+    for call in sorted(recorder.calls, key=lambda one: one.again):
         try:
             workload, note = call.seen.workload(known)
         except UsageError as error:
@@ -137,16 +154,27 @@ def _fill(calls: Calls, recorder: _Recorder) -> None:
         trains = call.wants_gradients if call.span is None else call.span.has_backward
         workload = replace(workload, pass_="train" if trains else "forward")
         if call.span is None:
-            told = "; ".join(filter(None, (SEEN_ONCE, note)))
+            told = joined(SEEN_ONCE, note)
             groups[workload.id, call.via, True] = Captured(workload, 1, call.via, None, told)
+            continue
+        if call.again and not trains and (first := _made_before(groups, workload, call.via)) is not None:
+            groups[first] = replace(groups[first], note=joined(groups[first].note, RECOMPUTED))
             continue
         one = groups.get((workload.id, call.via, False), Captured(workload, 0, call.via, 0.0))
         total = (one.seconds or 0.0) + call.span.seconds
-        groups[workload.id, call.via, False] = replace(one, count=one.count + 1, seconds=total, note=note or one.note)
+        told = joined(one.note, note, IN_BACKWARD if call.again else "", LEFT_OUT if call.span.left_out else "")
+        groups[workload.id, call.via, False] = replace(one, count=one.count + 1, seconds=total, note=told)
     calls.captured = sorted(groups.values(), key=lambda one: -one.count)
     kinds = {call.span.kind for call in recorder.calls if call.span is not None}
-    calls.method = "; ".join(METHODS[kind] for kind in sorted(kinds))
+    less = LESS if any(RECOMPUTED in one.note or LEFT_OUT in one.note for one in calls) else ""
+    calls.method = joined(*(METHODS[kind] for kind in sorted(kinds)), less)
     calls.reason = _why_no_share(recorder)
+
+
+def _made_before(groups: dict[tuple[str, str, bool], Captured], workload: Workload, via: str) -> Any:
+    """Where the calls are that one in a backward pass repeats; None when it repeats none."""
+    keys = [(replace(workload, pass_=one).id, via, False) for one in ("train", "forward")]
+    return next((key for key in keys if key in groups), None)
 
 
 def _why_no_share(recorder: _Recorder) -> str:

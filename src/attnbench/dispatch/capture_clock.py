@@ -2,10 +2,16 @@
 
 On a CPU torch works when it is called, so the wall clock is right. On a GPU events are put into the stream and read at
 the end: nothing waits for anything while the step runs.
+
+Activation checkpointing computes a region of the model again inside an operator of the backward pass, and attention
+with it. That is no call of its own and is not timed. An operator in which it happens is timed from the end of the
+recomputation, where an exception through attention shows the end; else the operator is left out.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from time import perf_counter_ns
 from typing import Any
@@ -16,16 +22,33 @@ METHODS = {
     "jax": "wall clock around each call, waiting for its arrays before and after",
     "numpy": "wall clock around each call",
 }
+EARLY_STOP = "_StopRecomputationError"
+"""What torch.utils.checkpoint raises when it has recomputed all that it needs."""
+
+
+class Recomputed(threading.local):
+    """Calls inside the operators of a backward pass, as the thread that runs these has seen them."""
+
+    count = 0
+    over: Any = None
+    """When the last of them ended the recomputation, and on which clock; None where that went on."""
+
+    def note(self, over: Any) -> None:
+        """One more."""
+        self.count, self.over = self.count + 1, over
 
 
 class Span:
     """Intervals of one call, read when everything has run."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, recomputed: Recomputed) -> None:
         self.kind = kind
+        self._recomputed = recomputed
         self._intervals: list[tuple[Any, Any]] = []
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, tuple[Any, int]] = {}
         self.has_backward = False
+        self.left_out = False
+        """Whether an operator of the backward pass could not be timed."""
 
     def now(self) -> Any:
         """A point in time, on the clock of the kind."""
@@ -44,20 +67,39 @@ class Span:
         self._intervals.append((start, self.now()))
         return out
 
+    def around_again(self, call: Callable[[], Any]) -> Any:
+        """Run the call in a backward pass, and say so to the operator that is being timed."""
+        over = None
+        try:
+            return self.around(call)
+        except Exception as error:
+            over = (self.kind, self.now()) if type(error).__name__ == EARLY_STOP else None
+            raise
+        finally:
+            self._recomputed.note(over)
+
     def watch_backward(self, out: Any, inputs: tuple[Any, ...]) -> None:
         """Time each node of the graph between the output and the inputs when autograd runs it."""
-        for node in list(_nodes_between(out.grad_fn, {x.grad_fn for x in inputs})):
+        for node in list(_nodes_between(out.grad_fn, {getattr(x, "grad_fn", None) for x in inputs})):
             key = id(node)
             node.register_prehook(lambda *_, key=key: self._begin(key))
             node.register_hook(lambda *_, key=key: self._end(key))
 
     def _begin(self, key: int) -> None:
         self.has_backward = True
-        self._open[key] = self.now()
+        self._open[key] = self.now(), self._recomputed.count
 
     def _end(self, key: int) -> None:
-        if key in self._open:
-            self._intervals.append((self._open.pop(key), self.now()))
+        if key not in self._open:
+            return
+        start, count = self._open.pop(key)
+        if count != self._recomputed.count:
+            kind, over = self._recomputed.over or (None, None)
+            start = over if kind == self.kind else None
+        if start is None:
+            self.left_out = True
+        else:
+            self._intervals.append((start, self.now()))
 
     @property
     def seconds(self) -> float:
@@ -65,6 +107,12 @@ class Span:
         if self.kind == "cuda":
             return sum(start.elapsed_time(end) for start, end in self._intervals) / 1e3
         return sum(end - start for start, end in self._intervals) / 1e9
+
+
+def in_backward() -> bool:
+    """Whether autograd runs an operator of a backward pass in this thread, as checkpointing asks it too."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch._C._current_graph_task_id() != -1
 
 
 def _nodes_between(first: Any, stops: set[Any]) -> Iterator[Any]:

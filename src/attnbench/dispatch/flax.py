@@ -17,7 +17,7 @@ from typing import Any
 
 from attnbench.dispatch import array_masks
 from attnbench.dispatch import attention as dispatch
-from attnbench.errors import Unsupported
+from attnbench.errors import Unsupported, UsageError
 from attnbench.spec import Array
 from attnbench.workloads import masks
 
@@ -98,9 +98,28 @@ def _precision(precision: Any) -> Any:
 
     if precision is None:
         return nullcontext()
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        raise Unsupported("attnbench's attention takes a DotAlgorithmPreset, not an algorithm written out in fields.")
     if isinstance(precision, tuple | list):
-        raise Unsupported("attnbench's attention takes one precision for all products, not a pair of them.")
-    return jax.default_matmul_precision(getattr(precision, "name", str(precision)).lower())
+        names = {_precision_name(one) for one in precision}
+        if len(names) > 1:
+            raise Unsupported("attnbench's attention takes one precision for all operands, not a pair of them.")
+        return jax.default_matmul_precision(names.pop())
+    return jax.default_matmul_precision(_precision_name(precision))
+
+
+def _precision_name(precision: Any) -> str:
+    """As JAX's setting knows it, which has not every spelling that a product takes."""
+    from jax.lax import DotAlgorithmPreset, Precision
+
+    if isinstance(precision, str) and precision in DotAlgorithmPreset.__members__:
+        precision = DotAlgorithmPreset[precision]
+    if isinstance(precision, DotAlgorithmPreset) and precision is not DotAlgorithmPreset.DEFAULT:
+        return precision.name
+    try:
+        return "default" if precision is DotAlgorithmPreset.DEFAULT else Precision(precision).name.lower()
+    except (ValueError, KeyError):
+        raise UsageError(f"{precision!r} is no precision of JAX.") from None
 
 
 def _one_batch(x: Array) -> Array:

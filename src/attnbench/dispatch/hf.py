@@ -5,7 +5,9 @@ as an attnbench mask: causal, window, padding, packed documents, and the part of
 cannot describe, and what is traced by torch.compile, stays the boolean array that Transformers itself would make.
 
 Whatever a model asks that attention here does not do (dropout, sinks, a position bias, attention weights) is refused
-with the reason; nothing is left out silently.
+with the reason; nothing is left out silently, but for one thing: where layers are compiled and not the whole model, a
+graph that was traced before does not see that attention weights are asked for now of a model that keeps this to itself
+(GPT-2, OPT, StableLM). The weights are empty then, as with Transformers' own sdpa.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from attnbench.dispatch.autocast import under_autocast
 from attnbench.dispatch.hf_masks import Described, DescribedMask, describe
 from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
+from attnbench.tracing import constant_when_traced
 from attnbench.workloads import masks
 from attnbench.workloads.masks import Full
 
@@ -54,12 +57,27 @@ def register(name: str = "attnbench", impl: str = "auto") -> str:
     check_impl(impl)
     if not isinstance(name, str) or not name:
         raise UsageError(f"an attn_implementation has a name, not {name!r}.")
+    _check_name(name)
     if name not in _registered and (name == "eager" or name in AttentionInterface().valid_keys()):
         raise UsageError(f'"{name}" is Transformers\' own: register attnbench under another name.')
     _registered.add(name)
     AttentionInterface.register(name, partial(attention_forward, impl=impl))
     AttentionMaskInterface.register(name, describe)
     return name
+
+
+def _check_name(name: str) -> None:
+    """Names that Transformers reads as something else before it looks among the registered ones."""
+    if "flash" in name:
+        raise UsageError(
+            f'Transformers takes a name with "flash" in it for a package of flash attention, so no model would load '
+            f'with "{name}": leave the word out, as in "{name.replace("flash", "fa")}".'
+        )
+    if "/" in name or name.startswith("paged|"):
+        raise UsageError(
+            f'Transformers takes "owner/name" for a kernel of the Hub and cuts "paged|" off, so no model would load '
+            f'with "{name}": use neither.'
+        )
 
 
 def attention_forward(
@@ -118,7 +136,7 @@ def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) ->
             f"attnbench's attention has no dropout, and this layer asks for {dropout:g}: set config.attention_dropout "
             "(of some models: attention_probs_dropout_prob) to 0, or call model.eval()."
         )
-    if others.pop("output_attentions", None):
+    if others.pop("output_attentions", None) or _weights_recorded():
         raise Unsupported('attnbench gives no attention weights: load the model with attn_implementation="eager".')
     packed = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)
     if packed[0] is not None and len(packed[0]) > 2 and not (isinstance(mask, DescribedMask) and mask.described.packed):
@@ -130,6 +148,27 @@ def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) ->
         if value is not None and name not in NO_MATTER:
             what = REFUSED.get(name, f"the keyword {name}, which it does not know")
             raise Unsupported(f'attnbench\'s attention does not do {what}: use attn_implementation="eager" or "sdpa".')
+
+
+def _weights_recorded() -> bool:
+    """Whether the model collects attention weights: several ask it of the model only, and tell no layer."""
+    import torch
+
+    try:
+        from transformers.utils.output_capturing import _active_collector as collector
+    except ImportError:  # versions before it was there
+        return False
+    if torch.compiler.is_dynamo_compiling() and not collector.compiling:
+        return _weights_recorded_outside()
+    return any("attentions" in key for key in collector.get() or ())
+
+
+@constant_when_traced
+def _weights_recorded_outside() -> bool:
+    """Of a graph: a ContextVar, which torch.compile cannot follow, as it is when the graph is traced."""
+    from transformers.utils.output_capturing import _active_collector as collector
+
+    return any("attentions" in key for key in collector.context_var.get() or ())
 
 
 def _without_mask(q_len: int, kv_len: int, causal: bool, sliding_window: int | None) -> Described:

@@ -20,6 +20,31 @@ Handler = Callable[..., Any]
 """`handler(proceed, *args, **kwargs)`; `proceed(*args, **kwargs)` is what would have been called without it."""
 
 
+class Meanwhile:
+    """A setting of the process with a value of its own while blocks run; the last one out puts back what was there."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> None:
+        self._get, self._put, self._value = get, put, value
+        self._blocks, self._before = 0, None
+        self._lock = RLock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While the block runs, the setting has the value."""
+        with self._lock:
+            if not self._blocks:
+                self._before = self._get()
+            self._put(self._value)
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                if not self._blocks:
+                    self._put(self._before)
+
+
 class Hook:
     """Where handlers of one function are put; the latest is asked first."""
 

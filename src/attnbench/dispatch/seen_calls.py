@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from attnbench import frameworks
 from attnbench.dispatch.recognise import recognise
+from attnbench.dispatch.vmapped import examples, examples_here, varies
 from attnbench.errors import InvalidWorkload
 from attnbench.impls.arrays import workload_of
 from attnbench.spec import Array, Workload
@@ -19,9 +20,20 @@ from attnbench.workloads.masks.literals import literal
 
 UNKNOWN = object()
 """Stands for a mask array that a compiler has no values of."""
+VARIES = object()
+"""Stands for a mask array that is another one in each example of vmap."""
 UNKNOWN_MASK = "its mask array has values only at run time: written as full"
 DROPOUT = "it asked for dropout, which no workload has: written without"
+VARIED_MASK = "its mask array differs between the examples of vmap: written as full"
+ALL_EXAMPLES = "called under vmap: its {} examples are written as one batch"
+ONE_EXAMPLE = "called under vmap: written as one of its {} examples"
 CHANGED_MASK = "its mask array was changed in place after the call: written as it was at the end"
+
+
+def joined(*notes: str) -> str:
+    """Each said once."""
+    said = (part for note in notes for part in note.split("; ") if part)
+    return "; ".join(dict.fromkeys(said))
 
 
 class Form(NamedTuple):
@@ -39,9 +51,26 @@ class Seen(NamedTuple):
     arrays: tuple[tuple[Array, int | None], ...]
     options: dict[str, Any]
     note: str = ""
+    examples: int = 1
+    """So many of what the forms say are computed at once, by vmap."""
 
     def workload(self, known: dict[tuple[int, MaskShape], AnyMask]) -> tuple[Workload, str]:
         """The workload (forward), and what is to be said about it; `known` keeps masks that were recognised."""
+        if self.examples == 1:
+            return self._workload(known)
+        if not any(_has_batch(array) for array, _ in self.arrays):
+            try:
+                workload, note = self._replace(forms=self._all_examples())._workload(known)
+                return workload, joined(note, ALL_EXAMPLES.format(self.examples))
+            except InvalidWorkload:  # a mask of ours that is one for each row of the batch
+                pass
+        workload, note = self._workload(known)
+        return workload, joined(note, ONE_EXAMPLE.format(self.examples))
+
+    def _all_examples(self) -> Any:
+        return tuple(form._replace(shape=(self.examples * form.shape[0], *form.shape[1:])) for form in self.forms)
+
+    def _workload(self, known: dict[tuple[int, MaskShape], AnyMask]) -> tuple[Workload, str]:
         options: dict[str, Any] = self.options
         if options["scale"] == _usual_scale(self.forms[0], options):
             options = options | {"scale": None}
@@ -49,10 +78,10 @@ class Seen(NamedTuple):
         found: list[Any] = [] if self.mask is None else [self.mask]
         note = self.note
         for array, version in self.arrays:
-            if is_traced(array):
-                note = UNKNOWN_MASK
+            if array is VARIES or is_traced(array):
+                note = joined(note, VARIED_MASK if array is VARIES else UNKNOWN_MASK)
                 continue
-            note = CHANGED_MASK if version != _version(array) else note
+            note = joined(note, CHANGED_MASK if version != _version(array) else "")
             key = (id(array), bare.mask_shape)
             if key not in known:
                 known[key] = recognise(array, bare.mask_shape)
@@ -121,8 +150,14 @@ def of_jax_nn(
 
 def _seen(q: Array, k: Array, v: Array, *, options: dict[str, Any], mask: Any = None, arrays: Any = ()) -> Seen:
     forms: Any = tuple(Form(tuple(x.shape), x.dtype) for x in (q, k, v))
-    kept = tuple((array, _version(array)) for array in arrays if array is not None)
-    return Seen(forms, mask, kept, options)
+    arrays = [array for array in arrays if array is not None]
+    kept = tuple((VARIES, None) if varies(array) else (array, _version(array)) for array in arrays)
+    return Seen(forms, mask, kept, options, examples=examples(q, k, v, *arrays))
+
+
+def _has_batch(array: Array) -> bool:
+    shape = getattr(array, "shape", ())
+    return len(shape) >= 4 and shape[0] > 1
 
 
 def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -184,7 +219,8 @@ def from_outline(read: Callable[..., Seen], q: Any, k: Any, v: Any, has_mask: bo
     told = dict(zip(words[::2], words[1::2]))
     if "mask" in told:
         told["mask"] = mask_of(told["mask"])
-    return read(*forms, **array, **told)
+    seen, inside = read(*forms, **array, **told), examples_here()
+    return seen if inside == 1 else seen._replace(note=joined(seen.note, ONE_EXAMPLE.format(inside)))
 
 
 def is_traced(array: Array) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from attnbench.dispatch.hooks import Hook
+from attnbench.dispatch.hooks import Hook, Meanwhile
 
 
 def torch_sdpa(*args: Any, **kwargs: Any) -> Any:
@@ -27,3 +27,11 @@ def sdpa_hook() -> Hook:
 
     function = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
     return Hook(function, "torch.nn.functional", spare=("torch.", "attnbench."), original=torch_sdpa)
+
+
+@cache
+def fast_path_off() -> Meanwhile:
+    """Torch's MultiheadAttention and TransformerEncoderLayer without the fused path that never calls the function."""
+    from torch.backends import mha
+
+    return Meanwhile(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False)

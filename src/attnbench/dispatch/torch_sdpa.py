@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from attnbench import registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.autocast import under_autocast
-from attnbench.dispatch.torch_hook import sdpa_hook, torch_sdpa
+from attnbench.dispatch.torch_hook import fast_path_off, sdpa_hook, torch_sdpa
 from attnbench.errors import Unsupported, UsageError
 from attnbench.impls.arguments import check_tensors
 from attnbench.spec import DTYPE_BYTES
@@ -56,10 +56,9 @@ def redirect_sdpa(impl: str = "auto", *, fallback: bool = False) -> Iterator[Non
 
     Blocks nest (the inner one counts) and end with everything as it was, also after an exception. The fused fast path
     of torch's MultiheadAttention and TransformerEncoderLayer, which never calls the function, is off meanwhile. The
-    function is replaced for the whole process: other threads that call it meanwhile are redirected too.
+    function is replaced for the whole process: other threads that call it meanwhile are redirected too. The backward
+    pass of a region under torch.utils.checkpoint calls it again, so that must run inside the block as well.
     """
-    import torch
-
     check_impl(impl)
 
     def handler(proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -71,13 +70,8 @@ def redirect_sdpa(impl: str = "auto", *, fallback: bool = False) -> Iterator[Non
         finally:
             _HERE.inside = False
 
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    with sdpa_hook().handled_by(handler):
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
+    with sdpa_hook().handled_by(handler), fast_path_off().held():
+        yield
 
 
 def check_impl(impl: str) -> None:

@@ -14,7 +14,7 @@ from attnbench.errors import InvalidWorkload
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks.base import LARGEST_SIZE, Align, Mask, MaskShape, Namespace, Predicate
 from attnbench.workloads.masks.combine import Both, Part
-from attnbench.workloads.masks.data import freeze, integers, to_numpy, whole_number
+from attnbench.workloads.masks.data import check_constant, freeze, integers, to_numpy, whole_number
 from attnbench.workloads.masks.dilated import Dilated
 from attnbench.workloads.masks.gridded import Blocks, Dense
 from attnbench.workloads.masks.keyed import BlockCausal, Documents, Lengths, Valid
@@ -110,7 +110,8 @@ def blocks(block_mask: Any, block_size: int) -> Blocks:
 
 @constant_when_traced
 def dense(array: Any) -> Dense:
-    """Any boolean (True = visible) or additive array that broadcasts to [batch, heads, q_len, kv_len]."""
+    """Any boolean (True = visible) or additive array that broadcasts to [batch, heads, q_len, kv_len]: a constant."""
+    check_constant(array, "a mask")
     values = to_numpy(array, "dense")
     if values.ndim > 4 or values.size == 0:
         raise InvalidWorkload(f"a dense mask has at most 4 axes and is not empty, not {values.shape}.")

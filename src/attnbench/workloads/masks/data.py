@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from operator import index
 from typing import Any
 
@@ -60,6 +61,14 @@ def to_numpy(values: Any, what: str) -> np.ndarray:
     if array.dtype == object:
         raise InvalidWorkload(f"{what} must be a rectangular array of numbers.")
     return array
+
+
+def check_constant(values: Any, what: str) -> None:
+    """A torch tensor that wants gradients is refused while they are recorded: they would be lost without a word."""
+    if getattr(values, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        raise InvalidWorkload(
+            f"{what} is a constant and gives no gradients, but this tensor wants some: pass it with .detach()."
+        )
 
 
 def whole_number(value: Any, what: str) -> int:
