@@ -492,3 +492,25 @@ class TestVmap:
             compiled(self.Q)
         (one,) = calls
         assert "written as one of its 3 examples" in one.note
+
+
+def test_a_block_that_fails_keeps_the_calls_it_made(tmp_path):
+    q = torch.randn(1, 4, 16, 8)
+    with pytest.raises(KeyboardInterrupt), ab.capture() as calls:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        raise KeyboardInterrupt
+    assert [(one.count, one.seconds) for one in calls] == [(1, None)]
+    assert (calls.share, calls.reason) == (None, "the block ended with KeyboardInterrupt")
+    assert "1 call " in str(calls)
+    assert [work.id for work in calls.workloads] == ["b1-t16-h4-d8-causal-float32-forward"]
+    assert "1 attention calls" in calls.save(tmp_path / "x.toml").read_text()
+
+
+def test_every_call_that_cannot_be_written_is_counted(tmp_path):
+    good, empty = torch.randn(1, 2, 8, 8), torch.randn(0, 2, 8, 8)
+    with ab.capture() as calls:
+        for q in (good, empty, empty):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert (len(calls), len(calls.unread)) == (1, 2)
+    assert "    2 not captured: a call of F.scaled_dot_product_attention has no workload of ours" in str(calls)
+    assert "2 more have no workload of ours" in calls.save(tmp_path / "x.toml").read_text()

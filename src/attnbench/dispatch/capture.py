@@ -125,24 +125,30 @@ class _Recorder:
 
 @contextmanager
 def capture() -> Iterator[Calls]:
-    """Record the attention calls of the block; what is yielded is filled when the block ends.
+    """Record the attention calls of the block; what is yielded is filled when the block ends, be it by an exception.
 
     `with ab.capture() as calls: step()`, then `print(calls)`, `calls.save("model.toml")` for `attnbench run`,
     `calls.share` and `calls.gain(1.5)`. Run the step once before, so that its time is not that of a first call.
     """
-    calls, recorder = Calls(), _Recorder()
-    with ExitStack() as stack:
-        for hook, via, read, outline in _hooks():
-            stack.enter_context(hook.handled_by(recorder.handler(via, read, outline)))
-        _synchronise()
-        start = perf_counter()
-        yield calls
-        _synchronise()
-        calls.step_seconds = perf_counter() - start
-    _fill(calls, recorder)
+    calls, recorder, broken = Calls(), _Recorder(), ""
+    try:
+        with ExitStack() as stack:
+            for hook, via, read, outline in _hooks():
+                stack.enter_context(hook.handled_by(recorder.handler(via, read, outline)))
+            _synchronise()
+            start = perf_counter()
+            yield calls
+            _synchronise()
+            calls.step_seconds = perf_counter() - start
+    except BaseException as error:
+        broken = f"the block ended with {type(error).__name__}"
+        raise
+    finally:
+        _fill(calls, recorder, timed=not broken)
+        calls.reason = broken or calls.reason
 
 
-def _fill(calls: Calls, recorder: _Recorder) -> None:
+def _fill(calls: Calls, recorder: _Recorder, timed: bool) -> None:
     known: dict[Any, Any] = {}
     groups: dict[tuple[str, str, bool], Captured] = {}
     for call in sorted(recorder.calls, key=lambda one: one.again):
@@ -161,10 +167,11 @@ def _fill(calls: Calls, recorder: _Recorder) -> None:
             groups[first] = replace(groups[first], note=joined(groups[first].note, RECOMPUTED))
             continue
         one = groups.get((workload.id, call.via, False), Captured(workload, 0, call.via, 0.0))
-        total = (one.seconds or 0.0) + call.span.seconds
+        total = (one.seconds or 0.0) + call.span.seconds if timed else None
         told = joined(one.note, note, IN_BACKWARD if call.again else "", LEFT_OUT if call.span.left_out else "")
         groups[workload.id, call.via, False] = replace(one, count=one.count + 1, seconds=total, note=told)
     calls.captured = sorted(groups.values(), key=lambda one: -one.count)
+    calls.unread = tuple(recorder.unread)
     kinds = {call.span.kind for call in recorder.calls if call.span is not None}
     less = LESS if any(RECOMPUTED in one.note or LEFT_OUT in one.note for one in calls) else ""
     calls.method = joined(*(METHODS[kind] for kind in sorted(kinds)), less)

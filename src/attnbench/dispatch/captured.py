@@ -30,6 +30,8 @@ class Calls:
 
     def __init__(self) -> None:
         self.captured: list[Captured] = []
+        self.unread: tuple[str, ...] = ()
+        """Why calls that were made are not among them, one reason for each."""
         self.step_seconds: float | None = None
         """Wall time of the block, the device's work included."""
         self.method = ""
@@ -87,6 +89,8 @@ class Calls:
         if not self.captured:
             raise UsageError(f"nothing was captured, so {path} would be empty: {self.reason}.")
         description = f"{len(self)} attention calls of a model's step, captured"
+        if self.unread:
+            description += f"; {len(self.unread)} more have no workload of ours"
         write_suite(path, name or path.stem, description, self.workloads)
         return path
 
@@ -95,6 +99,7 @@ class Calls:
             f"{one.count:5} call{'s' * (one.count > 1)}  {one.workload.title}  via {one.via}{_times(one)}{_note(one)}"
             for one in self
         ]
+        lines += [f"{count:5} not captured: {why}" for why, count in Counter(self.unread).items()]
         if self.share is None:
             lines.append(f"share of the step: not known, {self.reason}")
         else:
