@@ -16,7 +16,7 @@ from jax import Array
 from attnbench.errors import Unsupported, UsageError
 from attnbench.models.flash import flash_attention
 from attnbench.models.gemma_config import check_flash_choice
-from attnbench.models.masks import TokenMask, check_shape
+from attnbench.models.masks import TokenMask, fitted
 
 FlashChoice = Literal["auto", "cudnn", "tokamax", "kvax", "pallas", "jax"]
 FullyMasked = Literal["uniform", "zero"]
@@ -57,7 +57,7 @@ def path_of(module: Any) -> Path:
 
 def attend(q: Array, k: Array, v: Array, attn_mask: Array | TokenMask, path: Path, dtype: Any) -> Array:
     """q [B, T, N, H], scaled; k and v [B, S, K, H]; the mask [B, 1, T, S] or a TokenMask; `dtype` of probabilities."""
-    check_shape(attn_mask, q.shape[0], q.shape[1], k.shape[1])
+    attn_mask = fitted(attn_mask, q.shape[0], q.shape[1], k.shape[1])
     if path.use_flash_attention:
         try:
             out = flash_attention(q.astype(k.dtype), k, v, attn_mask, path.flash_attention_impl)

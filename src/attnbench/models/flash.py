@@ -72,8 +72,8 @@ def pieces(mask: TokenMask, choice: str) -> list[Piece]:
     assert mask.runs is not None
     found: list[Piece] = []
     start = 0
-    for queries, keys in mask.runs:
-        stop = start + queries
+    for queries, reached in mask.runs:
+        stop, keys = start + queries, max(reached, 1)  # rows without keys get another result afterwards
         alone: Form = "none" if mask.valid is None else "lengths"
         if choice != "auto" or queries >= SHORT:
             found.append(Piece(start, stop, keys, alone, choice))
