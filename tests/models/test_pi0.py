@@ -188,7 +188,15 @@ def test_actions_are_of_the_horizon(shape):
         pi0.Pi0(sizes).init(jax.random.key(0), jax.random.key(1), observation, jnp.zeros(shape), method="compute_loss")
 
 
-@pytest.mark.parametrize("field", [{"flash_attention_impl": None}, {"use_flash_attention": "yes"}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"flash_attention_impl": None},
+        {"flash_attention_impl": ["auto"]},
+        {"use_flash_attention": "yes"},
+        {"fallback": "yes"},
+    ],
+)
 def test_fields_of_another_type_are_refused(field):
     from attnbench.models.attend import Path
 

@@ -36,8 +36,9 @@ class Path:
 
     def __post_init__(self) -> None:
         check_flash_choice(self.flash_attention_impl)
-        if not isinstance(self.use_flash_attention, bool):
-            raise UsageError(f"use_flash_attention is True or False, not {self.use_flash_attention!r}.")
+        for name in ("use_flash_attention", "fallback"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is True or False, not {getattr(self, name)!r}.")
         if self.fully_masked not in ("uniform", "zero"):
             raise UsageError(f'fully_masked is "uniform" or "zero", not "{self.fully_masked}".')
 
