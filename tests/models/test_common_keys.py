@@ -125,6 +125,18 @@ def test_a_library_that_cannot_after_all_is_a_refusal(monkeypatch):
     np.testing.assert_allclose(got, attend.attend(q, k, v, mask, attend.Path(), jnp.float32), atol=2e-6)
 
 
+def test_a_call_that_breaks_while_it_runs_is_no_refusal(monkeypatch):
+    def broken(*arrays):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    mask, (q, k, v, _) = in_blocks(SIZES), draw()
+    monkeypatch.setattr(flash, "pick", lambda *args, **words: "jax.cudnn")
+    monkeypatch.setattr(flash, "cudnn_late_passes", lambda scale, padded: (broken, broken))
+    path = attend.Path(use_flash_attention=True, flash_attention_impl="cudnn", fallback=True)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        attend.attend(q, k, v, mask, path, jnp.float32)
+
+
 @pytest.mark.parametrize("kind", ["whole", "padded"])
 def test_the_flash_path_goes_that_way_where_cudnn_is_picked(kind, monkeypatch):
     mask, (q, k, v, _) = in_blocks(SIZES, padded(kind), packed=12), draw()

@@ -134,3 +134,16 @@ def test_the_model_has_a_causal_mask_by_default_and_prefill_then_decode_equals_i
     assert error(jnp.concatenate(found, axis=1), wanted) < 5e-6
     with pytest.raises(UsageError, match="positions and a mask"):
         model.apply({"params": params}, text, decode=True)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=ids_of)
+def test_layers_hand_on_one_dtype_without_a_cache_dtype(path):
+    sizes = gemma_fast.get_config("dummy") | {"vocab_size": 50, "depth": 2}
+    text = jnp.asarray(np.random.default_rng(1).integers(0, 50, (BATCH, 6)))
+    params = random_params(gemma_fast.Module(**sizes, embed_dtype="float32"), text)
+    found, wanted = (
+        run(gemma_fast.Module(**sizes, embed_dtype=dtype, **path), params, text) for dtype in ("bfloat16", "float32")
+    )
+    assert found[2]["encoded"].dtype == jnp.bfloat16
+    assert found[1][1].dtype == found[1][2].dtype == jnp.float32
+    assert error(found[0], wanted[0]) < 3e-2

@@ -188,9 +188,98 @@ def test_actions_are_of_the_horizon(shape):
         pi0.Pi0(sizes).init(jax.random.key(0), jax.random.key(1), observation, jnp.zeros(shape), method="compute_loss")
 
 
-@pytest.mark.parametrize("field", [{"flash_attention_impl": None}, {"use_flash_attention": "yes"}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"flash_attention_impl": None},
+        {"flash_attention_impl": ["auto"]},
+        {"use_flash_attention": "yes"},
+        {"fallback": "yes"},
+    ],
+)
 def test_fields_of_another_type_are_refused(field):
     from attnbench.models.attend import Path
 
     with pytest.raises(UsageError):
         Path(**field)
+
+
+def loss_of(model, params, observation, actions):
+    return model.apply({"params": params}, jax.random.key(7), observation, actions, method="compute_loss")
+
+
+BOTH = (pi0.Pi0(config()), flash("auto"))
+
+
+@pytest.mark.parametrize(
+    "field,shape,words",
+    [
+        ("image_mask", (BATCH, 3), "image_mask has a value for every token, here .* repeat the value of a camera"),
+        ("image_mask", (BATCH, IMAGES + 2), "image_mask has a value for every token"),
+        ("image_mask", (1, IMAGES), "image_mask has a value for every token"),
+        ("token_mask", (BATCH, TEXT - 1), "token_mask has a value for every token"),
+    ],
+)
+def test_a_mask_has_a_value_for_every_token(field, shape, words):
+    params, observation, actions = case(False)
+    for model in BOTH:
+        with pytest.raises(UsageError, match=words):
+            loss_of(model, params, observation.replace(**{field: jnp.ones(shape, bool)}), actions)
+
+
+@pytest.mark.parametrize(
+    "fields,words",
+    [
+        ({"image_tokens": jnp.zeros((BATCH, IMAGES, 63))}, "image_tokens are .*, 64], not"),
+        (
+            {"tokens": jnp.zeros((1, TEXT), int), "token_mask": None},
+            "tokens are .batch, length., here .2, length.",
+        ),
+        ({"tokens": jnp.zeros((BATCH, TEXT))}, "tokens are whole numbers, not float32"),
+        ({"state": jnp.zeros((1, WIDE))}, r"states are \[batch, action_dim\], here \[2, 3\], not \[1, 3\]"),
+        ({"state": jnp.zeros((BATCH, WIDE + 1))}, "states are"),
+    ],
+)
+def test_an_observation_agrees_with_itself_and_the_model(fields, words):
+    params, observation, actions = case(False)
+    with pytest.raises(UsageError, match=words):
+        loss_of(BOTH[0], params, observation.replace(**fields), actions)
+
+
+def test_masks_of_zeros_and_ones_are_masks_on_both_paths():
+    params, observation, actions = case(False)
+    numbers = observation.replace(
+        image_mask=observation.image_mask.astype(jnp.int32), token_mask=observation.token_mask.astype(jnp.uint8)
+    )
+    for model in BOTH:
+        found, wanted = (
+            jax.jit(lambda o, model=model: loss_of(model, params, o, actions))(o) for o in (numbers, observation)
+        )
+        np.testing.assert_array_equal(found, wanted)
+        with pytest.raises(UsageError, match="image_mask is an array of booleans, or of 0 and 1, not of float32"):
+            loss_of(model, params, observation.replace(image_mask=jnp.ones((BATCH, IMAGES))), actions)
+
+
+@pytest.mark.parametrize(
+    "noise,words",
+    [
+        (jnp.zeros((1, HORIZON, WIDE)), "noise are .batch, action_horizon, action_dim., here"),
+        (jnp.zeros((BATCH, HORIZON + 1, WIDE)), "noise are"),
+        (jnp.zeros((BATCH, HORIZON, WIDE - 1)), "noise are"),
+        (jnp.zeros((HORIZON, WIDE)), "noise are"),
+        (jnp.zeros((BATCH, HORIZON, WIDE), int), "noise is an array of floating-point numbers, not of int32"),
+    ],
+)
+def test_noise_has_the_shape_of_actions(noise, words):
+    params, observation, _ = case(False)
+    with pytest.raises(UsageError, match=words):
+        pi0.sample_actions(BOTH[0], params, jax.random.key(3), observation, noise=noise)
+
+
+def test_noise_of_few_bits_is_taken():
+    params, observation, actions = case(False)
+    rounded = actions.astype(jnp.bfloat16)
+    sample = jax.jit(
+        lambda noise: pi0.sample_actions(BOTH[0], params, jax.random.key(3), observation, num_steps=1, noise=noise)
+    )
+    np.testing.assert_array_equal(sample(rounded), sample(rounded.astype(jnp.float32)))

@@ -172,3 +172,63 @@ def test_sampling_at_a_temperature_differs_by_seed():
     drawn = [np.asarray(draw(jax.random.key(seed))) for seed in range(3)]
     np.testing.assert_array_equal(drawn[0], draw(jax.random.key(0)))
     assert any((drawn[0] != other).any() for other in drawn[1:])
+
+
+def test_a_traced_temperature_is_the_same_as_a_known_one():
+    params, prompt = case()
+
+    def sample(temperature):
+        return pi0_fast.sample_tokens(
+            model(), params, jax.random.key(0), prompt, max_decoding_steps=STEPS, temperature=temperature
+        )
+
+    traced = jax.jit(sample)
+    np.testing.assert_array_equal(traced(0.0), greedy("contiguous"))
+    np.testing.assert_array_equal(traced(5.0), jax.jit(lambda: sample(5.0))())
+    with pytest.raises(UsageError, match="temperature is a number"):
+        traced(jnp.ones(BATCH))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *({"temperature": one} for one in (-0.5, float("nan"), "warm", None, jnp.ones(BATCH))),
+        *({"max_decoding_steps": one} for one in (0, -1, 2.5, True, None)),
+    ],
+    ids=str,
+)
+def test_settings_of_the_sampler_are_checked(words):
+    with pytest.raises(UsageError, match=next(iter(words))):
+        pi0_fast.sample_tokens(model(), {}, jax.random.key(0), None, **words)
+
+
+@pytest.mark.parametrize(
+    "fields,words",
+    [
+        ({"image_mask": jnp.ones((BATCH, 3), bool)}, "image_mask has a value for every token, .* of a camera for all"),
+        ({"token_mask": jnp.ones((BATCH, 3), bool)}, "token_mask has a value for every token"),
+        ({"token_ar_mask": jnp.ones((BATCH, 3), bool)}, "token_ar_mask has a value for every token"),
+        ({"image_mask": jnp.ones((BATCH, IMAGES))}, "image_mask is an array of booleans, or of 0 and 1"),
+        ({"tokens": jnp.ones((1, TEXT), int)}, "tokens are"),
+        ({"image_tokens": jnp.ones((BATCH, IMAGES, 63))}, "image_tokens are"),
+        ({"token_loss_mask": jnp.ones((BATCH, 3), bool)}, "token_loss_mask are .batch, length., here"),
+    ],
+)
+@pytest.mark.parametrize("flash", [False, True])
+def test_an_observation_agrees_with_itself_and_the_model(fields, words, flash):
+    params, prompt = case()
+    with pytest.raises(UsageError, match=words):
+        model(use_flash_attention=flash).apply(
+            {"params": params}, lesson(prompt).replace(**fields), method="compute_loss"
+        )
+    if "token_loss_mask" not in fields:
+        with pytest.raises(UsageError, match=words):
+            pi0_fast.sample_tokens(model(), params, jax.random.key(0), prompt.replace(**fields))
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_masks_of_zeros_and_ones_are_masks(flash):
+    params, prompt = case()
+    numbers = prompt.replace(image_mask=prompt.image_mask.astype(int), token_mask=prompt.token_mask.astype(int))
+    logits = jax.jit(lambda o: model(use_flash_attention=flash).apply({"params": params}, o, method="logits"))
+    np.testing.assert_array_equal(logits(numbers), logits(prompt))

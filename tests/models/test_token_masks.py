@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -19,8 +21,15 @@ from attnbench.errors import InvalidWorkload  # noqa: E402
 from attnbench.impls import jax_late_masks  # noqa: E402
 from attnbench.impls.jax_nn import Xla  # noqa: E402
 from attnbench.models import flash  # noqa: E402
-from attnbench.models.attend import standard_attention  # noqa: E402
-from attnbench.models.masks import TokenMask, block_causal, in_blocks, known, make_attn_mask  # noqa: E402
+from attnbench.models.attend import Path, attend, standard_attention  # noqa: E402
+from attnbench.models.masks import (  # noqa: E402
+    TokenMask,
+    WrongMaskShape,
+    block_causal,
+    in_blocks,
+    known,
+    make_attn_mask,
+)
 from attnbench.policy import Choice, Entry, shape_of  # noqa: E402
 from attnbench.workloads.masks import MaskShape  # noqa: E402
 
@@ -188,3 +197,116 @@ def test_what_differs_between_rows_is_not_known():
         known(ab.masks.lengths([3, 4]), 4)
     blind = known(ab.masks.causal(), 4, 2)
     assert blind.rows_that_see().tolist() == [[False, False, True, True]]
+
+
+TOKENS = 6
+PATHS = [Path(True, choice, fully_masked=how) for choice in ("auto", "jax") for how in ("uniform", "zero")]
+
+
+def told(path):
+    return f"{path.flash_attention_impl}-{path.fully_masked}"
+
+
+def on_and_off(mask, path, batch=2, q_len=TOKENS):
+    """The same attention by a flash path and by the standard one."""
+    q, k, v = (tokens(batch, length, n, 8, seed=n) for length, n in ((q_len, 4), (TOKENS, 2), (TOKENS, 1)))
+    v = jnp.concatenate([v, v + 1], axis=2)
+    return [attend(q, k, v, mask, one, jnp.float32) for one in (path, replace(path, use_flash_attention=False))]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=told)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_run_that_reaches_no_key_has_rows_without_keys(path, padded):
+    valid = jnp.asarray([[1] * TOKENS, [0, 0, 1, 1, 1, 1]], bool) if padded else None
+    mask = TokenMask(kv_len=TOKENS, runs=((2, 0), (4, TOKENS)), valid=valid)
+    assert mask.rows_that_see().tolist() == [[False] * 2 + [True] * 4] * (2 if padded else 1)
+    found, wanted = on_and_off(mask, path)
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    assert bool((found[:, :2] == 0).all()) == (path.fully_masked == "zero")
+
+
+def test_a_run_without_keys_has_finite_gradients():
+    q, k = tokens(1, 4, 2, 8, seed=1), tokens(1, 4, 2, 8, seed=2)
+    mask = TokenMask(kv_len=4, runs=((2, 0), (2, 4)))
+    paths = (Path(), Path(True), Path(True, "jax"))
+    loss = lambda k, path: (attend(q, k, k, mask, path, jnp.float32) ** 2).sum()  # noqa: E731
+    wanted, *found = (jax.grad(loss)(k, path) for path in paths)
+    for one in found:
+        np.testing.assert_allclose(one, wanted, atol=5e-6)
+
+
+@pytest.mark.parametrize("path", PATHS[::2], ids=told)
+def test_padding_of_one_row_is_that_of_the_whole_batch(path):
+    row = jnp.asarray([[1, 1, 0, 1, 1, 1]], bool)
+    ar = jnp.asarray([0, 0, 0, 0, 1, 0])
+    for mask in (in_blocks((4, 2), row), block_causal(ar, row), block_causal(jnp.stack([ar, ar]), row)):
+        found, wanted = on_and_off(mask, path)
+        np.testing.assert_allclose(found, wanted, atol=2e-6)
+        np.testing.assert_allclose(wanted, on_and_off(in_blocks((4, 2), row.repeat(2, axis=0)), path)[1], atol=2e-6)
+
+
+@pytest.mark.parametrize("path", PATHS[::2], ids=told)
+def test_empty_blocks_and_runs_are_none(path):
+    assert in_blocks((3, 0, 3)) == in_blocks((3, 3))
+    assert in_blocks((0, 6, 0)).runs == ((6, 6),)
+    for mask in (in_blocks((3, 0, 3)), TokenMask(kv_len=TOKENS, runs=((3, 3), (0, 4), (3, 6), (0, 6)))):
+        found, wanted = on_and_off(mask, path)
+        np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
+def test_queries_may_start_within_a_block():
+    valid = some_valid(2, 10)
+    whole = by_definition(valid, np.array([0, 0, 0, 0, 0, 0, 1, 1, 0, 0]))
+    mask = in_blocks((6, 1, 3), jnp.asarray(valid), queries_from=4)
+    assert mask.runs == ((2, 6), (1, 7), (3, 10))
+    np.testing.assert_array_equal(mask.array()[:, 0], whole[:, 4:])
+
+
+def test_padding_of_zeros_and_ones_is_padding():
+    valid = some_valid(2, TOKENS)
+    whole, ar = jnp.asarray(valid), jnp.asarray([0, 0, 0, 0, 1, 0])
+    for made in (lambda v: in_blocks((4, 2), v), lambda v: block_causal(ar, v)):
+        np.testing.assert_array_equal(made(whole.astype(int)).array(), made(whole).array())
+        with pytest.raises(InvalidWorkload, match="booleans, or of 0 and 1, not of float32"):
+            made(whole.astype(jnp.float32))
+    for path in PATHS[::2]:
+        mask = in_blocks((4, 2), whole)
+        numbers = mask.replace(valid=mask.valid.astype(int), q_valid=mask.q_valid.astype(jnp.uint8))
+        np.testing.assert_array_equal(on_and_off(numbers, path), on_and_off(mask, path))
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (2, 4), (6,), (2, 6, 1)])
+def test_padding_of_other_tokens_is_refused(shape):
+    valid = jnp.ones(shape, bool)
+    for make in (lambda: in_blocks((4, 2), valid), lambda: block_causal(jnp.zeros(6), valid)):
+        with pytest.raises(WrongMaskShape, match="valid of the attention mask is"):
+            make()
+
+
+@pytest.mark.parametrize("path", [Path(), *PATHS[::2]], ids=lambda p: told(p) if p.use_flash_attention else "off")
+def test_arrays_that_do_not_fit_queries_and_keys_are_refused(path):
+    mask, ids = in_blocks((4, 2), jnp.ones((2, 6), bool)), block_causal(jnp.zeros(6), jnp.ones((2, 6), bool))
+    wrong = {
+        "valid": [mask.replace(valid=jnp.ones((3, 6), bool)), mask.replace(valid=jnp.ones((2, 7), bool))],
+        "q_valid": [mask.replace(q_valid=jnp.ones((2, 4), bool))],
+        "ids": [ids.replace(ids=jnp.zeros((3, 6), int)), ids.replace(ids=jnp.zeros((2, 7), int))],
+        "runs": [TokenMask(kv_len=6, runs=((6, 7),)), TokenMask(kv_len=6, runs=((6, -1),))],
+    }
+    for name, given in wrong.items():
+        for one in given:
+            with pytest.raises(WrongMaskShape, match=rf"^{name} "):
+                on_and_off(one, path)
+
+
+def test_a_mask_has_at_least_as_many_slots_as_tokens():
+    valid = jnp.ones((2, 6), bool)
+    for make in (
+        lambda: in_blocks((6,), kv_len=4),
+        lambda: in_blocks((6,), valid, kv_len=0),
+        lambda: block_causal(jnp.zeros(6), valid, 4),
+    ):
+        with pytest.raises(WrongMaskShape, match="counts the mask's 6 tokens and empty slots"):
+            make()
+    for sizes, start in (((), 0), ((0,), 0), ((3, -1, 2), 0), ((3, 3), 6), ((3, 3), -1)):
+        with pytest.raises(InvalidWorkload, match="have no queries from"):
+            in_blocks(sizes, queries_from=start)

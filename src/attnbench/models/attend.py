@@ -16,7 +16,7 @@ from jax import Array
 from attnbench.errors import Unsupported, UsageError
 from attnbench.models.flash import flash_attention
 from attnbench.models.gemma_config import check_flash_choice
-from attnbench.models.masks import TokenMask, check_shape
+from attnbench.models.masks import TokenMask, fitted
 
 FlashChoice = Literal["auto", "cudnn", "tokamax", "kvax", "pallas", "jax"]
 FullyMasked = Literal["uniform", "zero"]
@@ -36,8 +36,9 @@ class Path:
 
     def __post_init__(self) -> None:
         check_flash_choice(self.flash_attention_impl)
-        if not isinstance(self.use_flash_attention, bool):
-            raise UsageError(f"use_flash_attention is True or False, not {self.use_flash_attention!r}.")
+        for name in ("use_flash_attention", "fallback"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is True or False, not {getattr(self, name)!r}.")
         if self.fully_masked not in ("uniform", "zero"):
             raise UsageError(f'fully_masked is "uniform" or "zero", not "{self.fully_masked}".')
 
@@ -57,7 +58,7 @@ def path_of(module: Any) -> Path:
 
 def attend(q: Array, k: Array, v: Array, attn_mask: Array | TokenMask, path: Path, dtype: Any) -> Array:
     """q [B, T, N, H], scaled; k and v [B, S, K, H]; the mask [B, 1, T, S] or a TokenMask; `dtype` of probabilities."""
-    check_shape(attn_mask, q.shape[0], q.shape[1], k.shape[1])
+    attn_mask = fitted(attn_mask, q.shape[0], q.shape[1], k.shape[1])
     if path.use_flash_attention:
         try:
             out = flash_attention(q.astype(k.dtype), k, v, attn_mask, path.flash_attention_impl)

@@ -26,7 +26,7 @@ def has_common_keys(mask: TokenMask) -> bool:
     (queries, keys), *others = mask.runs
     few = (mask.q_len - queries) * (mask.kv_len - keys) <= MOST_PAIRS
     in_front = mask.valid is None or mask.packed >= keys
-    return few and in_front and all(more >= keys for _, more in others)
+    return keys > 0 and few and in_front and all(more >= keys for _, more in others)
 
 
 def attend(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, kernel: Partial) -> Array:

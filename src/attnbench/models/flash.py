@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.errors import JaxRuntimeError
 
 from attnbench.dispatch.arrays import pass_of
 from attnbench.dispatch.attention import attention
@@ -72,8 +73,8 @@ def pieces(mask: TokenMask, choice: str) -> list[Piece]:
     assert mask.runs is not None
     found: list[Piece] = []
     start = 0
-    for queries, keys in mask.runs:
-        stop = start + queries
+    for queries, reached in mask.runs:
+        stop, keys = start + queries, max(reached, 1)  # rows without keys get another result afterwards
         alone: Form = "none" if mask.valid is None else "lengths"
         if choice != "auto" or queries >= SHORT:
             found.append(Piece(start, stop, keys, alone, choice))
@@ -124,11 +125,11 @@ def _common_kernel(q: Array, k: Array, v: Array, first: Piece) -> Partial | None
 
 @contextmanager
 def _refusals_told(choice: str, name: str) -> Iterator[None]:
-    """What a library raises where it cannot run a call, as Unsupported."""
+    """What a library raises where it cannot run a call, as Unsupported; a call that broke while it ran stays so."""
     try:
         yield
     except (NotImplementedError, RuntimeError, ImportError) as error:
-        if isinstance(error, Unsupported):
+        if isinstance(error, (Unsupported, JaxRuntimeError, RecursionError)):
             raise
         raise _refusal(choice, [f"{name}: {error}"]) from error
 

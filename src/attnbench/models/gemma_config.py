@@ -26,7 +26,7 @@ FLASH_CHOICES: dict[str, tuple[str, ...]] = {
 
 def check_flash_choice(choice: object) -> None:
     """Raises for a flash_attention_impl that is none."""
-    if choice not in FLASH_CHOICES:
+    if not isinstance(choice, str) or choice not in FLASH_CHOICES:
         raise UnknownName("flash_attention_impl", str(choice), FLASH_CHOICES, "")
 
 

@@ -158,6 +158,7 @@ class Block(nn.Module):
         )
         normed, _ = RMSNorm(name="pre_attention_norm")(x)
         attended, kv_cache = attention(normed, positions, attn_mask, kv_cache, decode, deterministic)
+        attended = attended.astype(x.dtype)  # without cache_dtype it is float32, and layers hand on one dtype
         x = x + self._dropped(attended, deterministic)
         normed, _ = RMSNorm(name="pre_ffw_norm")(x)
         fed = FeedForward(self.embed_dim, self.hidden_dim, lora.get("ffn"), name="mlp")(normed)

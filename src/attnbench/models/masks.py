@@ -106,16 +106,20 @@ class TokenMask:
             return None if rows is None else jnp.asarray(rows)[..., 0]
         if self.runs is None:
             return self.array().any(-1)[:, 0]
-        if self.valid is None:
+        limits = self.key_limits
+        if self.valid is not None:
+            reached = jnp.pad(jnp.cumsum(self.valid, axis=1), ((0, 0), (1, 0)))[:, limits] > 0
+        elif limits.all():
             return self.q_valid
-        reached = jnp.cumsum(self.valid, axis=1)[:, self.key_limits - 1] > 0
+        else:
+            reached = jnp.asarray(limits > 0)[None]
         return reached if self.q_valid is None else reached & self.q_valid
 
     def with_order(self) -> TokenMask:
         """The same with `order` worked out, once for all layers."""
         if self.order is not None or self.valid is None:
             return self
-        return self.replace(order=jnp.argsort(~self.valid, axis=1, stable=True))  # pyright: ignore[reportAttributeAccessIssue]
+        return self.replace(order=jnp.argsort(~truths("valid", self.valid), axis=1, stable=True))  # pyright: ignore[reportAttributeAccessIssue]
 
     def valid_keys(self, keys: int) -> Array:
         """[B]: how many of the first keys are valid."""
@@ -141,27 +145,33 @@ def in_blocks(
 ) -> TokenMask:
     """Blocks that see themselves and all before: `mask_ar` = 1 at each block's first token.
 
-    Queries are the tokens from `queries_from` on (a block's start), keys all; `kv_len` counts empty cache slots.
+    Queries are the tokens from `queries_from` on, keys all; `kv_len` counts empty cache slots; `valid` is [B, tokens].
     """
-    ends = np.cumsum(sizes).tolist()
-    runs = tuple((size, end) for size, end in zip(sizes, ends) if end > queries_from)
-    tokens = ends[-1]
-    if kv_len is not None and valid is not None and kv_len > tokens:
-        padded = jnp.pad(valid, ((0, 0), (0, kv_len - tokens)))
-    else:
-        padded = valid
-    q_valid = None if valid is None else valid[:, queries_from:tokens]
-    return TokenMask(kv_len=kv_len or tokens, runs=runs, packed=packed, sees_itself=True, valid=padded, q_valid=q_valid)
+    ends = np.cumsum(sizes, dtype=int).tolist()
+    if not ends or min(sizes) < 0 or not 0 <= queries_from < ends[-1]:
+        raise InvalidWorkload(f"blocks of {tuple(sizes)} tokens have no queries from token {queries_from} on.")
+    starts = [max(start, queries_from) for start in (0, *ends)]
+    runs = tuple((end - start, end) for start, end in zip(starts, ends) if end > start)
+    slots = _slots(ends[-1], kv_len)
+    mask = TokenMask(kv_len=slots, runs=runs, packed=packed, sees_itself=True)
+    if valid is None:
+        return mask
+    valid = truths("valid", valid)
+    _check_rows("valid", valid, ends[-1])
+    padded = jnp.pad(valid, ((0, 0), (0, slots - ends[-1])))
+    return mask.replace(valid=padded, q_valid=valid[:, queries_from:])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def block_causal(mask_ar: Array, valid: Array, kv_len: int | None = None) -> TokenMask:
     """The mask of openpi's `make_attn_mask` for a structure that is itself an array ([B, T] or [T])."""
-    return up_to_own_id(jnp.cumsum(jnp.broadcast_to(mask_ar, valid.shape).astype(jnp.int32), axis=1), valid, kv_len)
+    return up_to_own_id(jnp.cumsum(jnp.atleast_2d(mask_ar).astype(jnp.int32), axis=1), valid, kv_len)
 
 
 def up_to_own_id(ids: Array, valid: Array, kv_len: int | None = None) -> TokenMask:
     """Tokens that see the ids up to their own ([B, T]); `kv_len` counts empty cache slots."""
-    slots = kv_len or valid.shape[1]
+    valid = truths("valid", valid)
+    _check_rows("valid", valid, ids.shape[-1])
+    slots = _slots(valid.shape[1], kv_len)
     room = ((0, 0), (0, slots - valid.shape[1]))
     keys, there = jnp.pad(ids, room), jnp.pad(valid, room)
     return TokenMask(kv_len=slots, sees_itself=True, ids=keys, q_ids=ids, valid=there, q_valid=valid)
@@ -180,8 +190,16 @@ def make_attn_mask(input_mask: Array, mask_ar: Array) -> Array:
     return block_causal(jnp.asarray(mask_ar), jnp.asarray(input_mask)).array()[:, 0]
 
 
-def check_shape(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: int) -> None:
-    """A TokenMask of other lengths, or an array that is no boolean [B, 1, T, S], is a mistake."""
+def truths(what: str, array: Array) -> Array:
+    """Booleans, or whole numbers that stand for them (0 and 1), as booleans."""
+    array = jnp.asarray(array)
+    if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise InvalidWorkload(f"{what} is an array of booleans, or of 0 and 1, not of {array.dtype}.")
+    return array.astype(bool)
+
+
+def fitted(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: int) -> Array | TokenMask:
+    """The mask, a TokenMask with arrays for the whole batch; one of other lengths or no booleans is a mistake."""
     if isinstance(attn_mask, TokenMask):
         found, wanted = (attn_mask.q_len, attn_mask.kv_len), (q_len, kv_len)
     else:
@@ -190,6 +208,37 @@ def check_shape(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: in
             raise InvalidWorkload(f"an attention mask says by booleans who is seen, not by {attn_mask.dtype}.")
     if found != wanted:
         raise WrongMaskShape(f"the attention mask covers {found}, queries and keys are {wanted}.")
+    return _for_batch(attn_mask, batch) if isinstance(attn_mask, TokenMask) else attn_mask
+
+
+def _for_batch(mask: TokenMask, batch: int) -> TokenMask:
+    """The same without empty runs, its arrays [B, ...] where they were [1, ...]."""
+    arrays = {}
+    for name in ("ids", "q_ids", "valid", "q_valid", "order"):
+        array = getattr(mask, name)
+        if array is None:
+            continue
+        length = mask.q_len if name.startswith("q_") else mask.kv_len
+        _check_rows(name, array, length, batch)
+        arrays[name] = jnp.broadcast_to(truths(name, array) if "valid" in name else array, (batch, length))
+    if mask.runs is not None:
+        if any(not 0 <= keys <= mask.kv_len for _, keys in mask.runs):
+            raise WrongMaskShape(f"runs reach 0 to {mask.kv_len} keys, as many as there are; these are {mask.runs}.")
+        arrays["runs"] = tuple(run for run in mask.runs if run[0])
+    return mask.replace(**arrays)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _check_rows(name: str, array: Array, length: int, batch: int | None = None) -> None:
+    shape = tuple(array.shape)
+    if len(shape) != 2 or shape[1] != length or (batch is not None and shape[0] not in (1, batch)):
+        rows = "batch" if batch is None else batch
+        raise WrongMaskShape(f"{name} of the attention mask is [{rows} or 1, {length}], not {list(shape)}.")
+
+
+def _slots(tokens: int, kv_len: int | None) -> int:
+    if kv_len is not None and kv_len < tokens:
+        raise WrongMaskShape(f"kv_len counts the mask's {tokens} tokens and empty slots behind them, it is {kv_len}.")
+    return tokens if kv_len is None else kv_len
 
 
 def prepared(mask: Array | TokenMask, for_flash: bool) -> Array | TokenMask:

@@ -16,7 +16,7 @@ from flax import struct
 from jax import Array
 
 from attnbench.errors import UsageError
-from attnbench.models import gemma
+from attnbench.models import gemma, observations
 from attnbench.models.attend import FlashChoice, FullyMasked, flash_fields
 from attnbench.models.masks import TokenMask, in_blocks
 
@@ -104,16 +104,14 @@ class Pi0(nn.Module):
 
     def embed_prefix(self, observation: Observation) -> tuple[Array, Array | None]:
         """Image and text tokens [B, P, D], and which of them are there."""
-        images = observation.image_tokens.astype(self.config.dtype)
-        parts, there = [images], [(images.shape[:2], observation.image_mask)]
+        observations.check_tokens(observation, gemma.get_config(self.config.paligemma_variant).width)
+        parts, valid = [observation.image_tokens.astype(self.config.dtype)], observations.which_are_there(observation)
         if observation.tokens is not None:
             parts.append(self.PaliGemma.embed(observation.tokens))
-            there.append((observation.tokens.shape, observation.token_mask))
         tokens = jnp.concatenate(parts, axis=1)
-        if all(mask is None for _, mask in there):
-            return tokens, None
-        valid = jnp.concatenate([jnp.ones(shape, bool) if mask is None else mask for shape, mask in there], axis=1)
-        return self._packed(tokens, valid) if self.config.use_flash_attention else (tokens, valid)
+        if valid is None or not self.config.use_flash_attention:
+            return tokens, valid
+        return self._packed(tokens, valid)
 
     def _packed(self, tokens: Array, valid: Array) -> tuple[Array, Array]:
         """Missing tokens last. The result is the same: attention knows only positions, which count the valid."""
@@ -122,12 +120,15 @@ class Pi0(nn.Module):
 
     def embed_suffix(self, observation: Observation, noisy: Array, time: Array) -> tuple[Array, Array | None]:
         """The action expert's tokens, and in pi0.5 the condition of its norms."""
+        _check_actions("noisy actions", noisy, self.config, observation)
         actions = self.action_in_proj(noisy)
         when = time_embedding(time, actions.shape[-1])
         if self.config.pi05:
             return actions, nn.swish(self.time_mlp_out(nn.swish(self.time_mlp_in(when))))
         if observation.state is None:
             raise UsageError("pi0 needs the state: Observation(state=[B, action_dim]); only pi0.5 has it in its text.")
+        wanted = (actions.shape[0], self.config.action_dim)
+        observations.check_shape("states", observation.state, wanted, "batch, action_dim")
         when = jnp.broadcast_to(when[:, None], actions.shape)
         mixed = self.action_time_mlp_in(jnp.concatenate([actions, when], axis=-1))
         mixed = self.action_time_mlp_out(nn.swish(mixed))
@@ -144,9 +145,7 @@ class Pi0(nn.Module):
 
     def compute_loss(self, rng: Array, observation: Observation, actions: Array) -> Array:
         """Flow matching at a random time: squared error of the velocity, [B, horizon]."""
-        wanted = (observation.image_tokens.shape[0], self.config.action_horizon, self.config.action_dim)
-        if actions.shape != wanted:
-            raise UsageError(f"actions are [batch, action_horizon, action_dim], here {wanted}, not {actions.shape}.")
+        _check_actions("actions", actions, self.config, observation)
         noise_rng, time_rng = jax.random.split(rng)
         noise = jax.random.normal(noise_rng, actions.shape)
         time = jax.random.beta(time_rng, 1.5, 1, actions.shape[:1]) * 0.999 + 0.001
@@ -193,6 +192,20 @@ def _positions(prefix: Array, valid: Array | None) -> Array:
     return jnp.cumsum(valid, axis=1) - 1
 
 
+def _check_actions(name: str, actions: Array, config: Pi0Config, observation: Observation) -> None:
+    wanted = (observation.image_tokens.shape[0], config.action_horizon, config.action_dim)
+    observations.check_shape(name, actions, wanted, "batch, action_horizon, action_dim")
+
+
+def _started(noise: Array, config: Pi0Config, observation: Observation) -> Array:
+    """Noise that was given, in float32 at least: the steps add velocities of that dtype."""
+    noise = jnp.asarray(noise)
+    _check_actions("values of noise", noise, config, observation)
+    if not jnp.issubdtype(noise.dtype, jnp.floating):
+        raise UsageError(f"noise is an array of floating-point numbers, not of {noise.dtype}.")
+    return noise.astype(jnp.promote_types(noise.dtype, jnp.float32))
+
+
 def time_embedding(time: Array, width: int, shortest: float = 4e-3, longest: float = 4.0) -> Array:
     """Sines and cosines of time [B] with periods between the two: [B, width]."""
     periods = shortest * (longest / shortest) ** jnp.linspace(0.0, 1.0, width // 2)
@@ -210,6 +223,8 @@ def sample_actions(
     if noise is None:
         batch = observation.image_tokens.shape[0]
         noise = jax.random.normal(rng, (batch, config.action_horizon, config.action_dim))
+    else:
+        noise = _started(noise, config, observation)
     cache, valid = model.apply({"params": params}, observation, method="prefill")
     step = -1.0 / num_steps
 

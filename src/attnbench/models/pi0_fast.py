@@ -14,14 +14,16 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
+from jax.core import Tracer
 
 from attnbench.errors import UsageError
-from attnbench.models import gemma_fast
+from attnbench.models import gemma_fast, observations
 from attnbench.models.attend import FlashChoice, FullyMasked, flash_fields
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config
-from attnbench.models.masks import TokenMask, block_causal, in_blocks, up_to_own_id
+from attnbench.models.masks import TokenMask, in_blocks, up_to_own_id
 from attnbench.models.pi0 import PaliGemma
 
 EOS = 1
@@ -77,21 +79,21 @@ class Pi0Fast(nn.Module):
 
     def embed_inputs(self, observation: Observation) -> tuple[Array, Array, Array | None]:
         """Tokens [B, T, D], which of them are there [B, T], their autoregressive mask [B, T] or None."""
+        width = gemma_fast.get_config(self.config.paligemma_variant)["width"]
+        observations.check_tokens(observation, width)
         images = observation.image_tokens.astype(self.config.dtype)
-        text = self.PaliGemma(observation.tokens, embed_only=True)
-        image_mask = jnp.ones(images.shape[:2], bool) if observation.image_mask is None else observation.image_mask
-        token_mask = jnp.ones(text.shape[:2], bool) if observation.token_mask is None else observation.token_mask
-        ar = observation.token_ar_mask
+        tokens = jnp.concatenate([images, self.PaliGemma(observation.tokens, embed_only=True)], axis=1)
+        ar = observations.token_mask(observation, "token_ar_mask", observation.tokens.shape)
         if ar is not None:
             ar = jnp.pad(ar.astype(jnp.int32), ((0, 0), (images.shape[1], 0)))
-        valid = jnp.concatenate([image_mask, token_mask], axis=1)
-        return jnp.concatenate([images, text], axis=1), valid, ar
+        valid = observations.which_are_there(observation)
+        return tokens, jnp.ones(tokens.shape[:2], bool) if valid is None else valid, ar
 
     def logits(self, observation: Observation) -> Array:
         """Of every text token but the first, from the tokens before it: [B, L - 1, vocabulary]."""
         tokens, valid, ar = self.embed_inputs(observation)
         tokens, valid = tokens[:, :-1], valid[:, :-1]
-        mask = _mask(valid, None if ar is None else ar[:, :-1], valid.shape[1])
+        mask = _mask(valid, None if ar is None else jnp.cumsum(ar, axis=1)[:, :-1], valid.shape[1])
         hidden, _, _ = self.PaliGemma(embedded_prefix=tokens, mask=mask, return_prelogits=True)
         return self.PaliGemma(pre_logits=hidden[:, 1 - observation.tokens.shape[1] :])[0]
 
@@ -100,8 +102,10 @@ class Pi0Fast(nn.Module):
         if observation.token_loss_mask is None:
             raise UsageError("the loss needs Observation(token_loss_mask=[B, L]): which tokens are to be predicted.")
         logp = jax.nn.log_softmax(self.logits(observation).astype(jnp.float32), axis=-1)
-        chosen = jnp.take_along_axis(logp, observation.tokens[:, 1:, None], axis=-1)[..., 0]
-        counted = observation.token_loss_mask[:, 1:]
+        told, text = observation.token_loss_mask, observation.tokens
+        observations.check_shape("values of token_loss_mask", told, text.shape, "batch, length")
+        chosen = jnp.take_along_axis(logp, text[:, 1:, None], axis=-1)[..., 0]
+        counted = told[:, 1:]
         return -(chosen * counted).sum(-1) / jnp.clip(counted.sum(-1), 1)
 
     def prefill(self, observation: Observation, room: int) -> tuple[Array, gemma_fast.Cache, Array]:
@@ -110,7 +114,7 @@ class Pi0Fast(nn.Module):
         ids = None if ar is None else jnp.cumsum(ar, axis=1)
         tokens, valid, ids = right_aligned(tokens, valid, ids)
         slots = tokens.shape[1] + room
-        mask = _aligned_mask(valid, ids, slots)
+        mask = _mask(valid, ids, slots)
         positions = jnp.cumsum(valid, axis=1) - 1
         hidden, cache, _ = self.PaliGemma(
             embedded_prefix=tokens, mask=mask, positions=positions, decode=True, return_prelogits=True
@@ -124,14 +128,8 @@ class Pi0Fast(nn.Module):
         return logits, cache
 
 
-def _mask(valid: Array, ar: Array | None, kv_len: int) -> TokenMask:
-    return in_blocks((valid.shape[1],), valid, kv_len=kv_len) if ar is None else block_causal(ar, valid, kv_len)
-
-
-def _aligned_mask(valid: Array, ids: Array | None, slots: int) -> TokenMask:
-    if ids is None:
-        return in_blocks((valid.shape[1],), valid, kv_len=slots)
-    return up_to_own_id(ids, valid, slots)
+def _mask(valid: Array, ids: Array | None, slots: int) -> TokenMask:
+    return in_blocks((valid.shape[1],), valid, kv_len=slots) if ids is None else up_to_own_id(ids, valid, slots)
 
 
 def right_aligned(tokens: Array, valid: Array, ids: Array | None) -> tuple[Array, Array, Array | None]:
@@ -144,6 +142,29 @@ def right_aligned(tokens: Array, valid: Array, ids: Array | None) -> tuple[Array
     return jnp.take_along_axis(tokens, order[..., None], axis=1), turned[0], turned[1]
 
 
+def _check_temperature(temperature: Any) -> None:
+    """Raises for what is no number of at least 0; of a traced one only the type is known."""
+    traced = isinstance(temperature, Tracer)
+    value: Any = temperature if traced else np.asarray(temperature)
+    numeric = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if value.shape != () or not numeric or not (traced or value >= 0):
+        raise UsageError(f"temperature is a number of at least 0, not {temperature!r}.")
+
+
+def _chosen(key: Array, logits: Array, temperature: float | Array) -> Array:
+    """Tokens [B, 1]: the most likely at temperature 0, drawn above it."""
+
+    def drawn() -> Array:
+        return jax.random.categorical(key, logits.astype(jnp.float32) / temperature, axis=-1)
+
+    def greedy() -> Array:
+        return jnp.argmax(logits, axis=-1)
+
+    if isinstance(temperature, Tracer):
+        return jax.lax.cond(temperature > 0, drawn, greedy)
+    return drawn() if temperature > 0 else greedy()
+
+
 def sample_tokens(
     model: Pi0Fast,
     params: Any,
@@ -151,12 +172,15 @@ def sample_tokens(
     observation: Observation,
     *,
     max_decoding_steps: int = 256,
-    temperature: float = 0.0,
+    temperature: float | Array = 0.0,
     position_rule: PositionRule = "contiguous",
 ) -> Array:
     """Generated tokens [B, max_decoding_steps], 0 after the end token of a row; greedy at temperature 0."""
     if position_rule not in RULES:
         raise UsageError(f'position_rule is {" or ".join(RULES)}, not "{position_rule}".')
+    if isinstance(max_decoding_steps, bool) or not isinstance(max_decoding_steps, int) or max_decoding_steps < 1:
+        raise UsageError(f"max_decoding_steps is a whole number of at least 1, not {max_decoding_steps!r}.")
+    _check_temperature(temperature)
     variables = {"params": params}
     prefilled: Any = model.apply(variables, observation, max_decoding_steps, method="prefill")
     logits, cache, valid = prefilled
@@ -164,15 +188,10 @@ def sample_tokens(
     first = valid.sum(axis=1)[:, None] + RULES[position_rule]
     found = jnp.zeros((valid.shape[0], max_decoding_steps), jnp.int32)
 
-    def choose(key: Array, logits: Array) -> Array:
-        if temperature > 0:
-            return jax.random.categorical(key, logits.astype(jnp.float32) / temperature, axis=-1)
-        return jnp.argmax(logits, axis=-1)
-
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, ended, key, logits, cache, valid, found = carry
         key, this = jax.random.split(key)
-        token = jnp.where(ended[:, None], 0, choose(this, logits)).astype(jnp.int32)
+        token = jnp.where(ended[:, None], 0, _chosen(this, logits, temperature)).astype(jnp.int32)
         found = jax.lax.dynamic_update_slice(found, token, (0, i))
         valid = valid | (jnp.arange(valid.shape[1]) == start + i)
         logits, cache = model.apply(variables, token, first + i, cache, valid, method="decode")
