@@ -15,6 +15,8 @@ from attnbench.impls.parts.torch_once import Operation, once
 from attnbench.spec import Layout, Partial
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, Any]]
+FLOAT16_SAFE = 32768.0
+"""The largest gradient of an LSE that goes through a backward pass in float16 as it is."""
 Gradients = tuple[Any, Any, Any]
 
 
@@ -81,12 +83,16 @@ def through_lse(
     out: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor,
+    excess: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the LSE by one more backward pass.
+    """Gradients of the LSE by one more backward pass, which is shown `dlse / excess` where float16 needs it.
 
     That pass takes p * (<dout, v> - <dout, out>) as the logits' gradient, and p * dlse is wanted: values of 0, and an
     `out` whose product with `dout` is -dlse, in two columns so that 16 bits lose little of it.
     """
+    if out.dtype == torch.float16:
+        excess = beyond_float16(dlse) if excess is None else excess
+        dlse = dlse / excess
     rows = (dlse if layout == "bhsd" else dlse.transpose(1, 2)).unsqueeze(-1)
     lead = rows.to(out.dtype)
     carrier, ones = torch.zeros_like(out), torch.zeros_like(out)
@@ -94,7 +100,17 @@ def through_lse(
     if out.shape[-1] > 1:
         carrier[..., 1:2] = (lead.to(rows.dtype) - rows).to(out.dtype)
     dq, dk, _ = backward(q, k, torch.zeros_like(v), carrier, lse, ones)
+    if out.dtype == torch.float16:
+        dq, dk = ((x.float() * excess).to(x.dtype) for x in (dq, dk))
     return dq, dk, torch.zeros_like(v)
+
+
+def beyond_float16(dlse: torch.Tensor) -> torch.Tensor:
+    """How many times too large the largest is, at least 1: a result that overflows in spite of it does so anyway."""
+    if not dlse.numel():  # a rank of a ring may hold no tokens
+        return dlse.new_ones(())
+    finite = dlse.abs().masked_fill(~dlse.isfinite(), 0.0)
+    return (finite.amax() / FLOAT16_SAFE).clamp(min=1.0)
 
 
 _ATTENTION = Operation(_forward, _keep, _backward)

@@ -66,7 +66,9 @@ def _gradients(
         dlse = torch.zeros_like(lse)
     return of_both(
         lambda dout: engine.backward((q, k, v), (out, lse, *own), dout, transport),
-        lambda dlse: through_lse(engine.under_whole(transport), "bshd", q, k, v, out, lse, dlse),
+        lambda dlse: through_lse(
+            engine.under_whole(transport), "bshd", q, k, v, out, lse, dlse, _common_excess(dlse, out, engine, group)
+        ),
         dout,
         dlse if of_lse else None,
     )
@@ -83,6 +85,20 @@ def _asked(dout: Any, dlse: Any, engine: Engine, group: Any, device: torch.devic
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         wanted = [bool(flag) for flag in flags.tolist()]
     return wanted[0], wanted[1]
+
+
+def _common_excess(dlse: torch.Tensor, out: torch.Tensor, engine: Engine, group: Any) -> torch.Tensor | None:
+    """In float16 the largest of all ranks, because dK is summed over them; None where each may take its own."""
+    import torch
+    import torch.distributed as dist
+
+    from attnbench.impls.parts.torch_autograd import beyond_float16
+
+    if out.dtype != torch.float16 or engine.problem.world == 1:
+        return None
+    excess = beyond_float16(dlse)
+    dist.all_reduce(excess, dist.ReduceOp.MAX, group=group)
+    return excess
 
 
 def _transport(engine: Engine, group: Any) -> Any:
