@@ -86,6 +86,74 @@ def test_the_dilated_ones_of_torch(impl, mask):
         assert_close(got, want, 5e-5)
 
 
+BLOCKS = ab.masks.blocks(np.tri(3, dtype=bool), 8)
+HALF = {"auto": None, PAIR: None, "torch.dilated": DILATED["causal"], "torch.block-sparse": BLOCKS}
+SCALES = [1.0, 65536.0, 2.0**24]
+"""Of a loss: none, GradScaler's first, and one with which no row's gradient fits."""
+
+
+def half_problem(scale):
+    """Small enough for gradients that float16 can hold, and what the LSE's is."""
+    size = 0.1 if scale <= 65536 else 0.001
+    return [x * size for x in problem()[1][:3]], np.linspace(-1, 1, 24, dtype=np.float32) * scale
+
+
+def assert_within_float16(found, wanted):
+    for got, want in zip(found, wanted):
+        got, want = (np.asarray(x, np.float64) for x in (got, want))
+        assert np.abs(want).max() < 65504
+        assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("impl", HALF)
+def test_torch_in_float16_with_a_loss_that_is_scaled(impl, scale):
+    import torch
+
+    drawn, dlse = half_problem(scale)
+    leaves = [torch.from_numpy(x).half().requires_grad_() for x in drawn]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+
+    def gradients(arrays, impl, mask):
+        lse = ab.attention(*arrays, mask=mask, impl=impl, return_lse=True)[1]
+        return torch.autograd.grad((lse * torch.from_numpy(dlse)).sum(), arrays[:2])
+
+    assert_within_float16(gradients(leaves, impl, HALF[impl]), gradients(exact, "torch.eager", HALF[impl]))
+
+
+@pytest.mark.torch
+def test_only_finite_gradients_say_how_far_float16_is_exceeded():
+    import torch
+
+    from attnbench.impls.parts.torch_autograd import beyond_float16
+
+    told = [[], [-3.0, 9.0], [-(2.0**17), 1.0], [2.0**17, float("nan"), -float("inf")]]
+    assert [float(beyond_float16(torch.tensor(each))) for each in told] == [1.0, 1.0, 4.0, 4.0]
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("scale", SCALES)
+def test_jax_in_float16_with_a_loss_that_is_scaled(scale):
+    """By the passes of a pair; the libraries that take float16 are a GPU's."""
+    import jax
+
+    from attnbench.impls.parts.jax_passes import differentiable, plain_passes
+
+    drawn, dlse = half_problem(scale)
+    drawn = [jax.numpy.asarray(x, "float16") for x in drawn]
+    pair = differentiable(plain_passes(problem(dtype="float16", pass_="train")[0]), with_lse=True)
+
+    def exact(*arrays):
+        return ab.attention(*arrays, impl="jax.einsum", return_lse=True)
+
+    found, wanted = (
+        jax.jit(jax.grad(lambda *x: (call(*x)[1] * dlse).sum(), argnums=(0, 1)))(*arrays)  # noqa: B023
+        for call, arrays in ((pair, drawn), (exact, [x.astype("float32") for x in drawn]))
+    )
+    assert_within_float16(found, wanted)
+
+
 @pytest.mark.torch
 def test_torch_without_one_may_be_read_but_not_learned_from():
     q, k, v = (x.requires_grad_() for x in arrays("torch"))

@@ -124,6 +124,49 @@ def test_torch_func(name, impl):
     assert_close(torch.autograd.grad(loss(leaf, k[0], v[0], dout[0]), leaf)[0], gradients[0][0], 5e-5)
 
 
+OWN_GRADIENTS = {
+    "auto": ab.masks.lengths([3, 17]),
+    "torch.pair": ab.masks.lengths([3, 17]),
+    "torch.dilated": ab.masks.dilated([8, 24], [1, 2]),
+    "torch.dilated-improved": ab.masks.dilated([8, 24], [1, 2]),
+    "torch.block-sparse": ab.masks.blocks(np.tri(3, dtype=bool), 8),
+    "torch.chunked": ab.masks.causal(),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("impl", OWN_GRADIENTS)
+def test_torch_func_of_those_with_a_gradient_of_their_own(impl):
+    import torch
+    from torch.func import grad, jacrev, vmap
+
+    q, k, v, dout = to_framework("torch", *problems(OWN_GRADIENTS[impl])[0])
+    learns = impl != "torch.chunked"
+
+    def loss(q, k, v, dout):
+        out, lse = ab.attention(q, k, v, mask=OWN_GRADIENTS[impl], impl=impl, return_lse=True)
+        return (out * dout).sum((1, 2, 3)) + (lse.square().sum((1, 2)) if learns else 0)
+
+    def total(*arrays):
+        return loss(*arrays).sum()
+
+    def wanted(call, *arrays):
+        leaves = [x.clone().requires_grad_() for x in arrays[:3]]
+        return torch.autograd.grad(call(*leaves, arrays[3]), leaves)
+
+    each = [wanted(total, *arrays) for arrays in zip(q, k, v, dout)]
+    for got, want in zip(grad(total, (0, 1, 2))(q[0], k[0], v[0], dout[0]), each[0], strict=True):
+        assert_close(got, want, 1e-6)
+    found = vmap(grad(total, (0, 1, 2)), in_dims=(1, 0, 0, 0))(q.transpose(0, 1), k, v, dout)
+    for got, want in zip(found, zip(*each), strict=True):
+        assert_close(got, torch.stack(want), 1e-6)
+    rows = jacrev(loss)(q[0], k[0], v[0], dout[0])
+    for row in range(2):
+        assert_close(rows[row], wanted(lambda *x: loss(*x)[row], q[0], k[0], v[0], dout[0])[0], 1e-6)  # noqa: B023
+    with pytest.raises(ab.errors.Unsupported, match="second derivatives"):
+        grad(lambda x: grad(total)(x, k[0], v[0], dout[0]).sum())(q[0])
+
+
 @pytest.mark.torch
 def test_inference_and_training_do_not_share_what_they_made():
     import torch

@@ -99,6 +99,20 @@ def lse_gradients(layout, by_all, out_too, mix_grad="full"):
     return max(errors)
 
 
+def scaled_lse_gradients(layout):
+    """In float16, of a loss so large that the LSE's gradient is none of it, and not on all ranks alike."""
+    q, k, v, _ = (x.mul(0.1).half() for x in draw(4, 2))
+    mine = shard(torch.arange(TOKENS), layout, dim=0)
+    dlse = torch.linspace(0.0, 2.0**18, TOKENS, dtype=torch.float64)
+    leaves = [shard(x, layout).clone().requires_grad_() for x in (q, k, v)]
+    _, lse = ring_attention(*leaves, causal=True, layout=layout, return_lse=True)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    _, want = attention(*exact, torch.ones(1, 4, TOKENS, TOKENS, dtype=torch.float64).tril())
+    (lse * dlse[mine]).sum().backward()
+    (want * dlse).sum().backward()
+    return max(apart(a.grad.double(), shard(b.grad, layout)) for a, b in zip(leaves[:2], exact))
+
+
 def torchscale_gradients():
     q, k, v, dout = draw(6, 6)
     module = RingDilatedAttention(SEGMENTS, RATES, causal=True, mix_grad="detached")
@@ -171,6 +185,7 @@ def main():
             lse_gradients("contiguous", False, True), lse_gradients("zigzag", False, False),
             lse_gradients("zigzag", True, True, "detached"),
         ],
+        "scaled": [scaled_lse_gradients("contiguous"), scaled_lse_gradients("zigzag")],
         "detached": torchscale_gradients(),
         "multihead": multihead(),
         "dense": dense(),

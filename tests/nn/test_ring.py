@@ -171,6 +171,7 @@ def test_three_ranks_give_what_one_device_gives(told, what):
 def test_the_gradient_of_the_lse_is_one_devices_even_where_one_rank_alone_asks_for_it(told):
     for rank, found in enumerate(told):
         assert max(found["lse"]) < 1e-6, f"rank {rank}: {found['lse']}"
+        assert max(found["scaled"]) < 2e-3, f"rank {rank}: {found['scaled']}"
 
 
 def test_a_wrong_shard_is_refused_by_every_rank(told):

@@ -21,7 +21,8 @@ from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Plan, Plans, Words, arranged, chosen, demand_of, pairs_kept
 from attnbench.errors import InvalidWorkload, UsageError
 from attnbench.impls.arrays import LAYOUTS, both_heads
-from attnbench.impls.parts.torch_autograd import through_lse
+from attnbench.impls.parts.torch_autograd import of_both, through_lse
+from attnbench.impls.parts.torch_once import refuse
 from attnbench.spec import Call, Config, Implementation, Workload
 from attnbench.workloads.masks.literals import literal
 
@@ -151,20 +152,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None) -> tuple[Any, ...]:
     q, k, v, out, lse, ran = ctx.saved_tensors
-    request = _asked(ctx.key)
+    words = _asked(ctx.key).words
 
     def backward(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.ops.attnbench.backward(*arrays, ran, ctx.key)
 
-    grads: Any = (None, None, None) if dout is None else backward(q, k, v, out, lse, dout)
-    if dlse is not None and request.words.return_lse:
-        layout = "bhsd" if request.words.layout == "bhsd" else "bshd"
-        dq, dk, dv = through_lse(backward, layout, q, k, v, out, lse, dlse)
-        grads = (dq, dk, dv) if dout is None else (grads[0] + dq, grads[1] + dk, grads[2])
+    layout = "bhsd" if words.layout == "bhsd" else "bshd"
+    grads = of_both(
+        lambda dout: backward(q, k, v, out, lse, dout),
+        lambda dlse: through_lse(backward, layout, q, k, v, out, lse, dlse),
+        dout,
+        dlse if words.return_lse else None,
+    )
     return *grads, None
 
 
 forward.register_autograd(_gradients, setup_context=_save)
+backward.register_autograd(refuse)
 
 
 def _choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> int:

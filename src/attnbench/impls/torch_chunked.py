@@ -7,7 +7,7 @@ merged in float32 by their LSE, dK and dV summed in float32. Tiles are computed 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.errors import UsageError
@@ -47,13 +47,13 @@ class Chunked(Implementation):
 
     def build(self, workload: Workload, config: Config) -> Call:
         plan = Plan(workload, {**self.tunables, **config})
-        return lambda q, k, v: _autograd_function().apply(q, k, v, plan)[0]
+        return lambda q, k, v: _operation()(q, k, v, plan)[0]
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
         plan = Plan(workload, {**self.tunables, **config})
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            out, lse = _autograd_function().apply(q, k, v, plan)
+            out, lse = _operation()(q, k, v, plan)
             return out, lse.float()
 
         return call
@@ -87,53 +87,65 @@ class Plan:
 
 
 @lru_cache(maxsize=1)
-def _autograd_function() -> Any:
+def _operation() -> Any:
+    """`(q, k, v, plan) -> (out, lse)`; the LSE carries no gradient."""
+    from attnbench.impls.parts.torch_once import Operation, once
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        *arrays, ctx.plan = inputs
+        ctx.save_for_backward(*arrays, *outputs)
+        ctx.mark_non_differentiable(outputs[1])
+
+    def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        return *once(partial(_backward, ctx.plan), *ctx.saved_tensors, dout), None
+
+    return Operation(_forward, keep, backward)
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
-    from torch.autograd.function import once_differentiable
 
-    class InChunks(torch.autograd.Function):
-        """Both passes, a chunk of queries at a time."""
+    kernels = plan.kernels(q.device)
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide, device=q.device)
+    for rows, tiles in plan.chunks():
+        part = q[:, rows]
+        total, total_lse = nothing_yet((*part.shape[:3], v.shape[-1]), q.dtype, q.device)
+        for tile in tiles:
+            mine, keys = slice(tile.row, tile.row_end), slice(tile.key, tile.key_end)
+            found = kernels.at(tile)[0](part[:, mine], k[:, keys], v[:, keys])
+            merge_(total[:, mine], total_lse[:, :, mine], *found)
+        out[:, rows], lse[:, :, rows] = total, total_lse
+    return out, lse
 
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any, plan: Plan) -> Any:
-            kernels = plan.kernels(q.device)
-            out = q.new_empty(*q.shape[:3], v.shape[-1])
-            wide = torch.promote_types(q.dtype, torch.float32)
-            lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide, device=q.device)
-            for rows, tiles in plan.chunks():
-                part = q[:, rows]
-                total, total_lse = nothing_yet((*part.shape[:3], v.shape[-1]), q.dtype, q.device)
-                for tile in tiles:
-                    mine, keys = slice(tile.row, tile.row_end), slice(tile.key, tile.key_end)
-                    found = kernels.at(tile)[0](part[:, mine], k[:, keys], v[:, keys])
-                    merge_(total[:, mine], total_lse[:, :, mine], *found)
-                out[:, rows], lse[:, :, rows] = total, total_lse
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.plan = plan
-            ctx.mark_non_differentiable(lse)
-            return out, lse
 
-        @staticmethod
-        @once_differentiable
-        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            q, k, v, out, lse = ctx.saved_tensors
-            dout, kernels, wide = grads[0], ctx.plan.kernels(q.device), lse.dtype
-            dq = torch.empty_like(q)
-            dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-            for rows, tiles in ctx.plan.chunks():
-                total = torch.zeros_like(q[:, rows], dtype=wide)
-                for tile in tiles:
-                    mine = slice(rows.start + tile.row, rows.start + tile.row_end)
-                    keys = slice(tile.key, tile.key_end)
-                    whole = out[:, mine], lse[:, :, mine], dout[:, mine]
-                    found = kernels.at(tile)[1](q[:, mine], k[:, keys], v[:, keys], *whole)
-                    sums = total[:, tile.row : tile.row_end], dk[:, keys], dv[:, keys]
-                    for one, part in zip(sums, found):
-                        one.add_(part)
-                dq[:, rows] = total
-            return dq, dk.to(k.dtype), dv.to(v.dtype), None
+def _backward(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    import torch
 
-    return InChunks
+    kernels, wide = plan.kernels(q.device), lse.dtype
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    for rows, tiles in plan.chunks():
+        total = torch.zeros_like(q[:, rows], dtype=wide)
+        for tile in tiles:
+            mine = slice(rows.start + tile.row, rows.start + tile.row_end)
+            keys = slice(tile.key, tile.key_end)
+            whole = out[:, mine], lse[:, :, mine], dout[:, mine]
+            found = kernels.at(tile)[1](q[:, mine], k[:, keys], v[:, keys], *whole)
+            sums = total[:, tile.row : tile.row_end], dk[:, keys], dv[:, keys]
+            for one, part in zip(sums, found):
+                one.add_(part)
+        dq[:, rows] = total
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 CHUNKED = Chunked()

@@ -20,6 +20,8 @@ CUDNN_RULE = (
     "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "is_training",
     "return_residual", "res", "grad_output",
 )  # fmt: skip
+FLOAT16_SAFE = 32768.0
+"""As in torch_autograd."""
 UNUSED_INPUTS = 4
 """Offsets and page tables; they are empty here, and so are bias and lengths where there are none."""
 
@@ -148,7 +150,9 @@ def _through_lse(
     """As torch_autograd does it: values of 0, and an `out` whose product with `dout` is -dlse, in two columns."""
     import jax.numpy as jnp
 
-    rows = dlse.transpose(0, 2, 1)
+    half = out.dtype == jnp.float16
+    excess = _beyond_float16(dlse) if half else None
+    rows = (dlse / excess if half else dlse).transpose(0, 2, 1)
     lead = rows.astype(out.dtype)
     rest = (rows - lead.astype(rows.dtype)).astype(out.dtype)
     carrier = jnp.zeros_like(out).at[..., 0].set(-lead)
@@ -156,4 +160,13 @@ def _through_lse(
     if out.shape[-1] > 1:
         carrier = carrier.at[..., 1].set(-rest)
     dq, dk, _ = backward(q, k, jnp.zeros_like(v), carrier, lse, ones)
+    if half:
+        dq, dk = ((x.astype(jnp.float32) * excess).astype(x.dtype) for x in (dq, dk))
     return dq, dk
+
+
+def _beyond_float16(dlse: Array) -> Array:
+    """How many times too large the largest is; one where none is."""
+    import jax.numpy as jnp
+
+    return jnp.maximum(jnp.max(jnp.where(jnp.isfinite(dlse), jnp.abs(dlse), 0.0)) / FLOAT16_SAFE, 1.0)

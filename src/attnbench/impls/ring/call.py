@@ -128,7 +128,8 @@ class _Kept:
 @lru_cache(maxsize=1)
 def _autograd_function() -> Any:
     import torch
-    from torch.autograd.function import once_differentiable
+
+    from attnbench.impls.parts.torch_once import once
 
     class OverRanks(torch.autograd.Function):
         """Both passes are computed by the ranks."""
@@ -138,12 +139,14 @@ def _autograd_function() -> Any:
             kept = _Kept(call) if any(ctx.needs_input_grad) else None
             out, lse = call.forward((q, k, v), -1 if kept is None else kept.number)
             ctx.kept = kept
+            if kept is not None:
+                ctx.save_for_backward(q, k, v)  # only so that a second derivative by them is refused
             ctx.mark_non_differentiable(lse)
             return out, lse
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return *ctx.kept.call.backward(ctx.kept.number, grads[0]), None
+            kept = ctx.kept
+            return *once(lambda dout, *_: kept.call.backward(kept.number, dout), grads[0], *ctx.saved_tensors), None
 
     return OverRanks

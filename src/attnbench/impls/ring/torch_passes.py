@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from attnbench.impls.ring.engine import Engine
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 def autograd_function() -> Any:
     """`apply(q, k, v, engine, group, with_lse) -> (out, lse)`; the LSE has a gradient where it was asked for."""
     import torch
-    from torch.autograd.function import once_differentiable
 
-    from attnbench.impls.parts.torch_autograd import through_lse
+    from attnbench.impls.parts.torch_once import once
 
     class Ring(torch.autograd.Function):
         """Forward sends K and V round, backward sends them again with the sums of their gradients."""
@@ -35,23 +34,44 @@ def autograd_function() -> Any:
             return out, lse
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, dout: Any, dlse: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            q, k, v, out, lse, *own = ctx.saved_tensors
-            transport = _transport(ctx.engine, ctx.group)
-            of_out, of_lse = _asked(dout, dlse, ctx.engine, ctx.group, q.device) if ctx.with_lse else (True, False)
-            grads: Any = (None, None, None)
-            if of_out:
-                dout = torch.zeros_like(out) if dout is None else dout
-                grads = ctx.engine.backward((q, k, v), (out, lse, *own), dout, transport)
-            if of_lse:
-                dlse = torch.zeros_like(lse) if dlse is None else dlse
-                backward = ctx.engine.under_whole(transport)
-                dq, dk, dv = through_lse(backward, "bshd", q, k, v, out, lse, dlse)
-                grads = (grads[0] + dq, grads[1] + dk, grads[2]) if of_out else (dq, dk, dv)
-            return *grads, None, None, None
+            computed = partial(_gradients, ctx.engine, ctx.group, ctx.with_lse)
+            return *once(computed, dout, dlse, *ctx.saved_tensors), None, None, None
 
     return Ring
+
+
+def _gradients(
+    engine: Engine,
+    group: Any,
+    with_lse: bool,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *own: torch.Tensor,
+) -> tuple[Any, Any, Any]:
+    import torch
+
+    from attnbench.impls.parts.torch_autograd import of_both, through_lse
+
+    transport = _transport(engine, group)
+    of_out, of_lse = _asked(dout, dlse, engine, group, q.device) if with_lse else (True, False)
+    if of_out and dout is None:
+        dout = torch.zeros_like(out)
+    if of_lse and dlse is None:
+        dlse = torch.zeros_like(lse)
+    return of_both(
+        lambda dout: engine.backward((q, k, v), (out, lse, *own), dout, transport),
+        lambda dlse: through_lse(
+            engine.under_whole(transport), "bshd", q, k, v, out, lse, dlse, _common_excess(dlse, out, engine, group)
+        ),
+        dout,
+        dlse if of_lse else None,
+    )
 
 
 def _asked(dout: Any, dlse: Any, engine: Engine, group: Any, device: torch.device) -> tuple[bool, bool]:
@@ -65,6 +85,20 @@ def _asked(dout: Any, dlse: Any, engine: Engine, group: Any, device: torch.devic
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         wanted = [bool(flag) for flag in flags.tolist()]
     return wanted[0], wanted[1]
+
+
+def _common_excess(dlse: torch.Tensor, out: torch.Tensor, engine: Engine, group: Any) -> torch.Tensor | None:
+    """In float16 the largest of all ranks, because dK is summed over them; None where each may take its own."""
+    import torch
+    import torch.distributed as dist
+
+    from attnbench.impls.parts.torch_autograd import beyond_float16
+
+    if out.dtype != torch.float16 or engine.problem.world == 1:
+        return None
+    excess = beyond_float16(dlse)
+    dist.all_reduce(excess, dist.ReduceOp.MAX, group=group)
+    return excess
 
 
 def _transport(engine: Engine, group: Any) -> Any:

@@ -6,7 +6,7 @@ What each rank computes and how much memory it takes is real; no link is used, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,8 @@ def _places(problem: Problem, side: str, rank: int, device: torch.device) -> tor
 @lru_cache(maxsize=1)
 def _autograd_function() -> Any:
     import torch
-    from torch.autograd.function import once_differentiable
+
+    from attnbench.impls.parts.torch_once import once
 
     class InTurn(torch.autograd.Function):
         """The ranks' parts of both passes, one rank after the other."""
@@ -115,36 +116,38 @@ def _autograd_function() -> Any:
                 lse.index_copy_(2, places, part_lse)
                 parts.append((part, part_lse, *own))
             if any(ctx.needs_input_grad):
-                ctx.save_for_backward(*(x for shard, part in zip(shards, parts) for x in (*shard, *part)))
-            ctx.ring, ctx.lengths = ring, (q.shape[1], k.shape[1])
+                # The whole arrays too, so that a second derivative by them is refused.
+                ctx.save_for_backward(q, k, v, *(x for shard, part in zip(shards, parts) for x in (*shard, *part)))
+            ctx.ring = ring
             ctx.mark_non_differentiable(lse)
             return out, lse
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            ring, dout = ctx.ring, grads[0]
-            saved = ctx.saved_tensors
-            size = len(saved) // ring.settings.world
-            kept = [saved[n : n + size] for n in range(0, len(saved), size)]
-            held: Sequence[Pair] = [(one[1], one[2]) for one in kept]
-            sums: list[Pair | None] = [None] * len(kept)
-            dq, dk, dv = (
-                torch.empty((x.shape[0], n, *x.shape[2:]), dtype=x.dtype, device=x.device)
-                for x, n in zip(kept[0], (ctx.lengths[0], ctx.lengths[1], ctx.lengths[1]))
-            )
-            for rank, (q, k, v, *results) in enumerate(kept):
-                part = ring.engine(rank, q.device).backward(
-                    (q, k, v), results, ring.take(dout, "q", rank), VirtualTransport(held, sums)
-                )
-                dq.index_copy_(1, ring.places("q", rank, q.device), part[0])
-                if len(kept) == 1:
-                    sums[0] = part[1], part[2]
-            for rank, pair in enumerate(sums):
-                assert pair is not None
-                places = ring.places("kv", rank, dk.device)
-                dk.index_copy_(1, places, pair[0].to(dk.dtype))
-                dv.index_copy_(1, places, pair[1].to(dv.dtype))
-            return dq, dk, dv, None
+            return *once(partial(_backward, ctx.ring), grads[0], *ctx.saved_tensors), None
 
     return InTurn
+
+
+def _backward(ring: VirtualRing, dout: torch.Tensor, *saved: torch.Tensor) -> Shard:
+    """Gradients of the whole arrays, which come first of what was saved; each rank's shards and results follow."""
+    import torch
+
+    size = (len(saved) - 3) // ring.settings.world
+    kept = [saved[n : n + size] for n in range(3, len(saved), size)]
+    held: Sequence[Pair] = [(one[1], one[2]) for one in kept]
+    sums: list[Pair | None] = [None] * len(kept)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
+    for rank, (q, k, v, *results) in enumerate(kept):
+        part = ring.engine(rank, q.device).backward(
+            (q, k, v), results, ring.take(dout, "q", rank), VirtualTransport(held, sums)
+        )
+        dq.index_copy_(1, ring.places("q", rank, q.device), part[0])
+        if len(kept) == 1:
+            sums[0] = part[1], part[2]
+    for rank, pair in enumerate(sums):
+        assert pair is not None
+        places = ring.places("kv", rank, dk.device)
+        dk.index_copy_(1, places, pair[0].to(dk.dtype))
+        dv.index_copy_(1, places, pair[1].to(dv.dtype))
+    return dq, dk, dv
