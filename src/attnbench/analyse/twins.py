@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from attnbench.analyse.fronts import Front
 from attnbench.analyse.ranking import RANK_LEVEL, sign
 from attnbench.analyse.ratios import paired_ratio
+from attnbench.analyse.settle import MOST_DIFFERENCE
 from attnbench.spec import Ok
 
 
@@ -18,6 +19,13 @@ def same_kernel(a: Ok, b: Ok) -> bool:
 def alike(a: Ok, b: Ok) -> bool:
     """Whether both launched the same kernels and neither is faster for certain."""
     return same_kernel(a, b) and sign(paired_ratio(a, b, RANK_LEVEL)) == 0
+
+
+def stands_in(leader: Ok, twin: Ok, again: Ok) -> bool:
+    """Whether a twin, measured `again` in a newer run, speaks for a leader that only the older run has: all three
+    launched the same kernels, and in the older run the twin was for certain no more than 5 % slower."""
+    one_kernel = same_kernel(leader, twin) and same_kernel(leader, again)
+    return one_kernel and paired_ratio(leader, twin, RANK_LEVEL).high <= MOST_DIFFERENCE
 
 
 def twins_of(name: str, front: Front) -> list[str]:
