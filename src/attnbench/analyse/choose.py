@@ -58,7 +58,8 @@ def choose(
 
 def _filled(ground: Ground) -> Place:
     """The place with its entries, its crossings and what it loses off the grid."""
-    chosen = {shape: settle(fields) for shape, fields in ground.by_shape.items()}
+    around = list(ground.fields.values())
+    chosen = {shape: settle(fields, around) for shape, fields in ground.by_shape.items()}
     entries = [Entry(at=shape, use=choice) for shape, choice in chosen.items() if choice is not None]
     entries.sort(key=lambda entry: entry.at.order)
     place = structs.replace(ground.place, entries=tuple(entries))

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from attnbench.analyse.fronts import Front
+from attnbench.analyse.kernels import same_kernel
 from attnbench.analyse.ranking import RANK_LEVEL, sign
 from attnbench.analyse.ratios import paired_ratio
 from attnbench.analyse.settle import MOST_DIFFERENCE
 from attnbench.spec import Ok
-
-
-def same_kernel(a: Ok, b: Ok) -> bool:
-    """Whether profiles of both show the same kernels; without a profile nobody knows."""
-    return bool(a.kernels) and set(a.kernels or ()) == set(b.kernels or ())
 
 
 def alike(a: Ok, b: Ok) -> bool:
