@@ -128,6 +128,14 @@ def test_constraints_hold_in_every_round(lab: fake_lab.FakeLab):
     assert lengths(lab) == [[128, 2048]]
 
 
+def test_no_length_between_is_left_out_of_reach(lab: fake_lab.FakeLab):
+    few = ["--impl", "torch.sdpa", "--seq-len", "16", "1024", "--quiet"]
+    assert execute(["tune", *few]) == 0
+    assert lengths(lab) == [[16, 1024], [128]]
+    reached = [entry.at.q_len for entry in load_policy("policy.json").entries]
+    assert all(min(max(n / m, m / n) for m in reached) <= 4 for n in range(16, 1025))
+
+
 @pytest.mark.parametrize("options", [["--max-error", "0.5"], ["--only", "torch"], ["--deterministic"]])
 def test_constraints_that_leave_all_sharpen_as_none_do(lab: fake_lab.FakeLab, options: list[str]):
     assert execute(["tune", *FEW]) == 0
