@@ -54,6 +54,14 @@ def test_it_closes_in_on_the_crossing(lab: fake_lab.FakeLab, capsys: pytest.Capt
     assert len(found.places[0].runs) == len(asked)
 
 
+def test_a_policy_that_is_written_over_is_told(lab: fake_lab.FakeLab, capsys: pytest.CaptureFixture[str]):
+    few = ["tune", "--impl", "torch.sdpa", "--seq-len", "128", "256", "--quiet"]
+    assert execute(few) == 0
+    assert "wrote policy.json\n" in capsys.readouterr().err
+    assert execute(few) == 0
+    assert "wrote policy.json, which held 2 entries\n" in capsys.readouterr().err
+
+
 def test_the_time_is_kept_to(
     lab: fake_lab.FakeLab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -47,8 +47,7 @@ class Proposal(Struct, frozen=True, kw_only=True):
 
 def proposals(chosen: Chosen, variants: Variants) -> list[Proposal]:
     """What to measure next, the most telling first; none when nothing would be learnt. Frameworks share a workload."""
-    places = {structs.replace(place, within=None).key: place for place in chosen.policy.places}
-    pairs = [(places[ground.place.key], ground) for ground in chosen.grounds if ground.place.key in places]
+    pairs = chosen.placed
     found = [one for place, ground in pairs for one in _between(place, ground)]
     found = found or [one for place, ground in pairs for one in _unreached(place, ground)]
     found = found or [one for _, ground in pairs for one in _configs(ground, variants)]

@@ -105,15 +105,17 @@ def judgement(policy: Policy, standings: Sequence[Standing]) -> str:
     return f"{policy.name}: {told}{missed}."
 
 
-def closing(policy: Policy) -> str:
-    """What to run, and what that loses on the grid and off it."""
+def closing(chosen: Chosen) -> str:
+    """What to run, what that loses on the grid and off it, and how much of it rests on samples that vary."""
+    policy = chosen.policy
     if not policy.entries:
         return "Nothing could be chosen."
     on_grid = pooled(one for place in policy.places if (one := place.on_grid) is not None)
     off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
     picks = "; ".join(_picks(place) for place in policy.places)
     kept = f" Chosen within: {policy.within}." if policy.within else ""
-    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}"
+    shaky = f" {chosen.unstable} of {len(policy.entries)} choices rest on unstable samples." if chosen.unstable else ""
+    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}{shaky}"
 
 
 def _picks(place: Place) -> str:
@@ -151,7 +153,7 @@ def document(chosen: Chosen, path: object) -> dict[str, object]:
         "fixed": {_place(ground.place): fixed_standings(ground) for ground in chosen.grounds},
         "unchosen": chosen.unchosen,
         "written": path,
-        "closing": closing(policy),
+        "closing": closing(chosen),
     }
 
 
