@@ -114,8 +114,11 @@ def closing(chosen: Chosen) -> str:
     off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
     picks = "; ".join(_picks(place) for place in policy.places)
     kept = f" Chosen within: {policy.within}." if policy.within else ""
-    shaky = f" {chosen.unstable} of {len(policy.entries)} choices rest on unstable samples." if chosen.unstable else ""
-    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}{shaky}"
+    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}{_shaky(chosen.unstable, len(policy.entries))}"
+
+
+def _shaky(count: int, total: int) -> str:
+    return f" {count} of {total} choices rest{'s' if count == 1 else ''} on unstable samples." if count else ""
 
 
 def _picks(place: Place) -> str:
