@@ -98,13 +98,15 @@ def parts_of(workload: Workload, records: Sequence[Record]) -> Parts:
 
 
 def parts_known(workload: Workload, alone: Sequence[str], files: Sequence[Path]) -> Parts | None:
-    """The parts that these libraries took for this shape in an earlier run."""
-    shapes = [one for path in files for one in json.loads(path.read_text())["shapes"]]
-    found = next((one for one in shapes if one["workload"] == workload.id), None)
-    if found is None:
-        return None
-    forward, backward = found["forward_ms"], found["backward_ms"]
-    return Parts(*({name: took[name] * 1e6 for name in alone if name in took} for took in (forward, backward)))
+    """The parts that these libraries took for this shape in an earlier run; None where no file tells of all of them.
+
+    One that could not run is told of too, and one may have had a forward part alone.
+    """
+    for one in (one for path in files for one in json.loads(path.read_text())["shapes"]):
+        forward, backward = one["forward_ms"], one["backward_ms"]
+        if one["workload"] == workload.id and {*alone} <= {*forward, *backward, *one["not_run"]}:
+            return Parts(*({name: took[name] * 1e6 for name in alone if name in took} for took in (forward, backward)))
+    return None
 
 
 def promising(workload: Workload, parts: Parts, crew: Crew) -> list[str]:

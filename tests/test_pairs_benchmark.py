@@ -50,6 +50,22 @@ def test_it_runs_and_predicts(tmp_path):
     assert second["train_ms"] != shape["train_ms"], "steps of its own"
 
 
+def test_parts_of_a_file_count_only_where_it_tells_of_every_library(tmp_path):
+    from pairs import parts_known, smoke_shapes
+
+    (shape,) = smoke_shapes()
+    few, more = tmp_path / "few.json", tmp_path / "more.json"
+    told = {"workload": shape.id, "forward_ms": {"a": 1.0}, "backward_ms": {"a": 2.0}, "not_run": {}}
+    few.write_text(json.dumps({"shapes": [told]}))
+    assert parts_known(shape, ["a"], [few]) == ({"a": 1e6}, {"a": 2e6})
+    assert parts_known(shape, ["a", "b"], [few]) is None, "b is to be measured"
+    told |= {"forward_ms": {"a": 3.0, "b": 4.0}, "not_run": {"c": "unsupported: needs cuda"}}
+    more.write_text(json.dumps({"shapes": [told]}))
+    assert parts_known(shape, ["a", "b"], [few, more]) == ({"a": 3e6, "b": 4e6}, {"a": 2e6}), "b runs forward only"
+    assert parts_known(shape, ["a", "c"], [few, more]) == ({"a": 3e6}, {"a": 2e6})
+    assert parts_known(shape, ["a"], [few, more]) == ({"a": 1e6}, {"a": 2e6})
+
+
 def test_means_and_claims():
     from pairs import claims, summary
 

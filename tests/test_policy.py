@@ -72,6 +72,10 @@ class TestChoice:
         assert why is not None
         assert "2.3 octaves away, more than 2 are too far" in why
 
+    def test_a_hair_beyond_its_reach_is_seen_to_be_beyond(self):
+        why = self.two.miss(workload(4096 * 4 + 1), "torch", CPU)
+        assert "is 2.0001 octaves away, more than 2 are too far" in str(why)
+
     @pytest.mark.parametrize(
         "change",
         [{"dtype": "bfloat16"}, {"mask": ab.masks.full()}, {"pass_": "train"}, {"head_dim": 64}, {"softcap": 30.0}],
@@ -317,6 +321,11 @@ class TestFiles:
             ("q_len", 0, "q_len must be at least 1"),
             ("batch", -3, "batch must be at least 1"),
             ("pass", "sideways", "Invalid enum"),
+            ("dtype", "float33", r'dtype "float33" is not one of float64, .* at `\$\.places\[0\]\.entries\[0\]\.at`'),
+            ("mask", "causl", r'mask "causl" is not one of .*causal, .* at `\$\.places\[0\]\.entries\[0\]\.at`'),
+            ("mask", "lengths&causal", 'mask "lengths&causal" is to be written causal&lengths'),
+            ("mask", "causal&full", "is to be written causal"),
+            ("mask", "causal (many blocks)", "is not one of"),
             ("implementation", "", "must name an implementation"),
             ("regret", 0.5, "regret is 1 or more"),
             ("regret_high", 0.9, "regret_high not below"),
@@ -329,6 +338,16 @@ class TestFiles:
         one["at" if field in one["at"] else "use"][field] = value
         path = tmp_path / "policy.json"
         path.write_text(json.dumps(document))
+        with pytest.raises(BrokenFile, match=why):
+            load_policy(path)
+
+    def test_two_entries_for_one_shape_are_refused(self, tmp_path: Path):
+        document = json.loads(policies.policy_text(self.whole))
+        entries = document["places"][0]["entries"]
+        entries.append(entries[0])
+        path = tmp_path / "policy.json"
+        path.write_text(json.dumps(document))
+        why = r"more than one for 1 x 300 tokens · 4 heads of 32 .* at `\$\.places\[0\]`"
         with pytest.raises(BrokenFile, match=why):
             load_policy(path)
 

@@ -47,6 +47,30 @@ def test_where_the_choice_is_one_nothing_is_proposed():
     assert proposals(made(*same), none) == []
 
 
+def test_lengths_that_no_entry_reaches_are_proposed():
+    lengths = [16, 1024]
+
+    def found():
+        same = (
+            along("torch.eager", lambda n: 10.0 * n, lengths),
+            along("torch.sdpa", lambda n: 5.0 * n, lengths, seed=1),
+        )
+        return proposals(made(*same), none)
+
+    (one,) = found()
+    assert (one.workload.q_len, one.labels) == (128, ("torch.sdpa", "torch.eager"))
+    assert one.why == "no entry reaches all lengths from 16 to 1,024 tokens"
+    lengths.insert(1, 128)
+    assert found() == []
+
+
+def test_crossings_come_before_lengths_that_no_entry_reaches():
+    lengths = (64, 128, 128 * 64)
+    crossing = along("torch.eager", lambda n: 10.0 * n, lengths), along("torch.sdpa", lambda n: 700.0 + n, lengths)
+    (one,) = proposals(made(*crossing), none)
+    assert one.workload.q_len < 128
+
+
 def test_the_dearest_mistake_comes_first():
     records = []
     for heads, factor in ((2, 1.0), (4, 3.0)):

@@ -50,6 +50,34 @@ def test_a_table_the_crossing_and_one_closing_sentence(capsys: pytest.CaptureFix
     assert found.places[0].runs == ("one.jsonl",)
 
 
+def test_what_is_written_over_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    path = tmp_path / "keep.json"
+    for told in ("", ", which held 4 entries", ", which held 4 entries"):
+        assert execute(["choose", "one", "-o", "keep.json"]) == 0
+        assert capsys.readouterr().err == f"wrote keep.json{told}\n"
+    path.write_text("notes of mine")
+    assert execute(["choose", "one", "-o", "keep.json"]) == 0
+    assert capsys.readouterr().err == "wrote keep.json, which was no policy\n"
+
+
+@pytest.mark.parametrize(("marked", "count"), [(["torch.sdpa"], 2), (["torch.sdpa", "torch.eager"], 2), ([], 0)])
+def test_choices_on_unstable_samples_are_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, marked: list[str], count: int
+):
+    """torch.eager is fastest of two at each length and torch.sdpa next; torch.flex is far behind."""
+    curves = {"torch.eager": 10.0, "torch.sdpa": 20.0, "torch.flex": 90.0}
+    notes = dict.fromkeys((*marked, "torch.flex"), ("unstable samples: one round says nothing of the spread",))
+    records = [
+        one
+        for seed, (name, slope) in enumerate(curves.items())
+        for one in along(name, lambda n, s=slope: s * n, (128, 256), seed=seed, notes=notes.get(name, ()))
+    ]
+    write_run(tmp_path / "runs" / "shaky.jsonl", *records)
+    assert execute(["choose", "shaky"]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.endswith(f" {count} of 2 choices rest on unstable samples.") == bool(count)
+
+
 def test_constraints_are_written_and_told_by_whoever_reads_them(capsys: pytest.CaptureFixture[str]):
     words = [
         "--max-memory",
@@ -143,6 +171,13 @@ def test_a_policy_is_judged_on_other_runs(tmp_path: Path, capsys: pytest.Capture
     document = json.loads(capsys.readouterr().out)
     assert document["regret"]["Test CPU 9000/torch"]["shapes"] == 3
     assert {one["name"] for one in document["fixed"]["Test CPU 9000/torch"]} == {"torch.eager", "torch.sdpa"}
+
+
+def test_constraints_of_a_judged_policy_are_a_warning_like_others(capsys: pytest.CaptureFixture[str]):
+    assert execute(["choose", "one", "--forbid", "torch.eager", "-o", "policy.json"]) == 0
+    capsys.readouterr()
+    assert execute(["choose", "one", "--judge", "policy.json"]) == 0
+    assert capsys.readouterr().err == "warning: policy.json was made under constraints (without torch.eager).\n"
 
 
 def test_a_foreign_policy_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -54,6 +54,14 @@ def test_it_closes_in_on_the_crossing(lab: fake_lab.FakeLab, capsys: pytest.Capt
     assert len(found.places[0].runs) == len(asked)
 
 
+def test_a_policy_that_is_written_over_is_told(lab: fake_lab.FakeLab, capsys: pytest.CaptureFixture[str]):
+    few = ["tune", "--impl", "torch.sdpa", "--seq-len", "128", "256", "--quiet"]
+    assert execute(few) == 0
+    assert "wrote policy.json\n" in capsys.readouterr().err
+    assert execute(few) == 0
+    assert "wrote policy.json, which held 2 entries\n" in capsys.readouterr().err
+
+
 def test_the_time_is_kept_to(
     lab: fake_lab.FakeLab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -126,6 +134,14 @@ def test_constraints_hold_in_every_round(lab: fake_lab.FakeLab):
     assert execute(["tune", *FEW, "--forbid", "torch.eager"]) == 0
     assert {entry.use.label for entry in load_policy("policy.json").entries} == {"torch.sdpa"}
     assert lengths(lab) == [[128, 2048]]
+
+
+def test_no_length_between_is_left_out_of_reach(lab: fake_lab.FakeLab):
+    few = ["--impl", "torch.sdpa", "--seq-len", "16", "1024", "--quiet"]
+    assert execute(["tune", *few]) == 0
+    assert lengths(lab) == [[16, 1024], [128]]
+    reached = [entry.at.q_len for entry in load_policy("policy.json").entries]
+    assert all(min(max(n / m, m / n) for m in reached) <= 4 for n in range(16, 1025))
 
 
 @pytest.mark.parametrize("options", [["--max-error", "0.5"], ["--only", "torch"], ["--deterministic"]])

@@ -15,11 +15,13 @@ from attnbench.analyse.candidates import NOT_ASKED_FOR, Refusal, check_names
 from attnbench.analyse.crossings import crossings_of
 from attnbench.analyse.held_out import held_out_of
 from attnbench.analyse.ranking import label
-from attnbench.analyse.settle import settle
+from attnbench.analyse.settle import Field, settle
 from attnbench.analyse.survey import Ground, Source, survey
-from attnbench.policy import Constraints, Entry, Place, Policy
+from attnbench.policy import Choice, Constraints, Entry, Place, Policy
 
 SHOWN_REASONS = 3
+UNSTABLE = "unstable samples"
+"""How the note begins of a record whose samples vary too much."""
 
 
 class Unchosen(Struct, frozen=True):
@@ -36,6 +38,22 @@ class Chosen(Struct, frozen=True):
     policy: Policy
     unchosen: tuple[Unchosen, ...]
     grounds: tuple[Ground, ...]
+
+    @property
+    def placed(self) -> list[tuple[Place, Ground]]:
+        """Each place that something was chosen for, with what was measured there."""
+        places = {structs.replace(place, within=None).key: place for place in self.policy.places}
+        return [(places[ground.place.key], ground) for ground in self.grounds if ground.place.key in places]
+
+    @property
+    def unstable(self) -> int:
+        """Choices whose samples, or those of the next best, are marked as unstable."""
+        return sum(
+            _is_unstable(entry.use, fields[entry.at])
+            for place, ground in self.placed
+            for fields in [ground.by_shape]
+            for entry in place.entries
+        )
 
 
 def choose(
@@ -58,11 +76,17 @@ def choose(
 
 def _filled(ground: Ground) -> Place:
     """The place with its entries, its crossings and what it loses off the grid."""
-    chosen = {shape: settle(fields) for shape, fields in ground.by_shape.items()}
+    around = list(ground.fields.values())
+    chosen = {shape: settle(fields, around) for shape, fields in ground.by_shape.items()}
     entries = [Entry(at=shape, use=choice) for shape, choice in chosen.items() if choice is not None]
     entries.sort(key=lambda entry: entry.at.order)
     place = structs.replace(ground.place, entries=tuple(entries))
     return structs.replace(place, held_out=held_out_of(place, ground), crossings=crossings_of(place, ground))
+
+
+def _is_unstable(choice: Choice, fields: Sequence[Field]) -> bool:
+    held = [one.label for one in (choice, choice.runner_up) if one is not None]
+    return any(note.startswith(UNSTABLE) for field in fields for name in held for note in field[name].notes)
 
 
 def _unchosen(refused: Sequence[Refusal], grounds: Sequence[Ground]) -> tuple[Unchosen, ...]:

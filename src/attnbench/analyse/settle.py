@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import inf, log, log2
 
+from attnbench.analyse.kernels import same_kernel
 from attnbench.analyse.ranking import RANK_LEVEL, sign
 from attnbench.analyse.ratios import Ratio, mean_log_ratio, paired_ratio
 from attnbench.policy import Alternative, Choice
@@ -21,14 +22,17 @@ Field = Mapping[str, Ok]
 """Label -> its record, of one workload and one run."""
 
 
-def settle(fields: Sequence[Field]) -> Choice | None:
-    """The choice for workloads that one entry stands for; None where no candidate was timed on all of them."""
+def settle(fields: Sequence[Field], around: Sequence[Field] = ()) -> Choice | None:
+    """The choice for workloads that one entry stands for; None where no candidate was timed on all of them.
+
+    `around`: all that was measured at the place, which tells those apart that are tied here.
+    """
     shared = sorted(set.intersection(*(set(field) for field in fields)))
     if not shared:
         return None
     fastest = fastest_of(shared, fields)
     behind = {name: time_ratio(fastest, name, fields) for name in shared}
-    tied = [name for name in shared if name == fastest or near(behind[name])]
+    tied = _ahead_around(_tied(fastest, behind, fields), around)
     pick = min(tied, key=lambda name: (*_merits(name, tied, fields), name))
     others = {name: time_ratio(pick, name, fields) for name in shared if name != pick}
     order = sorted(others, key=lambda name: (others[name].value, name))
@@ -48,6 +52,25 @@ def settle(fields: Sequence[Field]) -> Choice | None:
 def near(ratio: Ratio) -> bool:
     """Whether the time of one over that of the fastest is a tie: not certainly more than 1 %, and not above 5 %."""
     return sign(ratio) <= 0 and ratio.value <= MOST_DIFFERENCE
+
+
+def _tied(fastest: str, behind: Mapping[str, Ratio], fields: Sequence[Field]) -> list[str]:
+    """Who is as good as the fastest: by time, or as another name of its kernel that is not surely further behind."""
+    return [name for name, ratio in behind.items() if near(ratio) or _is_its_kernel(fastest, name, ratio, fields)]
+
+
+def _is_its_kernel(fastest: str, name: str, ratio: Ratio, fields: Sequence[Field]) -> bool:
+    return ratio.low <= MOST_DIFFERENCE and all(same_kernel(field[fastest], field[name]) for field in fields)
+
+
+def _ahead_around(tied: Sequence[str], around: Sequence[Field]) -> list[str]:
+    """Those of the tied that are tied over everything that all of them were timed on as well: who leads elsewhere
+    leads here, so that it does not matter who else came near in this run."""
+    fields = [field for field in around if all(name in field for name in tied)]
+    if len(fields) < 2:
+        return list(tied)
+    fastest = fastest_of(tied, fields)
+    return _tied(fastest, {name: time_ratio(fastest, name, fields) for name in tied}, fields)
 
 
 def fastest_of(names: Sequence[str], fields: Sequence[Field]) -> str:
@@ -71,13 +94,24 @@ def _mean_log_time(name: str, fields: Sequence[Field]) -> float:
 def _merits(name: str, tied: Sequence[str], fields: Sequence[Field]) -> tuple[int, int, bool]:
     """Among equals, the least first: how near to the error allowed, how much memory, whether it needs a config."""
     records = [field[name] for field in fields]
-    peaks = {one: [field[one].memory.peak_bytes for field in fields] for one in tied}
-    memory = 0
-    if all(peak is not None for found in peaks.values() for peak in found):
-        mean = {one: sum(log2(max(peak or 1, 1)) for peak in found) / len(found) for one, found in peaks.items()}
-        more = mean[name] - min(mean.values())
-        memory = 0 if more <= log2(SAME_MEMORY) else 1 + int(more)
-    return max(map(_strain, records)), memory, bool(records[0].config)
+    return max(map(_strain, records)), _memory_rank(name, tied, fields), bool(records[0].config)
+
+
+def _memory_rank(name: str, tied: Sequence[str], fields: Sequence[Field]) -> int:
+    """0 for the least that is known and whatever is within 5 % of it, more for each doubling beyond.
+
+    Where memory is not known it speaks neither for nor against: 0, whoever else is tied.
+    """
+    known = {one: peak for one in tied if (peak := _mean_log_memory(one, fields)) is not None}
+    more = known[name] - min(known.values()) if name in known else 0.0
+    return 0 if more <= log2(SAME_MEMORY) else 1 + int(more)
+
+
+def _mean_log_memory(name: str, fields: Sequence[Field]) -> float | None:
+    """None where it is not known of every workload."""
+    peaks = [field[name].memory.peak_bytes for field in fields]
+    known = [log2(max(peak, 1)) for peak in peaks if peak is not None]
+    return sum(known) / len(known) if len(known) == len(peaks) else None
 
 
 def _strain(record: Ok) -> int:

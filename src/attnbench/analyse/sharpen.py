@@ -1,7 +1,8 @@
 """A policy and what it rests on -> the cells whose measurement would sharpen it most.
 
 First lengths in the middle of (in log space) neighbours with different choices, the dearest mistake first; when those
-are as near as they need to be, other configs of whoever might lead.
+are as near as they need to be, lengths between neighbours that no entry reaches; then other configs of whoever might
+lead.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from attnbench.analyse.families import Track, length, tracks
 from attnbench.analyse.settle import Field
 from attnbench.analyse.survey import Ground, contenders
 from attnbench.errors import InvalidWorkload
-from attnbench.policy import Place, shape_of
+from attnbench.policy import REACH, Place, shape_of
 from attnbench.spec import Workload
 
 NEAR_ENOUGH = 1.3
@@ -39,15 +40,16 @@ class Proposal(Struct, frozen=True, kw_only=True):
     workload: Workload
     labels: tuple[str, ...]
     gain: float
-    """Logarithm of the time at stake, times that of the lengths it is at stake over."""
+    """Logarithm of the time at stake, times that of the lengths it is at stake over; of the latter alone where nothing
+    is known of the former."""
     why: str
 
 
 def proposals(chosen: Chosen, variants: Variants) -> list[Proposal]:
     """What to measure next, the most telling first; none when nothing would be learnt. Frameworks share a workload."""
-    places = {structs.replace(place, within=None).key: place for place in chosen.policy.places}
-    pairs = [(places[ground.place.key], ground) for ground in chosen.grounds if ground.place.key in places]
+    pairs = chosen.placed
     found = [one for place, ground in pairs for one in _between(place, ground)]
+    found = found or [one for place, ground in pairs for one in _unreached(place, ground)]
     found = found or [one for _, ground in pairs for one in _configs(ground, variants)]
     merged: dict[str, Proposal] = {}
     for one in found:
@@ -65,25 +67,51 @@ def batch(found: Sequence[Proposal]) -> list[Proposal]:
 
 
 def _between(place: Place, ground: Ground) -> Iterator[Proposal]:
+    """Middles of neighbours with different choices."""
     picks = {entry.at: entry.use.label for entry in place.entries}
+    for first, second, made in _neighbours(ground):
+        low, high = length(first), length(second)
+        below, above = picks.get(shape_of(first)), picks.get(shape_of(second))
+        if below is None or above is None or below == above or high <= NEAR_ENOUGH * low:
+            continue
+        fields = ground.fields[first.id], ground.fields[second.id]
+        stakes = _stakes(fields, below, above)
+        if min(stakes, default=0.0) > LEAST_STAKE:
+            yield Proposal(
+                workload=made,
+                labels=_leaders(fields),
+                gain=sum(stakes) * log(high / low),
+                why=f"{below} at {low:,} tokens, {above} at {high:,}",
+            )
+
+
+def _unreached(place: Place, ground: Ground) -> Iterator[Proposal]:
+    """Middles of neighbours so far apart that the policy is silent there."""
+    for first, second, made in _neighbours(ground):
+        nearest = place.nearest(shape_of(made))
+        if nearest is not None and nearest[0] > REACH:
+            low, high = length(first), length(second)
+            yield Proposal(
+                workload=made,
+                labels=_leaders((ground.fields[first.id], ground.fields[second.id])),
+                gain=log(high / low),
+                why=f"no entry reaches all lengths from {low:,} to {high:,} tokens",
+            )
+
+
+def _neighbours(ground: Ground) -> Iterator[tuple[Workload, Workload, Workload]]:
+    """Workloads of neighbouring lengths, alike otherwise, and one of a length between them, where there is room."""
     for track, names in tracks(record for field in ground.fields.values() for record in field.values()).items():
         workloads = {length(r.workload): r.workload for records in names.values() for r in records}
         for low, high in pairwise(sorted(workloads)):
-            first, second = workloads[low], workloads[high]
-            below, above = picks.get(shape_of(first)), picks.get(shape_of(second))
             middle = _middle(low, high)
-            if below is None or above is None or below == above or high <= NEAR_ENOUGH * low or middle is None:
-                continue
-            made = _resized(first, track, middle)
-            fields = ground.fields[first.id], ground.fields[second.id]
-            stakes = _stakes(fields, below, above)
-            if made is not None and min(stakes, default=0.0) > LEAST_STAKE:
-                yield Proposal(
-                    workload=made,
-                    labels=tuple(dict.fromkeys(name for field in fields for name in contenders(field))),
-                    gain=sum(stakes) * log(high / low),
-                    why=f"{below} at {low:,} tokens, {above} at {high:,}",
-                )
+            made = None if middle is None else _resized(workloads[low], track, middle)
+            if made is not None:
+                yield workloads[low], workloads[high], made
+
+
+def _leaders(fields: Sequence[Field]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for field in fields for name in contenders(field)))
 
 
 def _middle(low: int, high: int) -> int | None:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from attnbench.analyse.across_runs import clearly_ahead
+from attnbench.analyse.across_runs import CLEARLY, clearly_ahead
 from attnbench.analyse.candidates import Refusal, eligible
-from attnbench.analyse.clocks import comparable
+from attnbench.analyse.clocks import clock_of, comparable
 from attnbench.analyse.ranking import is_timed, label
 from attnbench.analyse.ratios import condensed
 from attnbench.analyse.settle import Field
-from attnbench.analyse.twins import alike
+from attnbench.analyse.twins import stands_in
 from attnbench.policy import Constraints, Place, Shape, place_of, shape_of
 from attnbench.spec import Environment, Ok, Record
 
@@ -69,11 +69,32 @@ def survey(
 
 
 def supersedes(new: Field, old: Field) -> bool:
-    """Whether a newer measurement takes the place of an older: if it holds those that led there, or what was as fast by
-    the same kernel; or if its own leader is clearly ahead of theirs, each held against what both runs have."""
-    shared = [old[name] for name in old if name in new]
-    held = all(name in new or any(alike(old[name], one) for one in shared) for name in contenders(old))
+    """Whether a newer measurement takes the place of an older: if it holds those that led there, or what is as fast by
+    the same kernel; or if its own leader is clearly ahead of theirs, each held against what both runs have.
+
+    Two that share nobody are held against each other in plain time; where that says nothing clear, the one with more
+    candidates counts.
+    """
+    shared = [name for name in old if name in new]
+    if not shared:
+        return _replaces(new, old)
+    held = all(
+        name in new or any(stands_in(old[name], old[twin], new[twin]) for twin in shared) for name in contenders(old)
+    )
     return held or clearly_ahead(_times(new), _times(old))
+
+
+def _replaces(new: Field, old: Field) -> bool:
+    """Of two fields without a common name: clearly faster on the same clock, else larger."""
+    if _clock(new) == _clock(old):
+        ahead = min(_times(old).values()) / min(_times(new).values())
+        if not 1 / CLEARLY <= ahead <= CLEARLY:
+            return ahead > 1
+    return len(new) > len(old)
+
+
+def _clock(field: Field) -> str:
+    return clock_of(next(iter(field.values())))
 
 
 def _times(field: Field) -> dict[str, float]:

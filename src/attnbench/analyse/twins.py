@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from attnbench.analyse.fronts import Front
+from attnbench.analyse.kernels import same_kernel
 from attnbench.analyse.ranking import RANK_LEVEL, sign
 from attnbench.analyse.ratios import paired_ratio
+from attnbench.analyse.settle import MOST_DIFFERENCE
 from attnbench.spec import Ok
-
-
-def same_kernel(a: Ok, b: Ok) -> bool:
-    """Whether profiles of both show the same kernels; without a profile nobody knows."""
-    return bool(a.kernels) and set(a.kernels or ()) == set(b.kernels or ())
 
 
 def alike(a: Ok, b: Ok) -> bool:
     """Whether both launched the same kernels and neither is faster for certain."""
     return same_kernel(a, b) and sign(paired_ratio(a, b, RANK_LEVEL)) == 0
+
+
+def stands_in(leader: Ok, twin: Ok, again: Ok) -> bool:
+    """Whether a twin, measured `again` in a newer run, speaks for a leader that only the older run has: all three
+    launched the same kernels, and in the older run the twin was for certain no more than 5 % slower."""
+    one_kernel = same_kernel(leader, twin) and same_kernel(leader, again)
+    return one_kernel and paired_ratio(leader, twin, RANK_LEVEL).high <= MOST_DIFFERENCE
 
 
 def twins_of(name: str, front: Front) -> list[str]:

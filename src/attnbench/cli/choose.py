@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from attnbench.errors import UsageError
 if TYPE_CHECKING:
     from attnbench.analyse.choose import Chosen
     from attnbench.analyse.survey import Source
-    from attnbench.policy import Constraints
+    from attnbench.policy import Constraints, Policy
 
 NOTHING = 3
 SIZE = re.compile(r"([\d.]+)\s*([kMGT]?i?B?)", re.IGNORECASE)
@@ -71,13 +72,14 @@ def choose(
     chosen = choose_from(read_sources(runs or ("latest",)), constraints)
     if judge is not None:
         return _judge(judge, chosen, json)
+    before = held_before(output)
     code = write(chosen, output)
     if json:
         print_json(document(chosen, output if code == 0 else None))
         return code
     tell(chosen)
     if output is not None and code == 0:
-        _say(f"wrote {output}")
+        _say(f"wrote {output}{before}")
     return code
 
 
@@ -88,6 +90,19 @@ def choose_from(sources: Sequence[Source], constraints: Constraints) -> Chosen:
 
     names = {record.implementation for source in sources for record in source.records}
     return choose_records(sources, constraints, _by_name_only(names), registry.names())
+
+
+def held_before(output: Path | None) -> str:
+    """What a new policy file takes the place of, for the line that says it was written; empty where there is none."""
+    from attnbench.policy import read_policy
+
+    if output is None or not output.is_file():
+        return ""
+    try:
+        count = len(read_policy(output.read_bytes(), str(output)).entries)
+    except (OSError, UsageError):
+        return ", which was no policy"
+    return f", which held {count} entr{'y' if count == 1 else 'ies'}"
 
 
 def write(chosen: Chosen, output: Path | None) -> int:
@@ -105,10 +120,9 @@ def _judge(path: Path, chosen: Chosen, json: bool) -> int:
     """What the policy of a file loses on the shapes of the runs."""
     from attnbench.analyse.judged import environment_of, policy_standing
     from attnbench.cli.output import print_json, stdout_console
-    from attnbench.policy import load_policy
     from attnbench.report.choose import judgement, judgement_document, print_standings
 
-    policy = load_policy(path)
+    policy = _read_policy(path)
     stale = {ground.place.key: policy.stale(environment_of(ground)) for ground in chosen.grounds}
     grounds = [ground for ground in chosen.grounds if stale[ground.place.key] is None]
     for why in dict.fromkeys(why for why in stale.values() if why is not None):
@@ -125,6 +139,18 @@ def _judge(path: Path, chosen: Chosen, json: bool) -> int:
     return 0 if any(standing.regret is not None for _, standing in found) else NOTHING
 
 
+def _read_policy(path: Path) -> Policy:
+    """The policy of a file; what Python would warn of is told like any other warning here."""
+    from attnbench.policy import load_policy
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        policy = load_policy(path)
+    for one in caught:
+        _say(f"warning: {one.message}")
+    return policy
+
+
 def tell(chosen: Chosen) -> None:
     """Tables and closing sentence on stdout."""
     from attnbench.cli.output import stdout_console
@@ -136,7 +162,7 @@ def tell(chosen: Chosen) -> None:
         if len(ground.fields) > 1:
             print_standings(console, ground)
     console.print()
-    console.print(closing(chosen.policy), highlight=False, markup=False, soft_wrap=True)
+    console.print(closing(chosen), highlight=False, markup=False, soft_wrap=True)
 
 
 def read_constraints(within: Within) -> Constraints:

@@ -39,7 +39,12 @@ def tune(
     /,
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="The policy file.")] = Path("policy.json"),
-    minutes: Annotated[float, Parameter(help="No workload is begun that would end later.")] = 10.0,
+    minutes: Annotated[
+        float,
+        Parameter(
+            help="The first workload is always begun, no other that would end later if it took as long as the last."
+        ),
+    ] = 10.0,
     quick: Annotated[bool, Parameter(negative="", help="Cap shapes and sampling time of the suite.")] = False,
     shape: Shape = Shape(),  # noqa: B008 (frozen)
     choice: Choice = Choice(),  # noqa: B008
@@ -55,7 +60,7 @@ def tune(
 
     Examples: `attnbench tune --seq-len 256 4096 --causal --minutes 5 -o policy.json`
     """
-    from attnbench.cli.choose import read_constraints, tell
+    from attnbench.cli.choose import held_before, read_constraints, tell
     from attnbench.cli.order import Order, prepare
     from attnbench.cli.output import print_json
     from attnbench.report.choose import document
@@ -63,6 +68,7 @@ def tune(
     if not (minutes > 0 and isfinite(minutes)):
         raise UsageError(f"--minutes must be more than 0 and finite, not {minutes:g}.")
     constraints = read_constraints(within)
+    before = held_before(output)
     order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=None, out=out)
     session = Session(narrowed(prepare(order), constraints), Clock(monotonic(), 60 * minutes), quiet or json)
     chosen, end = session.carry_out(constraints, output)
@@ -79,7 +85,7 @@ def tune(
         _say(session.told(end))
         if left := session.not_measured:
             _say(f"not measured: {', '.join(left[:MOST_NAMED])}" + _more(len(left) - MOST_NAMED, ""))
-        _say(f"wrote {output}" if written else "no policy was written: nothing could be chosen")
+        _say(f"wrote {output}{before}" if written else "no policy was written: nothing could be chosen")
     return INTERRUPTED if end == "interrupted" else 0 if written else NOTHING
 
 

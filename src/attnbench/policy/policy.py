@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from math import exp, inf, log
 
@@ -66,6 +67,11 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     """Off the grid: each shape in turn chosen for by the others."""
     crossings: tuple[Crossing, ...] = ()
     entries: tuple[Entry, ...] = ()
+
+    def __post_init__(self) -> None:
+        times = Counter(entry.at for entry in self.entries)
+        if twice := next((shape for shape, count in times.items() if count > 1), None):
+            raise ValueError(f"entries has more than one for {twice.title}")
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -178,7 +184,7 @@ class Policy(
         if found[0] <= REACH:
             return None
         return (
-            f"the nearest entry of {self.name} ({found[1].at.title}) is {found[0]:.1f} octaves away, "
+            f"the nearest entry of {self.name} ({found[1].at.title}) is {_too_far(found[0])} octaves away, "
             f"more than {REACH:g} are too far"
         )
 
@@ -262,6 +268,12 @@ def _held_out(old: Place, new: Place) -> Regret | None:
         if whole.held_out and set(part.runs) <= set(whole.runs) and shapes.issuperset(e.at for e in part.entries):
             return whole.held_out
     return pooled(one for one in (old.held_out, new.held_out) if one is not None)
+
+
+def _too_far(octaves: float) -> str:
+    """With as many digits as it takes to see that it is more than the reach."""
+    told = (f"{octaves:.{digits}f}" for digits in range(1, 16))
+    return next((text for text in told if float(text) > REACH), str(octaves))
 
 
 def _lacking(shape: Shape, entries: Iterable[Entry]) -> str:

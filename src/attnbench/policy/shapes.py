@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import hypot, log2
+from typing import get_args
 
 import numpy as np
 from msgspec import Struct, field
 
-from attnbench.spec import Pass, Workload
+from attnbench.spec import DTYPE_BYTES, Pass, Workload
 from attnbench.workloads.cost import pairs
 from attnbench.workloads.masks import AnyMask, MaskShape
+from attnbench.workloads.masks.combine import Part
 
 REACH = 2.0
 """Octaves within which a measured shape speaks for another: four times as many tokens, no more."""
@@ -21,6 +24,9 @@ VISIBLE_WEIGHT = 0.5
 """Of an octave of the visible share: twice the pairs are twice the work, twice the tokens four times."""
 FEW_BLOCKS = 8
 """Of queries that see the same keys: a mask of so few is as many calls without one, and another kernel is best."""
+MANY_BLOCKS = "block_causal (many blocks)"
+KINDS = {MANY_BLOCKS, *(part.__struct_config__.tag for part in get_args(Part))}
+"""What a part of a mask may be called."""
 TOLD_BY_LENGTHS = ("full", "causal")
 """Kinds of mask whose visible share follows from the lengths."""
 
@@ -50,6 +56,10 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         wrong = [name for name in sizes if getattr(self, name) < 1] + ["v_head_dim"] * (self.v_head_dim < 0)
         if wrong:
             raise ValueError(f"{wrong[0]} must be at least 1, not {getattr(self, wrong[0])}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f'dtype "{self.dtype}" is not one of {", ".join(DTYPE_BYTES)}')
+        if wrong := _wrong_mask(self.mask):
+            raise ValueError(wrong)
         if self.visible is not None and not 0 <= self.visible <= 1:
             raise ValueError(f"visible is a share from 0 to 1, not {self.visible}")
 
@@ -121,8 +131,18 @@ def mask_kind(workload: Workload) -> str:
     if not kinds or (not mask.weighted and _pairs(mask, shape) == everything):
         return "full"
     if "block_causal" in kinds and _blocks(workload) > FEW_BLOCKS:
-        kinds[kinds.index("block_causal")] = "block_causal (many blocks)"
+        kinds[kinds.index("block_causal")] = MANY_BLOCKS
     return "&".join(kinds)
+
+
+@lru_cache(256)
+def _wrong_mask(mask: str) -> str:
+    """Why no mask has this kind; empty where one may."""
+    parts = mask.split("&")
+    if unknown := [part for part in parts if part not in KINDS]:
+        return f'mask "{unknown[0]}" is not one of {", ".join(sorted(KINDS))}'
+    kinds = sorted(set(parts) - {"full"}) or ["full"]
+    return "" if parts == kinds else f'mask "{mask}" is to be written {"&".join(kinds)}'
 
 
 def _blocks(workload: Workload) -> int:

@@ -105,15 +105,20 @@ def judgement(policy: Policy, standings: Sequence[Standing]) -> str:
     return f"{policy.name}: {told}{missed}."
 
 
-def closing(policy: Policy) -> str:
-    """What to run, and what that loses on the grid and off it."""
+def closing(chosen: Chosen) -> str:
+    """What to run, what that loses on the grid and off it, and how much of it rests on samples that vary."""
+    policy = chosen.policy
     if not policy.entries:
         return "Nothing could be chosen."
     on_grid = pooled(one for place in policy.places if (one := place.on_grid) is not None)
     off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
     picks = "; ".join(_picks(place) for place in policy.places)
     kept = f" Chosen within: {policy.within}." if policy.within else ""
-    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}"
+    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}{_shaky(chosen.unstable, len(policy.entries))}"
+
+
+def _shaky(count: int, total: int) -> str:
+    return f" {count} of {total} choices rest{'s' if count == 1 else ''} on unstable samples." if count else ""
 
 
 def _picks(place: Place) -> str:
@@ -151,7 +156,7 @@ def document(chosen: Chosen, path: object) -> dict[str, object]:
         "fixed": {_place(ground.place): fixed_standings(ground) for ground in chosen.grounds},
         "unchosen": chosen.unchosen,
         "written": path,
-        "closing": closing(policy),
+        "closing": closing(chosen),
     }
 
 
