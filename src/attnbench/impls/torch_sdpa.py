@@ -83,19 +83,21 @@ class Sdpa(Implementation):
         from torch.nn.functional import scaled_dot_product_attention
 
         masks = once_per_device(lambda device: self._mask(workload, device))
-        pinned, scale, grouped = self._pinned(), workload.softmax_scale, workload.group > 1
+        (pinned, followed), scale, grouped = self._pinned(), workload.softmax_scale, workload.group > 1
         # Dynamo does not follow torch's lower-right bias; the operator under it aligns so by itself.
         biased = self.backend == "flash" and route(workload) == "lower-right"
         operator = torch_sdpa_aten.operator("flash", workload) if biased else None
 
         def call(q: Array, k: Array, v: Array) -> Array:
+            pin = pinned
             if is_dynamo_compiling():
                 q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
                 if operator is not None and q.device.type != "cpu":
                     return operator(q, k, v)[0]
+                pin = followed()
             mask = masks(q.device)
             try:
-                with pinned():
+                with pin:
                     out = scaled_dot_product_attention(
                         q, k, v, mask.attn_mask, 0.0, mask.is_causal, scale=scale, enable_gqa=grouped
                     )
@@ -125,15 +127,14 @@ class Sdpa(Implementation):
             return SdpaMask(causal_lower_right(workload.q_len, workload.kv_len), False)
         return sdpa_mask(workload, device, zeroes_dead_rows=on_cpu or self.backend == "math")
 
-    def _pinned(self) -> Callable[[], AbstractContextManager[Any]]:
+    def _pinned(self) -> tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]:
+        """A context for every call, and how to make one that Dynamo follows: torch's own, which costs more."""
         if self.backend == "auto":
-            return nullcontext
-        from torch.compiler import is_dynamo_compiling
+            return nullcontext(), nullcontext
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        backend, pinned = getattr(SDPBackend, ENUM_NAMES[self.backend]), Pinned(FLAG_NAMES[self.backend])
-        # Dynamo follows torch's own context only.
-        return lambda: sdpa_kernel(backend) if is_dynamo_compiling() else pinned
+        backend = getattr(SDPBackend, ENUM_NAMES[self.backend])
+        return Pinned(FLAG_NAMES[self.backend]), lambda: sdpa_kernel(backend)
 
 
 def _exact_bias(workload: Workload) -> str | None:
