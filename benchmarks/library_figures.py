@@ -1,4 +1,4 @@
-"""Tables of the pages on libraries, Gemma, pairs and steps from results/h200: a part of `make figures`."""
+"""Tables of the pages on libraries, Gemma, pairs, steps and choosing from results: a part of `make figures`."""
 
 from __future__ import annotations
 
@@ -167,7 +167,22 @@ def pairs() -> str:
     return table(columns, rows)
 
 
+def stability() -> str:
+    """How often picks stay when rounds are drawn again."""
+    rows = [
+        [
+            f"`{name}`",
+            one["shapes"],
+            *(f"{100 * one[part]:.1f} %" for part in ("agreement", "least")),
+            f"{one['regret']:.3f}",
+        ]
+        for name, one in result("cpu/choice_stability.json")["runs"].items()
+    ]
+    return table(["run", "shapes", "picks that stay", "of the least steady shape", "regret in the run"], rows)
+
+
 PAGES: Pages = {
+    "docs/choose.md": {"stability": ("cpu/choice_stability.json", stability)},
     "docs/libraries.md": {
         "grid": ("h200/grid-gpu.jsonl and grid-gpu-rest.jsonl", lambda: suite("grid-gpu")),
         "gemma": ("h200/gemma.jsonl and gemma-rest.jsonl", lambda: suite("gemma")),

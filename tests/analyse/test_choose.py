@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from choice_stability import agreement, measured
 from length_factory import GPU, along
 from msgspec import structs
-from record_factory import CPU, ok, timing, unsupported, workload
+from record_factory import CPU, ok, unsupported, workload
 
 from attnbench.analyse.choose import Chosen, choose
-from attnbench.analyse.ranking import ANCHOR, is_timed
 from attnbench.analyse.survey import Source
 from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Policy, load_policy, policy_text
 from attnbench.spec import Errors, Memory, Ok, Record
-from attnbench.store.runfile import read_run
 from attnbench.workloads import masks
 
 ROOT = Path(__file__).parents[2]
@@ -210,37 +208,8 @@ class TestTies:
     )
     def test_a_resampled_run_agrees(self, name: str, draws: int, least: float):
         """A published run with its rounds drawn again, the same rounds for all of a workload."""
-        run = read_run(ROOT / "results" / f"{name}.jsonl")
-        records = [one for one in run.records if not one.implementation.startswith(ANCHOR)]
-        first = _labels(choose([Source("run", "", records)]).policy)
-        same = total = 0
-        for seed in range(draws):
-            again = _labels(choose([Source("run", "", _resampled(records, seed))]).policy)
-            same += sum(first[key] == again[key] for key in first)
-            total += len(first)
-        assert same / total >= least
-
-
-def _labels(policy: Policy) -> dict[tuple[str, str], str]:
-    return {(place.framework, one.use.measured): one.use.label for place in policy.places for one in place.entries}
-
-
-def _resampled(records: Sequence[Record], seed: int) -> list[Record]:
-    counts: dict[str, int] = {}
-    for one in filter(is_timed, records):
-        assert one.time is not None
-        counts[one.workload.id] = min(len(one.time.rounds), counts.get(one.workload.id, 10**9))
-    return [_redrawn(one, counts[one.workload.id], seed) if is_timed(one) else one for one in records]
-
-
-def _redrawn(record: Ok, shared: int, seed: int) -> Ok:
-    """The rounds that every implementation of the workload has, drawn again."""
-    assert record.time is not None
-    parts = np.split(np.array(record.time.samples_ns), np.cumsum(record.time.rounds)[:-1])
-    order = np.random.default_rng([seed, *record.workload.id.encode()]).integers(shared, size=shared)
-    drawn = [parts[place] for place in order]
-    time = timing(np.concatenate(drawn), [len(part) for part in drawn], clock=record.time.clock)
-    return structs.replace(record, time=time)
+        stays = agreement(measured(ROOT / "results" / f"{name}.jsonl"), draws)
+        assert sum(stays.values()) / len(stays) >= least
 
 
 class TestConstraints:

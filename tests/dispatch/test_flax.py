@@ -162,8 +162,9 @@ def test_the_dtype_of_the_layer():
     np.testing.assert_allclose(found.astype(float), own(X, mask=PADDED).astype(float), rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("precision", ["highest", jax.lax.Precision.HIGH])
-def test_precision_is_handed_on(precision, monkeypatch):
+@pytest.fixture
+def precisions(monkeypatch):
+    """Of the products inside, as each call finds them set."""
     found, right = [], ours.dispatch.attention
 
     def attention(*a, **k):
@@ -171,8 +172,13 @@ def test_precision_is_handed_on(precision, monkeypatch):
         return right(*a, **k)
 
     monkeypatch.setattr(ours.dispatch, "attention", attention)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["highest", jax.lax.Precision.HIGH])
+def test_precision_is_handed_on(precision, precisions):
     nnx_layer(attention_fn, precision=precision)(X)
-    assert found == [getattr(precision, "name", precision).lower()]
+    assert precisions == [getattr(precision, "name", precision).lower()]
 
 
 PRESET = jax.lax.DotAlgorithmPreset
@@ -189,18 +195,11 @@ SAME_PRECISIONS = {
 
 
 @pytest.mark.parametrize("precision", SAME_PRECISIONS, ids=str)
-def test_precisions_that_flax_takes(precision, monkeypatch):
-    found, right = [], ours.dispatch.attention
-
-    def attention(*a, **k):
-        found.append(jax.config.jax_default_matmul_precision)
-        return right(*a, **k)
-
-    monkeypatch.setattr(ours.dispatch, "attention", attention)
+def test_precisions_that_flax_takes(precision, precisions):
     q = jax.random.normal(jax.random.key(5), (2, 5, 4, 8))
     expected = nn.dot_product_attention(q, q, q, precision=precision)
     np.testing.assert_allclose(attention_fn(q, q, q, precision=precision), expected, rtol=0.05, atol=0.05)
-    assert found == [SAME_PRECISIONS[precision]]
+    assert precisions == [SAME_PRECISIONS[precision]]
 
 
 class TestRefused:

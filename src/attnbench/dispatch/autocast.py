@@ -24,7 +24,7 @@ def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Off inside; torch's own context, which takes 20 us, only where torch.compile must follow it."""
+    """Off inside; torch's own context, which costs more, only where torch.compile must follow it."""
     import torch
 
     return torch.autocast(kind, enabled=False) if torch.compiler.is_dynamo_compiling() else _Off(kind)

@@ -23,7 +23,7 @@ class Operation:
         self._transformed = _transformed(forward, keep, backward)
 
     def __call__(self, *inputs: Any) -> Any:
-        # The form that torch.func asks for costs the host three times as much a call.
+        # The form that torch.func asks for costs the host more at every call.
         transformed = torch._C._are_functorch_transforms_active()
         return (self._transformed if transformed else self._plain).apply(*inputs)
 
