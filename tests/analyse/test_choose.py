@@ -9,13 +9,14 @@ import pytest
 from choice_stability import agreement, measured
 from length_factory import GPU, along
 from msgspec import structs
-from record_factory import CPU, ok, unsupported, workload
+from record_factory import CPU, ok, timing, unsupported, workload
 
 from attnbench.analyse.choose import Chosen, choose
 from attnbench.analyse.survey import Source
 from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Policy, load_policy, policy_text
 from attnbench.spec import Errors, Memory, Ok, Record
+from attnbench.store.runfile import read_run
 from attnbench.workloads import masks
 
 ROOT = Path(__file__).parents[2]
