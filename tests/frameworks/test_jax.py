@@ -6,7 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
-import types
+import time
 
 import numpy as np
 import pytest
@@ -14,9 +14,10 @@ import pytest
 from attnbench.errors import UsageError
 from attnbench.frameworks import jax_clocks
 from attnbench.frameworks.base import Inputs, Program
+from attnbench.frameworks.cupti import CuptiFailed, Work
 from attnbench.frameworks.jax import FRAMEWORK as JAX
 from attnbench.frameworks.jax import precision_of
-from attnbench.frameworks.jax_clocks import Kernel, ProfilerFailed, split_calls
+from attnbench.frameworks.jax_clocks import split_calls
 from attnbench.frameworks.jax_plain import plain_call
 from attnbench.frameworks.jax_programs import Compiler
 from attnbench.spec import Workload
@@ -263,37 +264,27 @@ class TestMachine:
 
 
 class FakeCupti:
-    """Stands where `jax.experimental.mosaic.gpu.profiler` does: calls f twice, records launches of the second call."""
+    """Stands in for `cupti.record`: what the body launches, one piece of work after the other."""
 
     def __init__(self):
-        self.launched: list[Kernel] | None = None
+        self.seen: list[Work] | None = None
 
     def launch(self, name, ms):
-        if self.launched is not None:
-            self.launched.append(Kernel(name, ms))
+        if self.seen is not None:
+            start = self.seen[-1].end_ns if self.seen else 0
+            self.seen.append(Work(name, start, start + round(ms * 1e6)))
 
-    def measure(self, f, *, aggregate=True, iterations=1):
-        from jax._src import stages
-
-        assert isinstance(f, (stages.Wrapped, stages.Compiled)), "JAX would trace this function"
-        assert (aggregate, iterations) == (False, 1)
-
-        def wrapper():
-            f()
-            self.launched = []
-            result, seen = f(), self.launched
-            self.launched = None
-            return result, [tuple(kernel) for kernel in seen] or None
-
-        return wrapper
+    def record(self, body):
+        self.seen = []
+        body()
+        seen, self.seen = self.seen, None
+        return seen
 
 
 @pytest.fixture
 def cupti(monkeypatch):
     fake = FakeCupti()
-    package = types.ModuleType("jax.experimental.mosaic.gpu")
-    package.profiler = types.SimpleNamespace(measure=fake.measure)
-    monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu", package)
+    monkeypatch.setattr(jax_clocks.cupti, "record", fake.record)
 
     class Flush:
         def __init__(self, device):
@@ -318,8 +309,9 @@ class TestKernelClock:
             return x
 
         def run(x):
+            cupti.launch("Memset", 0.001)
             cupti.launch("attention", 0.001 * float(x.q[0, 0, 0, 0]))
-            cupti.launch("merge", 0.002)
+            cupti.launch("Memcpy", 0.001)
             return (x.q,)
 
         return Program(run, prepare)
@@ -327,7 +319,7 @@ class TestKernelClock:
     def sets(self):
         return [inputs()._replace(q=jnp.full((1, 8, 2, 4), float(n))) for n in (1, 3)]
 
-    def test_flushes_and_preparation_are_left_out_and_inputs_rotate(self, cupti):
+    def test_copies_and_fills_count_and_flushes_and_preparation_do_not(self, cupti):
         clock = jax_clocks.KernelClock(JAX, None)
         samples = clock.sample(self.program(cupti), self.sets(), count=3, calls=2)
         assert np.allclose(samples.ns, [3000, 5000, 3000])
@@ -335,31 +327,29 @@ class TestKernelClock:
         assert float(samples.last[0].max()) == 1.0
 
     def test_names_without_repeats(self, cupti):
-        assert jax_clocks.kernel_names(self.program(cupti), self.sets()[0]) == ["attention", "merge"]
+        assert jax_clocks.kernel_names(self.program(cupti), self.sets()[0]) == ["Memset", "attention", "Memcpy"]
 
     def test_cupti_is_tried_and_its_failure_is_the_reason(self, cupti, monkeypatch):
         assert jax_clocks.cupti_problem("gpu0") is None
 
-        def refuse(f, **_):
-            raise RuntimeError("CUPTI profiling is not supported on this platform")
+        def refuse(body):
+            raise CuptiFailed("there is no CUPTI library here")
 
-        monkeypatch.setattr(sys.modules["jax.experimental.mosaic.gpu"].profiler, "measure", refuse)
-        assert "not supported" in jax_clocks.cupti_problem("gpu1")
-        monkeypatch.delattr(sys.modules["jax.experimental.mosaic.gpu"].profiler, "measure")
-        assert "measure" in jax_clocks.cupti_problem("gpu2")
+        monkeypatch.setattr(jax_clocks.cupti, "record", refuse)
+        assert "no CUPTI library" in jax_clocks.cupti_problem("gpu1")
 
     @pytest.mark.parametrize(
         "names,words",
         [
             (["a", "flush", "a"], "before the first flush"),
             (["flush", "a"], "saw 1 calls"),
-            (["flush", "a", "flush", "flush"], "1 of them without a kernel"),
-            (["flush", "a", "flush", "a", "b"], "between 1 and 2"),
+            (["flush", "a", "flush", "flush"], "1 of them without device work"),
+            (["flush", "a", "flush", "a", "b"], "did 1 pieces of device work and another 2"),
         ],
     )
     def test_what_makes_no_sense_is_no_time(self, names, words):
-        with pytest.raises(ProfilerFailed, match=words):
-            split_calls([Kernel(name, 1.0) for name in names], frozenset({"flush"}), 2)
+        with pytest.raises(CuptiFailed, match=words):
+            split_calls([Work(name, 0, 1) for name in names], frozenset({"flush"}), 2)
 
 
 @pytest.mark.gpu
@@ -369,9 +359,51 @@ class TestCuda:
         assert JAX.clocks("cuda") == ("kernel", "wall")
         program = JAX.matmul(4096, "bfloat16", "cuda")
         x = Inputs(*(JAX.array(np.ones((1, 1, 1, 1)), "float32", "cuda") for _ in range(4)))
-        kernel = JAX.clock("kernel", "cuda").sample(program, [x], 5).ns
-        wall = JAX.clock("wall", "cuda").sample(program, [x], 5).ns
-        assert 1e4 < min(kernel) < min(wall)
+        clock, start = JAX.clock("kernel", "cuda"), time.perf_counter_ns()
+        kernel = clock.sample(program, [x], 5).ns
+        elapsed = time.perf_counter_ns() - start  # of the same calls: no neighbour on the device can make it shorter
+        assert min(kernel) > 1e4
+        assert sum(kernel) < elapsed
         names, reason = JAX.kernels(program, x, "cuda")
         assert names
         assert reason is None
+
+    def test_a_bare_copy_is_work_of_the_device(self):
+        x = JAX.array(np.ones((1, 1024, 64, 64)), "float32", "cuda")
+        copy = jax.jit(lambda array: array).lower(x).compile()
+        program = Program(run=lambda state: (copy(state.q),))
+        sets = [Inputs(x, x, x, x)]
+        assert JAX.kernels(program, sets[0], "cuda")[0] == ["Memcpy"]
+        assert min(JAX.clock("kernel", "cuda").sample(program, sets, 3).ns) > 1e3
+
+    def test_counts_what_the_clock_of_torch_counts(self):
+        done = subprocess.run([sys.executable, "-c", SAME_CALL_SEEN_TWICE], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-2000:]
+        by_torch, by_us = json.loads(done.stdout.splitlines()[-1])
+        assert by_us == by_torch
+        assert any(name.startswith("Memset") for name in by_us)
+        assert any(name.startswith("Memcpy") for name in by_us)
+
+
+SAME_CALL_SEEN_TWICE = """
+import json
+import torch
+from attnbench.frameworks import cupti
+
+x = torch.randn(8, 1024, 512, device="cuda", dtype=torch.bfloat16)
+target = torch.empty_like(x)
+
+def call():
+    target.copy_(x)                       # a copy by the copy engine
+    cleared = torch.zeros(1 << 20, device="cuda", dtype=torch.uint8)
+    torch.nn.functional.scaled_dot_product_attention(*[x.view(8, 8, 1024, 64)] * 3)
+    torch.cuda.synchronize()
+    return cleared
+
+call()
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    call()
+events = profiler.profiler.kineto_results.events()
+by_torch = sorted(e.name().split(" (")[0] if e.name().startswith("Mem") else e.name() for e in events if e.device_type().name == "CUDA")
+print(json.dumps([by_torch, sorted(work.name for work in cupti.record(call))]))
+"""

@@ -1,76 +1,23 @@
-"""Kernel time on CUDA, through the CUPTI profiler that ships inside JAX (Mosaic GPU's).
+"""The clock "kernel" on CUDA: all device work of a call (kernels, copies, fills), as the clock of torch counts it.
 
 Each timed call follows a flush of the L2 cache, and the flush's own kernel, whose name is learned first, marks where
-one call ends and the next begins in the profiler's list.
+one call ends and the next begins in CUPTI's list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from attnbench.errors import AttnBenchError
+from attnbench.frameworks import cupti
 from attnbench.frameworks.base import Clock, Framework, Inputs, Program, Samples
+from attnbench.frameworks.cupti import CuptiFailed, Work
 
 FLUSH_BYTES = 256 << 20
 """Twice the largest L2 so far (a B200's 126 MB): JAX does not tell the device's."""
-MS_TO_NS = 1e6
-
-
-class Kernel(NamedTuple):
-    """One launch as CUPTI saw it."""
-
-    name: str
-    ms: float
-
-
-class ProfilerFailed(AttnBenchError):
-    """CUPTI could not be used, or what it saw makes no sense."""
-
-
-class _Loop:
-    """Looks like a jitted function, so that JAX's profiler calls it as it is instead of tracing it.
-
-    The profiler calls it once to warm up and once under CUPTI: only the second call does the work.
-    """
-
-    def __init__(self, body: Callable[[], Any]) -> None:
-        self._body = body
-        self._calls = 0
-
-    def __call__(self) -> Any:
-        self._calls += 1
-        return self._body() if self._calls > 1 else None
-
-    def trace(self) -> Any:
-        raise NotImplementedError("a loop over compiled programs cannot be traced")
-
-    lower = trace
-
-
-def profile(body: Callable[[], Any]) -> list[Kernel]:
-    """Run the body once under CUPTI; every kernel launched meanwhile, in order."""
-    import jax
-
-    try:
-        from jax.experimental.mosaic.gpu import profiler
-
-        measure = profiler.measure
-    except (ImportError, AttributeError) as error:
-        raise ProfilerFailed(
-            f"jax {jax.__version__} has no jax.experimental.mosaic.gpu.profiler.measure ({error}); "
-            "use the wall clock or another version"
-        ) from error
-    try:
-        _, timings = measure(_Loop(body), aggregate=False)()
-    except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            raise
-        raise ProfilerFailed(f"CUPTI: {error}") from error
-    return [Kernel(str(name), float(ms)) for name, ms in timings or []]
 
 
 class Flush:
@@ -103,21 +50,21 @@ def cupti_problem(device: Any) -> str | None:
     """None when CUPTI sees the kernels of this process, else why not. Tried, not guessed; the answer is kept."""
     flush = Flush(device)
     try:
-        seen = profile(lambda: _flush_then_wait(flush))
-    except ProfilerFailed as error:
+        seen = cupti.record(lambda: _flush_then_wait(flush))
+    except CuptiFailed as error:
         return str(error)
     return None if seen else "CUPTI saw no kernel of a program that has one; is another profiler attached?"
 
 
 class KernelClock(Clock):
-    """Sum of the kernels of one call, each call after an L2 flush."""
+    """Sum of the durations of all device work of one call, each call after an L2 flush."""
 
     name = "kernel"
 
     def __init__(self, framework: Framework, device: Any) -> None:
         self._framework = framework
         self._flush = Flush(device)
-        self._flush_names = frozenset(kernel.name for kernel in profile(lambda: _flush_then_wait(self._flush)))
+        self._flush_names = frozenset(work.name for work in cupti.record(lambda: _flush_then_wait(self._flush)))
 
     def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
         prepared = [program.prepare(one) for one in inputs]
@@ -131,46 +78,44 @@ class KernelClock(Clock):
                 output[:] = program.run(prepared[call // calls % len(prepared)])
                 self._framework.wait(output)
 
-        kernels = profile(body)
+        seen = cupti.record(body)
         last = self._framework.snapshot(tuple(output))
-        each = split_calls(kernels, self._flush_names, count * calls)
-        ns = [sum(each[start : start + calls]) * MS_TO_NS / calls for start in range(0, len(each), calls)]
+        each = split_calls(seen, self._flush_names, count * calls)
+        ns = [sum(each[start : start + calls]) / calls for start in range(0, len(each), calls)]
         return Samples(ns, last, (count - 1) % len(inputs))
 
 
-def split_calls(kernels: Sequence[Kernel], flush_names: frozenset[str], calls: int) -> list[float]:
-    """Milliseconds of each call, the flushes between them left out."""
+def split_calls(seen: Sequence[Work], flush_names: frozenset[str], calls: int) -> list[float]:
+    """Return the nanoseconds of device work of each call, leaving out the flushes between calls."""
     totals: list[float] = []
-    launches: list[int] = []
+    counts: list[int] = []
     after_flush = False
-    for kernel in kernels:
-        if kernel.name in flush_names:
+    for work in seen:
+        if work.name in flush_names:
             if not after_flush:
                 totals.append(0.0)
-                launches.append(0)
+                counts.append(0)
             after_flush = True
             continue
         after_flush = False
         if not totals:
-            raise ProfilerFailed(
-                f"kernel {kernel.name} ran before the first flush: something else uses this process's GPU"
-            )
-        totals[-1] += kernel.ms
-        launches[-1] += 1
-    if len(totals) != calls or 0 in launches:
-        raise ProfilerFailed(
-            f"CUPTI saw {len(totals)} calls ({launches.count(0)} of them without a kernel) where {calls} were made: "
+            raise CuptiFailed(f"{work.name} ran before the first flush: something else uses this process's GPU")
+        totals[-1] += work.ns
+        counts[-1] += 1
+    if len(totals) != calls or 0 in counts:
+        raise CuptiFailed(
+            f"CUPTI saw {len(totals)} calls ({counts.count(0)} of them without device work) where {calls} were made: "
             "it may have dropped records; take fewer samples at once or use the wall clock"
         )
-    if len(set(launches)) > 1:
-        raise ProfilerFailed(f"the same call launched between {min(launches)} and {max(launches)} kernels")
+    if len(set(counts)) > 1:
+        raise CuptiFailed(f"one call did {min(counts)} pieces of device work and another {max(counts)}")
     return totals
 
 
 def kernel_names(program: Program, inputs: Inputs) -> list[str]:
-    """Kernels of one call, in order without repeats."""
+    """List the kernels, copies and fills of one call, in order without repeats."""
     import jax
 
     state = jax.block_until_ready(program.prepare(inputs))
-    kernels = profile(lambda: jax.block_until_ready(program.run(state)))
-    return list(dict.fromkeys(kernel.name for kernel in kernels))
+    seen = cupti.record(lambda: jax.block_until_ready(program.run(state)))
+    return list(dict.fromkeys(work.name for work in seen))

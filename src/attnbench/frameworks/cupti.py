@@ -1,0 +1,172 @@
+"""Record what an NVIDIA GPU does during a call: kernels, copies and fills, from CUPTI's activity records.
+
+torch's profiler counts the same three kinds. The profiler inside JAX (Mosaic GPU's) counts kernels only, so that a call
+whose cuDNN plan also clears a buffer looked faster from JAX than the same plan does from torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attnbench.errors import AttnBenchError
+
+KERNEL, COPY, FILL, COPY_BETWEEN_DEVICES = 10, 1, 2, 22
+"""Numbers of CUPTI's activity kinds (CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, MEMCPY, MEMSET, MEMCPY2)."""
+NAMES = {COPY: "Memcpy", FILL: "Memset", COPY_BETWEEN_DEVICES: "Memcpy between devices"}
+KIND_AT, START_AT, END_AT, KERNEL_NAME_AT = 0, 16, 24, 104
+"""Bytes from the start of a record; the same in every version of these records since CUDA 9."""
+BUFFER_BYTES = 8 << 20
+NO_MORE_RECORDS = 12
+"""CUPTI_ERROR_MAX_LIMIT_REACHED."""
+FLUSH_FORCED = 1
+LIBRARY = re.compile(r"/libcupti\.so[.\d]*$")
+
+
+class CuptiFailed(AttnBenchError):
+    """CUPTI cannot be used here, or it lost records."""
+
+
+class Work(NamedTuple):
+    """One kernel, copy or fill on the device."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+    @property
+    def ns(self) -> int:
+        """Return how long it ran."""
+        return self.end_ns - self.start_ns
+
+
+def record(body: Callable[[], Any]) -> list[Work]:
+    """Run the body, which must wait for its own work; return all work of the device meanwhile, ordered by its start."""
+    return _Recorder.instance().record(body)
+
+
+class _Recorder:
+    """The one client of CUPTI's activity records in this process."""
+
+    @staticmethod
+    @cache
+    def instance() -> _Recorder:
+        return _Recorder(_load())
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._cupti = library
+        self._buffers: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self._work: list[Work] = []
+        self._problem = ""
+        requested = ctypes.CFUNCTYPE(
+            None,
+            ctypes.POINTER(ctypes.c_void_p),
+            ctypes.POINTER(ctypes.c_size_t),
+            ctypes.POINTER(ctypes.c_size_t),
+        )
+        completed = ctypes.CFUNCTYPE(
+            None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+        )
+        # CUPTI keeps the addresses: the callbacks must live as long as the process.
+        self._callbacks = requested(self._give_buffer), completed(self._take_buffer)
+
+    def record(self, body: Callable[[], Any]) -> list[Work]:
+        """See the function of the same name."""
+        self._call("cuptiActivityRegisterCallbacks", *self._callbacks)
+        self._call("cuptiActivityFlushAll", ctypes.c_uint32(FLUSH_FORCED))
+        self._work, self._problem = [], ""
+        with contextlib.ExitStack() as enabled:
+            for kind in (KERNEL, COPY, FILL, COPY_BETWEEN_DEVICES):
+                self._call("cuptiActivityEnable", ctypes.c_int(kind))
+                enabled.callback(self._cupti.cuptiActivityDisable, ctypes.c_int(kind))
+            body()
+            self._call("cuptiActivityFlushAll", ctypes.c_uint32(FLUSH_FORCED))
+        self._cupti.cuptiFinalize()  # detach: launches outside of a recording must not be slowed down
+        work, self._work = sorted(self._work, key=lambda one: one.start_ns), []
+        if self._problem:
+            raise CuptiFailed(self._problem)
+        return work
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._cupti, name)(*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._cupti.cuptiGetResultString(status, ctypes.byref(text))
+            said = text.value.decode(errors="replace") if text.value else f"error {status}"
+            raise CuptiFailed(f"{name}: {said}; is another profiler attached to this process?")
+
+    def _give_buffer(self, buffer: Any, size: Any, most_records: Any) -> None:
+        memory = ctypes.create_string_buffer(BUFFER_BYTES + 8)
+        address = (ctypes.addressof(memory) + 7) & ~7
+        self._buffers[address] = memory
+        buffer[0], size[0], most_records[0] = address, BUFFER_BYTES, 0
+
+    def _take_buffer(self, context: int | None, stream: int, buffer: int, size: int, used: int) -> None:
+        del size
+        try:
+            self._work += self._records(buffer, used)
+            dropped = ctypes.c_size_t(0)
+            self._cupti.cuptiActivityGetNumDroppedRecords(
+                ctypes.c_void_p(context), ctypes.c_uint32(stream), ctypes.byref(dropped)
+            )
+            if dropped.value:
+                self._problem = f"CUPTI dropped {dropped.value} records; take fewer samples at once"
+        except Exception as error:
+            self._problem = f"CUPTI's records could not be read: {type(error).__name__}: {error}"
+        finally:
+            self._buffers.pop(buffer, None)
+
+    def _records(self, buffer: int, used: int) -> Iterator[Work]:
+        at = ctypes.c_void_p(None)
+        while used:
+            status = self._cupti.cuptiActivityGetNextRecord(
+                ctypes.c_void_p(buffer), ctypes.c_size_t(used), ctypes.byref(at)
+            )
+            if status == NO_MORE_RECORDS or at.value is None:
+                return
+            if status:
+                self._problem = f"CUPTI's records could not be read: error {status}"
+                return
+            kind = ctypes.c_uint32.from_address(at.value + KIND_AT).value
+            if kind != KERNEL and kind not in NAMES:
+                continue
+            start, end = (ctypes.c_uint64.from_address(at.value + offset).value for offset in (START_AT, END_AT))
+            yield Work(NAMES.get(kind) or _kernel_name(at.value), start, end)
+
+
+def _kernel_name(record: int) -> str:
+    name = ctypes.c_char_p.from_address(record + KERNEL_NAME_AT).value or b"unnamed kernel"
+    return name.decode(errors="replace")
+
+
+def _load() -> ctypes.CDLL:
+    """Return the copy of CUPTI that this process has loaded, else the first one found: two copies would not work."""
+    problems: list[str] = []
+    for path in dict.fromkeys([*_loaded(), *_installed(), "libcupti.so", "libcupti.so.13", "libcupti.so.12"]):
+        try:
+            return ctypes.CDLL(path)
+        except OSError as error:
+            problems.append(str(error))
+    raise CuptiFailed(f"there is no CUPTI library here ({problems[0]})")
+
+
+def _loaded() -> list[str]:
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    return sorted({line.split(maxsplit=5)[5] for line in lines if LIBRARY.search(line)})
+
+
+def _installed() -> list[str]:
+    """List CUPTI in NVIDIA's wheels, which lie in the namespace package `nvidia`."""
+    spec = find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return sorted(str(path) for folder in folders for path in Path(folder).rglob("libcupti.so.*"))
