@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -404,6 +405,7 @@ call()
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
     call()
 events = profiler.profiler.kineto_results.events()
-by_torch = sorted(e.name().split(" (")[0] if e.name().startswith("Mem") else e.name() for e in events if e.device_type().name == "CUDA")
+names = [event.name() for event in events if event.device_type().name == "CUDA"]
+by_torch = sorted(name.partition(" (")[0] if name.startswith("Mem") else name for name in names)
 print(json.dumps([by_torch, sorted(work.name for work in cupti.record(call))]))
 """
