@@ -20,8 +20,10 @@ from attnbench.errors import AttnBenchError
 
 KERNEL, COPY, FILL, COPY_BETWEEN_DEVICES = 10, 1, 2, 22
 """Numbers of CUPTI's activity kinds (CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, MEMCPY, MEMSET, MEMCPY2)."""
-NAMES = {COPY: "Memcpy", FILL: "Memset", COPY_BETWEEN_DEVICES: "Memcpy between devices"}
-KIND_AT, START_AT, END_AT, KERNEL_NAME_AT = 0, 16, 24, 104
+NAMES = {COPY: "Memcpy", FILL: "Memset", COPY_BETWEEN_DEVICES: "Memcpy PtoP"}
+COPIES = {1: "Memcpy HtoD", 2: "Memcpy DtoH", 8: "Memcpy DtoD", 10: "Memcpy PtoP"}
+"""Names of the directions that a copy may have (CUpti_ActivityMemcpyKind), as torch's profiler writes them."""
+KIND_AT, DIRECTION_AT, START_AT, END_AT, KERNEL_NAME_AT = 0, 4, 16, 24, 104
 """Bytes from the start of a record; the same in every version of these records since CUDA 9."""
 BUFFER_BYTES = 8 << 20
 NO_MORE_RECORDS = 12
@@ -138,12 +140,15 @@ class _Recorder:
             if kind != KERNEL and kind not in NAMES:
                 continue
             start, end = (ctypes.c_uint64.from_address(at.value + offset).value for offset in (START_AT, END_AT))
-            yield Work(NAMES.get(kind) or _kernel_name(at.value), start, end)
+            yield Work(_name(kind, at.value), start, end)
 
 
-def _kernel_name(record: int) -> str:
-    name = ctypes.c_char_p.from_address(record + KERNEL_NAME_AT).value or b"unnamed kernel"
-    return name.decode(errors="replace")
+def _name(kind: int, record: int) -> str:
+    if kind == KERNEL:
+        name = ctypes.c_char_p.from_address(record + KERNEL_NAME_AT).value or b"unnamed kernel"
+        return name.decode(errors="replace")
+    direction = ctypes.c_uint8.from_address(record + DIRECTION_AT).value if kind == COPY else None
+    return COPIES.get(direction, NAMES[kind]) if direction is not None else NAMES[kind]
 
 
 def _load() -> ctypes.CDLL:

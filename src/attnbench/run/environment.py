@@ -13,6 +13,7 @@ import psutil
 from msgspec import Struct
 
 from attnbench.frameworks import Framework
+from attnbench.measuring.gpu_state import nvml_handle
 from attnbench.spec import Environment, Library
 
 LIBRARIES = re.compile(
@@ -111,9 +112,9 @@ def _soft_facts(device: str) -> dict[str, float]:
 def _nvidia_facts() -> dict[str, float]:
     import pynvml
 
+    if (handle := nvml_handle()) is None:
+        return {}
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         return {
             "sm_mhz": float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
             "memory_mhz": float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)),
