@@ -45,7 +45,7 @@ def read_content(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file without their ends; one that is too long is a BrokenFile, and is not read to its end."""
+    """Return the lines of a file without their ends; one that is too long is a BrokenFile and is not read whole."""
     lines: list[bytes] = []
     with path.open("rb") as file:
         while line := file.readline(LONGEST_LINE + 1):

@@ -50,7 +50,8 @@ def history(
         return 0
     console = stdout_console()
     print_history(console, trends, excluded)
-    console.print(f"\n{sentence}" if trends else sentence, highlight=False, markup=False, soft_wrap=True)
+    for line in ["", *sentence.split("\n")] if trends else [sentence]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

@@ -41,7 +41,9 @@ def read_suite(path: Path) -> Suite:
     count = sum(map(count_workloads, grids))
     if count > MOST_WORKLOADS:
         raise BrokenFile(
-            path, None, f"{count:,} workloads; {MOST_WORKLOADS:,} at most fit into a suite: split it, or shorten its lists."
+            path,
+            None,
+            f"{count:,} workloads; {MOST_WORKLOADS:,} at most fit into a suite: split it, or shorten its lists.",
         )
     workloads: dict[str, Workload] = {}
     for number, entry in enumerate(grids):
