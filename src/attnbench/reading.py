@@ -35,6 +35,11 @@ _TOML_KEY = re.compile(r"[^,=\[\]{}\n]+")
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 
+def files_in(folder: Path, *patterns: str) -> list[Path]:
+    """Return the regular files below a folder that match a pattern; a pipe or a device has no place among results."""
+    return sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
+
+
 def read_content(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
     """Return the bytes of a file; one that has more is a BrokenFile, and no more of it is read."""
     with path.open("rb") as file:

@@ -123,9 +123,7 @@ def _end_tidily() -> None:
 
 
 def _hang_up(number: int, frame: FrameType | None) -> None:
-    signal.signal(
-        number, signal.SIG_IGN
-    )  # the shell and the system both send one: the second must not stop the tidying
+    signal.signal(number, signal.SIG_IGN)  # shell and system both send one: the second must not stop the tidying
     signal.default_int_handler(number, frame)
 
 

@@ -19,7 +19,7 @@ from msgspec import Struct
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.sampling import round_medians
-from attnbench.reading import convert, decode_json, read_content
+from attnbench.reading import convert, decode_json, files_in, read_content
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
 from attnbench.store.drafts import draft_of
 from attnbench.store.runfile import slug
@@ -99,12 +99,13 @@ def why_missing(folder: Path, environment: Environment, implementation: str, wor
 
 def list_baselines(folder: Path) -> list[Baseline]:
     """Every baseline of a folder, by id."""
-    return sorted((read_baseline(path) for path in folder.rglob("*.json")), key=lambda one: one.id)
+    return sorted(map(read_baseline, files_in(folder, "*.json")), key=lambda one: one.id)
 
 
 def holds_baselines(folder: Path) -> bool:
     """Whether a folder was made by `save`, whatever the version; other JSON files in it do not count."""
-    return any(map(_looks_like_baseline, [*folder.glob("*/*.json"), *folder.glob("*.json")]))
+    found = [*folder.glob("*/*.json"), *folder.glob("*.json")]
+    return any(path.is_file() and _looks_like_baseline(path) for path in found)
 
 
 def _looks_like_baseline(path: Path) -> bool:

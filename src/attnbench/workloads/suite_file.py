@@ -40,11 +40,8 @@ def read_suite(path: Path) -> Suite:
         raise BrokenFile(path, None, "a suite needs at least one [[workload]] table.")
     count = sum(map(count_workloads, grids))
     if count > MOST_WORKLOADS:
-        raise BrokenFile(
-            path,
-            None,
-            f"{count:,} workloads; {MOST_WORKLOADS:,} at most fit into a suite: split it, or shorten its lists.",
-        )
+        why = f"{count:,} workloads; a suite holds {MOST_WORKLOADS:,} at most: shorten its lists, or split it."
+        raise BrokenFile(path, None, why)
     workloads: dict[str, Workload] = {}
     for number, entry in enumerate(grids):
         try:
