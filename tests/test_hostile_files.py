@@ -1,5 +1,5 @@
-"""Files that strangers made, broken or hostile in any way, through every command that reads them: the exit code is never
-that of a bug, and nothing reaches the terminal that it would obey."""
+"""Files that strangers made, broken or hostile in any way, through every command that reads them: no exit code is that
+of a bug, and nothing reaches the terminal that it would obey."""
 
 from __future__ import annotations
 
