@@ -43,6 +43,8 @@ def compare(
     soon as the answer is sure, at the latest after `budget_s`.
     """
     check(workload, budget_s)
+    if not 0 <= floor < 1:
+        raise UsageError(f"floor is a share such as 0.03, not {floor!r}.")
     terms = Terms(workload=workload, budget_s=budget_s, floor=floor)
     device = None if device is None else str(device).partition(":")[0]
     try:

@@ -18,7 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.workloads.suite_file import line_of, read_toml
+from attnbench.reading import read_toml
+from attnbench.workloads.suite_file import line_of
 
 PREFIX = "ATTNBENCH_"
 FILE_RELATIVE = ("runs_dir", "baselines_dir", "thresholds", "policy")
@@ -144,10 +145,13 @@ def _read(path: Path) -> dict[str, Any] | None:
     table, text = read_toml(path)
     header = None
     if path.name == "pyproject.toml":
-        table = table.get("tool", {}).get("attnbench")
+        tools = table.get("tool")
+        table = tools.get("attnbench") if isinstance(tools, dict) else None
         if table is None:
             return None
         header = line_of(text, "tool.attnbench")
+        if not isinstance(table, dict):
+            raise BrokenFile(path, header, "write the settings under [tool.attnbench].")
     for name, value in table.items():
         line = line_of(text, name, after=header or 0)
         if name not in NAMES:

@@ -16,6 +16,8 @@ What may well happen to a cell (wrong numbers, out of memory, a crash, a timeout
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from attnbench.printable import printable
+
 
 class AttnBenchError(Exception):
     """Root of the tree; its message is one sentence that a user can act on."""
@@ -38,7 +40,7 @@ class UnknownName(UsageError):
         hint = f" Near: {', '.join(near)}." if near else ""
         short = len(known) <= SHORT_LIST
         listed = f" There is: {', '.join(known)}." if known and (short or not near) else ""
-        super().__init__(f'no {what} called "{name}".{hint}{f" See `{see}`." if see else listed}')
+        super().__init__(printable(f'no {what} called "{name}".{hint}{f" See `{see}`." if see else listed}'))
         self.near = near
 
 
@@ -51,7 +53,7 @@ class BrokenFile(UsageError):
 
     def __init__(self, path: object, line: int | None, why: str) -> None:
         where = f"{path}, line {line}" if line is not None else str(path)
-        super().__init__(f"{where}: {why}")
+        super().__init__(printable(f"{where}: {why}"))
 
 
 class Unsupported(AttnBenchError, NotImplementedError):

@@ -113,6 +113,10 @@ class Bench:
         __tracebackhide__ = True
         import attnbench
 
+        if at_most is not None and not 0 < at_most < float("inf"):
+            from attnbench.errors import UsageError
+
+            raise UsageError(f"at_most is a ratio such as 1.1, not {at_most!r}.")
         if not self._timed:
             checks = [self.check(arm, workload, framework, device=device, **shape) for arm in (a, b)]
             return _untimed(*checks)
@@ -137,12 +141,14 @@ class Bench:
         __tracebackhide__ = True
         self._collected.records.append(record)
         self._note(record.cell.id)
+        from attnbench.printable import printable, printable_lines
+
         told = f"{record.implementation} on {record.workload.title}: {record.status.replace('_', ' ')}"
         if record.status == "unsupported":
-            pytest.skip(f"{told}: {record.reason}")
+            pytest.skip(printable(f"{told}: {record.reason}"))
         if record.status != "ok":
             detail = getattr(record, "detail", "")
-            pytest.fail(f"{told}: {record.reason}" + (f"\n{detail}" if detail else ""))
+            pytest.fail(printable(f"{told}: {record.reason}") + (f"\n{printable_lines(detail)}" if detail else ""))
         return record
 
     def _note(self, asked: str) -> None:
@@ -150,9 +156,10 @@ class Bench:
 
     def _judge(self, comparison: Comparison, at_most: float | None) -> None:
         __tracebackhide__ = True
+        from attnbench.printable import printable
         from attnbench.report.comparison import sentence
 
-        told = sentence(comparison) + ("" if at_most is None else f" (at most {at_most:g}x was asked for)")
+        told = printable(sentence(comparison)) + ("" if at_most is None else f" (at most {at_most:g}x was asked for)")
         if comparison.verdict is None:
             records = (comparison.record_a, comparison.record_b)
             refused = any(record is not None and record.status == "unsupported" for record in records)

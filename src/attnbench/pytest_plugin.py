@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not (earlier or path):
         return
     from attnbench.errors import UsageError
+    from attnbench.printable import printable
     from attnbench.report.pytest_session import check_path, read_earlier
 
     try:
@@ -59,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if path:
             check_path(Path(path))
     except UsageError as error:
-        raise pytest.UsageError(str(error)) from error
+        raise pytest.UsageError(printable(str(error))) from error
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -102,6 +103,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     collected = config.stash[COLLECTED]
     if not collected.tests:
         return
+    from attnbench.printable import printable
     from attnbench.report.pytest_session import earlier_lines, summary_lines
 
     lines = list(summary_lines(collected.document()))
@@ -114,4 +116,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         lines.append(f"written to {path}")
     terminalreporter.section(MARKER)
     for line in lines:
-        terminalreporter.write_line(line)
+        terminalreporter.write_line(printable(line))

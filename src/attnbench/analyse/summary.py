@@ -21,6 +21,7 @@ from attnbench.analyse.ranking import (
 )
 from attnbench.analyse.verdicts import judge
 from attnbench.analyse.wording import counted, format_ratio, format_span, slightly_apart, vague
+from attnbench.printable import shortened
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 __all__ = [
@@ -209,7 +210,7 @@ def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tup
         where = "" if len(found) == 1 else f" (wrong on {_shapes(len(found))})"
         where = f" on {_shapes(len(found))}" if name in right else where
         told = after if name in right and name not in focus else before
-        told.append(f"{name} is not ranked{where}: {found[0].reason.rstrip('.')}.")
+        told.append(f"{name} is not ranked{where}: {shortened(found[0].reason).rstrip('.')}.")
     return before, after
 
 
@@ -221,7 +222,7 @@ def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str
         lost = [record for record in mine if not isinstance(record, Ok | Incorrect)]
         if lost and len(lost) == len(mine):
             told = lost[0].status.replace("_", " ")
-            sentences.append(f"{name} is not ranked: {told}: {lost[0].reason.rstrip('.')}.")
+            sentences.append(f"{name} is not ranked: {told}: {shortened(lost[0].reason).rstrip('.')}.")
     return sentences
 
 
@@ -232,7 +233,7 @@ def count_notes(records: Iterable[Record]) -> list[str]:
         if isinstance(record, Ok):
             notes = [note for note in record.notes if not note.startswith(NOT_TIMED)]
             counts.update({next((k for k in ADVICE if note.startswith(k)), note) for note in notes})
-    cells = ((note, counted(n, "cell")) for note, n in counts.most_common())
+    cells = ((shortened(note), counted(n, "cell")) for note, n in counts.most_common())
     return [f"{note}: {many}" + (f" ({ADVICE[note]})" if note in ADVICE else "") for note, many in cells]
 
 

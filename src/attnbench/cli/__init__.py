@@ -12,7 +12,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
+from types import FrameType
 
 from cyclopts import App, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
@@ -31,9 +34,11 @@ from attnbench.cli.show import show
 from attnbench.cli.tune import tune
 from attnbench.cli.verify import verify
 from attnbench.errors import AttnBenchError
+from attnbench.printable import printable, printable_lines
 
 USAGE, BUG, INTERRUPTED = 2, 70, 130
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Of an output that can take no more: a full disk, or a terminal that was closed."""
 
 
 def installed_version() -> str:
@@ -76,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def execute(arguments: Sequence[str]) -> int:
     """Run a command; returns the exit code. An expected error is one line on stderr, never a traceback."""
     _end_tidily()
+    _open_streams()
     try:
         code = app(list(arguments), exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -96,7 +102,7 @@ def execute(arguments: Sequence[str]) -> int:
         _leave_stdout()  # the reader (head, less) has seen enough
         return 0
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in LOST:
             return _tell_bug()
         _leave_stdout()
         return _tell(f"cannot write the output: {os.strerror(error.errno)}. Make room, or send it elsewhere.", USAGE)
@@ -106,14 +112,46 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _end_tidily() -> None:
-    """A cancelled CI job sends SIGTERM: end as Ctrl-C does, so that workers and worktrees go too."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """End as Ctrl-C does, so that workers and folders go too, when a CI job is cancelled (SIGTERM) or the terminal is
+    closed (SIGHUP, unless `nohup` asked to go on)."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    hangup = getattr(signal, "SIGHUP", None)
+    if hangup is not None and signal.getsignal(hangup) == signal.SIG_DFL:
+        signal.signal(hangup, _hang_up)
+
+
+def _hang_up(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # shell and system both send one: the second must not stop the tidying
+    signal.default_int_handler(number, frame)
+
+
+def _open_streams() -> None:
+    """Let every text be printed: a stream that was closed (`>&-`) leads nowhere, and what the encoding of a stream
+    lacks is shown as an escape."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            with suppress(OSError):
+                _fill(number)
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
+        elif number and isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _fill(number: int) -> None:
+    """Keep the next file that is opened, such as a run file, from getting the number of a closed standard stream."""
+    try:
+        os.fstat(number)
+    except OSError:
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
 
 
 def _leave_stdout() -> None:
     """What cannot be written any more must not make the interpreter complain at exit either."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _one_line(error: CycloptsError) -> str:
@@ -128,10 +166,12 @@ def _unused(error: UnusedCliTokensError) -> str:
 
 
 def _tell_bug() -> int:
-    traceback.print_exc()
+    print(printable_lines(traceback.format_exc()), file=sys.stderr)
     return _tell("this is a bug in attnbench: please report it with the lines above.", BUG)
 
 
 def _tell(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    """Say what is wrong; lines of a build's output, which a message indents by four spaces, stay lines."""
+    with suppress(OSError):
+        print("\n    ".join(map(printable, f"error: {message}".split("\n    "))), file=sys.stderr)
     return code

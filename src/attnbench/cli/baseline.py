@@ -43,6 +43,8 @@ def update(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = Non
 @baseline.command(name="list")
 def listing(*, words: Words = "", folder: Folder = None, json: Json = False) -> int:
     """Every baseline: id, median time, commit, when it was measured."""
+    from rich.markup import escape
+
     from attnbench.cli.output import print_json, stdout_console
     from attnbench.report.plain import plain_table
     from attnbench.report.units import duration
@@ -54,7 +56,7 @@ def listing(*, words: Words = "", folder: Folder = None, json: Json = False) -> 
     told = [{"id": row["id"], "median": duration(row["median_ns"]), **row} for row in rows]
     for row in told:
         del row["median_ns"]
-    table = plain_table(told) if told else f"There is no baseline in {_chosen(folder)}: {MAKE}."
+    table = plain_table(told) if told else escape(f"There is no baseline in {_chosen(folder)}: {MAKE}.")
     stdout_console().print(table, highlight=False, soft_wrap=not told)
     return 0
 

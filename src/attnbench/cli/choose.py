@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -169,8 +170,8 @@ def read_constraints(within: Within) -> Constraints:
     """The options, checked."""
     from attnbench.policy import Constraints
 
-    if within.max_error is not None and not within.max_error > 0:
-        raise UsageError(f"--max-error must be more than 0, not {within.max_error:g}.")
+    if within.max_error is not None and not (within.max_error > 0 and isfinite(within.max_error)):
+        raise UsageError(f"--max-error must be more than 0 and finite, not {within.max_error:g}.")
     return Constraints(
         max_memory=None if within.max_memory is None else read_size(within.max_memory),
         deterministic=within.deterministic,
@@ -187,7 +188,7 @@ def read_size(text: str) -> int:
         size = float(found[1]) * UNITS[found[2].lower().removesuffix("b")] if found else 0.0
     except (KeyError, ValueError):
         size = 0.0
-    if not size >= 1:
+    if not 1 <= size < 2**63:
         raise UsageError(f'--max-memory takes a size such as 2GB or 512MiB, not "{text}".')
     return int(size)
 

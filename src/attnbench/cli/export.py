@@ -42,6 +42,7 @@ def export(
 
     Examples: `attnbench export latest --format parquet -o run.parquet` · `attnbench export latest --format csv`
     """
+    from attnbench.cli.output import print_json_text
     from attnbench.store.exports.formats import BINARY, JSON, export_file, export_text
     from attnbench.store.exports.timed import timed
 
@@ -57,7 +58,11 @@ def export(
     if target == STDOUT:
         if form in BINARY:
             raise UsageError(f"{form} is no text: name a file with -o.")
-        sys.stdout.write(export_text(sources, form))
+        text = export_text(sources, form)
+        if form in JSON:
+            print_json_text(text)
+        else:
+            sys.stdout.write(text)
         return 0
     spare_runs([Path(target)], paths, "-o")
     export_file(sources, form, Path(target))

@@ -50,7 +50,8 @@ def history(
         return 0
     console = stdout_console()
     print_history(console, trends, excluded)
-    console.print(f"\n{sentence}" if trends else sentence, highlight=False, markup=False, soft_wrap=True)
+    for line in ["", *sentence.split("\n")] if trends else [sentence]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -58,6 +59,7 @@ def _sources(names: Sequence[str]) -> list[Source]:
     """What the names lead to; a broken file is an error where it was named and a warning in a folder."""
     from attnbench.cli.output import stderr_console
     from attnbench.config import load_settings
+    from attnbench.reading import files_in
     from attnbench.report.summaries import FILES as SUMMARIES
 
     settings = load_settings()
@@ -65,10 +67,9 @@ def _sources(names: Sequence[str]) -> list[Source]:
     files = [Path(name) for name in names if Path(name).is_file()]
     parts = [name for name in names if not Path(name).exists()]
     for place in folders if names else [runs_dir, Path(settings.baselines_dir)]:
-        found = sorted([*place.rglob("*.jsonl"), *place.rglob("*.json")])
-        files += [path for path in found if path.name not in SUMMARIES]
+        files += [path for path in files_in(place, "*.jsonl", "*.json") if path.name not in SUMMARIES]
     for part in parts:
-        found = sorted(path for path in runs_dir.rglob("*.jsonl") if part in str(path))
+        found = [path for path in files_in(runs_dir, "*.jsonl") if part in str(path)]
         if not found:
             raise UsageError(f'there is no run file or folder "{part}", and none of that name in {runs_dir}.')
         files += found

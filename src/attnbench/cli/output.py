@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from attnbench.printable import printable, printable_json, printable_lines, shortened
 
 WIDE = 200
 """Columns where nobody looks at a terminal, so that tables in files and pipes are not folded."""
 
 
-class PipeConsole(Console):
-    """Rich ends the program with code 1 when the reader of a pipe has gone; `execute` decides that here."""
+LONGEST_TEXT = 20_000
+"""Characters of anything that is printed as one text."""
+
+
+class PlainConsole(Console):
+    """Prints what others wrote as text and nothing else: every string is one visible line (`printable`).
+
+    A line break within a string is shown as an escape, so lines of ours are printed one by one. Rich ends the program
+    with code 1 when the reader of a pipe has gone; `execute` decides that here.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Take a string or a cell of a table, before it is laid out."""
+        return super().render_str(printable(shortened(text, LONGEST_TEXT)), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Take everything else (bars, spinners) as it is written."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         """Pass it on."""
@@ -32,12 +54,17 @@ def stderr_console() -> Console:
 
 
 def _console(stream: Any) -> Console:
-    return PipeConsole(file=stream, soft_wrap=False, width=None if stream.isatty() else WIDE)
+    return PlainConsole(file=stream, soft_wrap=False, emoji=False, width=None if stream.isatty() else WIDE)
 
 
 def print_json(document: Any) -> None:
     """One document and nothing else."""
-    print(msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode())
+    print_json_text(msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode() + "\n")
+
+
+def print_json_text(text: str) -> None:
+    """Write a JSON document to stdout, as any terminal and any encoding can show it."""
+    sys.stdout.write(printable_json(text, sys.stdout.encoding or "utf-8"))
 
 
 def _plain(value: Any) -> Any:

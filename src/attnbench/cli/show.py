@@ -62,12 +62,13 @@ def show(
 def find_run(text: str) -> Path:
     """The file of that path, or the newest in the runs folder whose name contains the text."""
     from attnbench.config import load_settings
+    from attnbench.reading import files_in
 
     if Path(text).is_file():
         return Path(text)
     folder = Path(load_settings().runs_dir)
     wanted = "" if text == "latest" else text
-    found = sorted((p for p in folder.rglob("*.jsonl") if wanted in str(p)), key=lambda p: p.stat().st_mtime)
+    found = sorted((p for p in files_in(folder, "*.jsonl") if wanted in str(p)), key=lambda p: p.stat().st_mtime)
     if not found:
         raise UsageError(
             f'there is no run file "{text}", and none of that name in {folder}: `attnbench run --quick` makes one.'

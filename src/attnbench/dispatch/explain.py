@@ -10,6 +10,7 @@ from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.order import Candidate, Demand, order_on, why_not
 from attnbench.dispatch.plan import Words, demand_of
 from attnbench.policy import Choice
+from attnbench.printable import printable
 from attnbench.spec import Array, Workload
 from attnbench.workloads.masks import AnyMask
 
@@ -45,7 +46,8 @@ class Explanation(Struct, frozen=True):
     def __str__(self) -> str:
         lines = [f"{self.workload.title} on {self.device}: {self.pick or 'nothing'} ({self.why})"]
         lines += [f"  no answer: {reason}" for reason in self.missed]
-        return "\n".join(lines + [f"  {one.name}: {one.reason or 'can run'}" for one in self.candidates])
+        lines += [f"  {one.name}: {one.reason or 'can run'}" for one in self.candidates]
+        return "\n".join(map(printable, lines))
 
 
 def explain(

@@ -14,6 +14,7 @@ from attnbench import policy
 from attnbench.dispatch.choice import Decision, of_elsewhere
 from attnbench.dispatch.order import Demand
 from attnbench.errors import PolicyMiss, PolicyWarning
+from attnbench.printable import printable
 
 HOW = "`attnbench run` and `attnbench choose` make one; ATTNBENCH_ON_MISS=quiet silences this"
 NOTHING_TO_CHOOSE = ("numpy",)
@@ -63,7 +64,7 @@ def _class_of(decision: Decision, demand: Demand) -> Hashable:
 def _once(key: Hashable, text: str) -> None:
     mine = object()
     if _told.setdefault(key, mine) is mine:
-        warnings.warn(text, PolicyWarning, stacklevel=_callers_level())
+        warnings.warn(printable(text), PolicyWarning, stacklevel=_callers_level())
 
 
 def _callers_level() -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 import warnings
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from msgspec import structs
 from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, PolicyWarning, UsageError
 from attnbench.policy.policy import SCHEMA, Policy
+from attnbench.printable import printable
+from attnbench.reading import convert, decode_json, read_content
 
 PACKAGED = "policies"
 WIDTH = 120
@@ -27,23 +31,26 @@ def load_policy(path: str | Path) -> Policy:
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = read_content(path)
     except OSError as error:
         raise UsageError(
             f"no policy can be read from {path}: {error.strerror or error}. `attnbench choose RUN -o {path}` makes one."
         ) from error
     found = read_policy(content, str(path))
     if found.within and load_settings().on_miss != "quiet":
-        warnings.warn(f"{path} was made under constraints ({found.within}).", PolicyWarning, stacklevel=2)
+        told = printable(f"{path} was made under constraints ({found.within}).")
+        warnings.warn(told, PolicyWarning, stacklevel=2)
     return found
 
 
-def read_policy(content: bytes, origin: str) -> Policy:
-    """The policy in the content of a file."""
+def read_policy(content: bytes, origin: str, mend: str = "") -> Policy:
+    """The policy in the content of a file; `mend` says how to get another one, if this is broken."""
+    mend = mend or f"`attnbench choose RUN -o {origin}` makes a new one."
     try:
-        found = msgspec.json.decode(content)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BrokenFile(origin, *_where_broken(content, error)) from error
+        found = decode_json(content)
+    except msgspec.DecodeError as error:
+        line, why = _where_broken(content, error)
+        raise BrokenFile(origin, line, f"this is no policy file ({why}): {mend}") from error
     if not isinstance(found, dict) or found.get("kind") != "policy":
         raise BrokenFile(origin, None, 'this is no policy file (it does not say "kind": "policy").')
     schema = found.get("schema", SCHEMA)
@@ -52,32 +59,37 @@ def read_policy(content: bytes, origin: str) -> Policy:
             origin, None, f"written by a newer attnbench (schema {schema}; this one reads {SCHEMA}): upgrade."
         )
     try:
-        return structs.replace(msgspec.convert(found, Policy), origin=origin)
-    except msgspec.ValidationError as error:
-        raise BrokenFile(origin, None, f"this policy is broken: {error}.") from error
+        return structs.replace(convert(found, Policy), origin=origin)
+    except (msgspec.ValidationError, UsageError) as error:
+        raise BrokenFile(origin, None, f"this policy is broken ({error}): {mend}") from error
 
 
 def _where_broken(content: bytes, error: Exception) -> tuple[int | None, str]:
-    """The line at which this stops being JSON, and why."""
+    """The line at which this stops being JSON, if any, and why."""
     try:
         json.loads(content)
     except json.JSONDecodeError as found:
-        return found.lineno, f"this is no policy file ({found.msg}, column {found.colno})."
+        return found.lineno, f"{found.msg}, column {found.colno}"
+    except UnicodeDecodeError as found:
+        return content.count(b"\n", 0, found.start) + 1, str(error)
     except (ValueError, RecursionError):
         pass
-    return None, f"this is no policy file ({error})."
+    return None, str(error)
 
 
 def save_policy(policy: Policy, path: str | Path) -> None:
     """Write a policy file, whole or not at all."""
     path = Path(path)
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a name that nobody can have laid a link at
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(policy_text(policy), encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another file with -o.") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
 
 
 def policy_text(policy: Policy) -> str:
@@ -90,7 +102,7 @@ def packaged() -> tuple[Policy, ...]:
     """Those that come with attnbench, made by its published runs."""
     folder = files("attnbench") / PACKAGED
     found = sorted((one for one in folder.iterdir() if one.name.endswith(".json")), key=lambda one: one.name)
-    return tuple(read_policy(one.read_bytes(), f"packaged {one.name}") for one in found)
+    return tuple(read_policy(one.read_bytes(), f"packaged {one.name}", "reinstall attnbench.") for one in found)
 
 
 def _laid_out(value: Any, depth: int) -> str:

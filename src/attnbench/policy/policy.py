@@ -13,6 +13,7 @@ from msgspec import Struct, field, structs
 from attnbench.policy.choices import Choice, Entry
 from attnbench.policy.constraints import Constraints
 from attnbench.policy.shapes import REACH, Shape, distance, shape_of
+from attnbench.printable import printable
 from attnbench.spec import Environment, Pass, Workload, other_versions
 
 SCHEMA = 1
@@ -200,7 +201,8 @@ class Policy(
 
     def __str__(self) -> str:
         """One line for each place; `repr` has everything."""
-        return "\n".join([f"{self.name}: {len(self.entries)} choices", *(f"  {place}" for place in self.places)])
+        lines = [f"{self.name}: {len(self.entries)} choices", *(f"  {place}" for place in self.places)]
+        return "\n".join(map(printable, lines))
 
     def __or__(self, other: Policy) -> Policy:
         if not isinstance(other, Policy):

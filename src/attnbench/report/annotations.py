@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from attnbench.analyse.ranking import label
 from attnbench.comparison import FAILING, OPEN, Case, GateReport
+from attnbench.printable import printable, shortened
 from attnbench.report.gate import figures, ordered, remark, verdict, word
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 MOST = 10
 """GitHub shows so many of each kind per step and hides the rest without a word."""
+MOST_TEXT = 4000
+"""Characters of one annotation; GitHub shows no more."""
 KINDS = {**dict.fromkeys(FAILING, "error"), **dict.fromkeys(OPEN, "warning"), "improved": "notice"}
 """What has no baseline or was not measured is counted in the report's warnings, not listed."""
 
@@ -78,7 +81,8 @@ def command(kind: str, title: str, message: str) -> str:
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    text = shortened(text, MOST_TEXT).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return printable(text)
 
 
 def _property(text: str) -> str:

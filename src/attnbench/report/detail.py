@@ -9,10 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from attnbench.analyse.ranking import label
+from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.spec import Environment, Ok, Ranks, Record, Time, VerifiedAt
 
 Line = tuple[str, str]
+MOST_LINES = 200
+"""Of the output that a failed cell left behind."""
 
 
 def print_cell(console: Console, record: Record) -> None:
@@ -23,7 +26,7 @@ def print_cell(console: Console, record: Record) -> None:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in cell_lines(record):
-        table.add_row(name, escape(value))
+        table.add_row(escape(shortened(name)), escape(value))
     console.print(table, highlight=False)
 
 
@@ -36,19 +39,26 @@ def cell_lines(record: Record) -> Iterator[Line]:
         yield from () if record.ranks is None else _ranks(record.ranks)
         yield from _correctness(record)
     else:
-        yield "reason", record.reason
+        yield "reason", shortened(record.reason)
         if record.errors is not None:
             yield (
                 "forward error",
                 f"{units.error(record.errors.forward)} (allowed {units.error(record.errors.forward_allowed)})",
             )
-        if record.detail:
-            yield "detail", record.detail
+        for number, line in enumerate(detail_lines(record.detail)):
+            yield "" if number else "detail", line
     if record.workload.source:
         yield "shape from", record.workload.source
     if record.environment is not None:
         yield "ran on", environment_line(record.environment)
     yield "process", record.isolation
+
+
+def detail_lines(detail: str) -> list[str]:
+    """Return the lines that a failed cell left behind, and how many more there are."""
+    lines = detail.splitlines()
+    left = len(lines) - MOST_LINES
+    return [*map(shortened, lines[:MOST_LINES]), *([f"… ({left} more lines; --json has all)"] if left > 0 else [])]
 
 
 def _times(record: Ok) -> Iterator[Line]:

@@ -23,13 +23,13 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     console.print()
     console.print(implementation_table(diagnosis.implementations))
     console.print()
-    console.print(verdict(diagnosis.implementations), highlight=False)
+    console.print(verdict(diagnosis.implementations), highlight=False, markup=False)
 
 
 def print_environment(console: Console, framework: str, environment: Environment) -> None:
     """Device, memory, versions and libraries as one framework sees them."""
     console.print(
-        f"[bold]{framework}[/bold]  {escape(environment.device_name)} ({environment.device})", highlight=False
+        f"[bold]{framework}[/bold]  {escape(f'{environment.device_name} ({environment.device})')}", highlight=False
     )
     for name, value in environment_facts(environment):
         console.print(f"  [dim]{name:12}[/dim] {escape(value)}", highlight=False)

@@ -11,6 +11,7 @@ from rich.status import Status
 
 from attnbench.comparison import Launch
 from attnbench.measuring.paired import Decision, published
+from attnbench.printable import printable
 
 
 class DuelProgress:
@@ -34,7 +35,7 @@ class DuelProgress:
 
     def begin(self, title: str) -> None:
         """Another comparison starts."""
-        self._title = f"{escape(title)} · "
+        self._title = f"{escape(printable(title))} · "
         if self._told is not None:
             self._told.print(f"measuring {title}", highlight=False, markup=False, soft_wrap=True)
         if self._status is not None:

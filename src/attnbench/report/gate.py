@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from attnbench.comparison import ALPHA, EXIT_CODES, FAILING, Case, CaseStatus, Control, GateReport
+from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.comparison import effort, grounds_of, ratio_and_interval
 
@@ -41,9 +42,9 @@ def print_gate(console: Console, report: GateReport) -> None:
     if measured:
         console.print(_table(measured), highlight=False)
     for reason, names in not_measured(report.cases):
-        _say(console, f"  not measured: {', '.join(names)} ({reason})")
+        _say(console, f"  not measured: {', '.join(map(shortened, names))} ({shortened(reason)})")
     for warning in report.warnings:
-        _say(console, f"warning: {one_line(warning)}")
+        _say(console, f"warning: {shortened(one_line(warning))}")
     _say(console, f"{closing(report)} exit {EXIT_CODES[report.outcome]}")
 
 
@@ -59,11 +60,11 @@ def _table(cases: Iterable[Case]) -> Table:
     for case in ordered(cases):
         style = STYLES.get(case.status, "yellow")
         table.add_row(
-            escape(f"  {one_line(case.implementation)}"),
-            escape(case.workload.id),
+            escape(f"  {shortened(one_line(case.implementation))}"),
+            escape(shortened(case.workload.id)),
             f"[{style}]{word(case)}[/{style}]",
             escape(figures(case)),
-            escape(remark(case)),
+            escape(shortened(remark(case))),
         )
     return table
 

@@ -126,11 +126,13 @@ def clean(text: str) -> str:
     text = one_line("".join(c for c in text if c.isprintable() or c.isspace()))
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - 1]}…"
-    return re.sub(r"[&<>|`*_~\[\]\\@#$]", _reference, text)
+    return re.sub(r"::|[&<>|`*_~\[\]\\@#$]", _reference, text)
 
 
 def _reference(found: re.Match[str]) -> str:
-    character = found.group()
+    character = found.group()[-1]
+    if character == ":":  # printed at the start of a line, it would be a command to GitHub
+        return ":&#58;"
     # GitHub looks for mentions and issue numbers after it has read the references: only something in between helps.
     gap = "\N{ZERO WIDTH SPACE}" if character in "@#" else ""
     return f"&#{ord(character)};{gap}"

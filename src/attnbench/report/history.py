@@ -11,6 +11,7 @@ from rich.console import Console
 
 from attnbench.analyse.history import Change, Excluded, Trend
 from attnbench.analyse.steps import LEAST_POINTS, THRESHOLD, detector_missing
+from attnbench.printable import printable, shortened
 from attnbench.report.plain import plain_table
 from attnbench.report.units import significant
 
@@ -32,7 +33,7 @@ def print_history(console: Console, trends: Sequence[Trend], excluded: Iterable[
         console.print(plain_table(_rows(trends)), highlight=False)
     reasons = Counter(one.reason for one in excluded)
     for reason, count in reasons.most_common():
-        told = f"{count} record{'' if count == 1 else 's'} left out: {reason}."
+        told = f"{count} record{'' if count == 1 else 's'} left out: {shortened(reason)}."
         console.print(told, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -94,7 +95,7 @@ def _no_change(trends: Sequence[Trend]) -> str:
 def _sentence(trend: Trend, change: Change, suggest: Suggest) -> str:
     key, command = trend.series.key, suggest(trend, change)
     confirm = f" Confirm with `{command}`." if command else ""
-    return f"{key.implementation} on {key.workload} is {size(change)} {since(trend, change)}.{confirm}"
+    return printable(f"{key.implementation} on {key.workload} is {size(change)} {since(trend, change)}.{confirm}")
 
 
 def since(trend: Trend, change: Change) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from attnbench.printable import shortened
+
 
 def plain_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Columns are the keys of the first row; None and False print as nothing, True as yes."""
@@ -21,4 +23,4 @@ def plain_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _text(value: Any) -> str:
-    return "" if value is None or value is False else "yes" if value is True else escape(str(value))
+    return "" if value is None or value is False else "yes" if value is True else escape(shortened(str(value)))

@@ -11,14 +11,18 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from attnbench.analyse.ranking import ANCHOR
 from attnbench.analyse.wording import counted
+from attnbench.printable import printable
 from attnbench.run.launch import Listener
 from attnbench.run.plan import Planned
 from attnbench.spec import Cell, Environment, Ok, Record
@@ -108,6 +112,13 @@ class Lines(Silent):
         self.console.print(f"{done}/{len(self.tally.runnable)} cells · {escape(workload)}", highlight=False)
 
 
+class ToldColumn(ProgressColumn):
+    """The text of the field `told`, which is not read as markup."""
+
+    def render(self, task: Task) -> Text:
+        return task.fields["told"]
+
+
 class Bars(Silent):
     """A terminal: bars for verify and measure, the current cell, the time left."""
 
@@ -115,12 +126,12 @@ class Bars(Silent):
         super().__init__(console)
         self.tally = Tally()
         columns = (
-            TextColumn("  {task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"),
+            TextColumn("  {task.description:8}"), BarColumn(), MofNCompleteColumn(), ToldColumn(),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
         self._progress = Progress(*columns, console=console, transient=False)
         names = ("verify", "measure") if measure else ("verify",)
-        self._bars: dict[str, TaskID] = {name: self._progress.add_task(name, total=None, told="") for name in names}
+        self._bars: dict[str, TaskID] = {name: self._progress.add_task(name, total=None, told=Text()) for name in names}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -136,7 +147,7 @@ class Bars(Silent):
     def stage(self, cell: Cell, stage: str) -> None:
         bar = self._bars.get(stage, self._bars["verify"])
         self._draw()
-        self._progress.update(bar, told=escape(f"{cell.implementation} · {cell.workload.id}"))
+        self._progress.update(bar, told=Text(printable(f"{cell.implementation} · {cell.workload.id}")))
 
     def verified(self, cell: Cell, ok: bool) -> None:
         self.tally.check(cell, ok)
@@ -150,11 +161,11 @@ class Bars(Silent):
     def _draw(self) -> None:
         tally = self.tally
         bad = len(tally.checked) - len(tally.good)
-        told = f"[green]✓ {len(tally.good)}[/green]" + (f" [red]✗ {bad}[/red]" if bad else "")
+        told = Text.assemble((f"✓ {len(tally.good)}", "green"), (f" ✗ {bad}" if bad else "", "red"))
         self._progress.update(self._bars["verify"], total=len(tally.runnable), completed=len(tally.checked), told=told)
         if "measure" in self._bars:
             done = sum(tally.finished.values())
-            self._progress.update(self._bars["measure"], total=max(tally.to_measure, 1), completed=done, told="")
+            self._progress.update(self._bars["measure"], total=max(tally.to_measure, 1), completed=done, told=Text())
 
 
 def make_listener(console: Console, quiet: bool, measure: bool = True) -> Silent:

@@ -14,6 +14,7 @@ from attnbench.analyse.comparable import differences
 from attnbench.analyse.ranking import is_timed
 from attnbench.comparison import Comparison
 from attnbench.errors import BrokenFile, UsageError
+from attnbench.reading import decode_json, read_content
 from attnbench.report import units
 from attnbench.report.comparison import sentence
 from attnbench.spec import Ok, Record
@@ -67,7 +68,7 @@ def read_earlier(path: Path) -> list[Record]:
     if path.suffix == ".jsonl":
         return list(read_run(path).records)
     try:
-        records = msgspec.json.decode(path.read_bytes(), type=_WithRecords).records
+        records = decode_json(read_content(path), _WithRecords).records
     except (msgspec.DecodeError, UsageError) as error:
         raise BrokenFile(path, None, f"no run file and no JSON with records ({error}).") from error
     problem = next(filter(None, map(impossible_times, records)), "")

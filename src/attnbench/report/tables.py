@@ -10,6 +10,7 @@ from rich.table import Table
 
 from attnbench.analyse.ranking import NOT_COMPARED, Row, baseline, by_workload, is_timed, labelled, of_step, rank
 from attnbench.analyse.summary import count_notes, format_ratio, not_run
+from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.units import DASH
 from attnbench.spec import Ok, Record, Time, Unsupported
@@ -42,16 +43,16 @@ def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> No
         console.print(ranking_table(timed, base, console.width))
     for row in rows:
         if is_timed(row.record) and row.reason.startswith(NOT_COMPARED):
-            console.print(f"  [dim]{DASH}  {escape(row.implementation)}  {escape(row.reason)}[/dim]", highlight=False)
+            told = f"{shortened(row.implementation)}  {shortened(row.reason)}"
+            console.print(f"  [dim]{DASH}  {escape(told)}[/dim]", highlight=False)
         if is_timed(row.record) or isinstance(row.record, Unsupported):
             continue
         status = row.record.status
         told = (
             "" if isinstance(row.record, Ok) else f"[{STYLES[status]}]{status.replace('_', ' ')}[/{STYLES[status]}]  "
         )
-        console.print(
-            f"  {DASH}  {escape(row.implementation)}  {told}{escape(row.reason)}", highlight=False, soft_wrap=True
-        )
+        name, why = escape(shortened(row.implementation)), escape(shortened(row.reason))
+        console.print(f"  {DASH}  {name}  {told}{why}", highlight=False, soft_wrap=True)
 
 
 def ranking_table(timed: Sequence[tuple[Row, Ok]], base: str | None, width: int = 200) -> Table:
@@ -80,7 +81,7 @@ def _columns(timed: Sequence[tuple[Row, Ok]], base: str | None) -> dict[str, lis
     records = [record for _, record in timed]
     columns = {
         "#": [_place(row) for row, _ in timed],
-        "implementation": [escape(row.implementation) for row, _ in timed],
+        "implementation": [escape(shortened(row.implementation)) for row, _ in timed],
         records[0].workload.pass_: [_time(record.time) for record in records],
         **{part: [_time(record.also.get(part)) for record in records] for part in parts},
         "TFLOP/s": [units.significant(record.cost.tflops) for record in records],
@@ -122,13 +123,13 @@ def _remarks(record: Ok) -> str:
         remarks.insert(0, "approximate")
     if not record.deterministic:
         remarks.append("not deterministic")
-    return escape(", ".join(remarks))
+    return escape(shortened(", ".join(remarks)))
 
 
 def print_not_run(console: Console, records: Iterable[Record]) -> None:
     """One line per reason with everybody whom it kept from running."""
     refused = not_run(records)
     if refused:
-        told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in refused)
+        told = "; ".join(f"{', '.join(map(shortened, names))} ({shortened(reason)})" for reason, names in refused)
         console.print()
         console.print(f"[dim]Not run:[/dim] {escape(told)}", highlight=False, soft_wrap=True)

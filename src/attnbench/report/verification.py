@@ -12,7 +12,9 @@ from rich.table import Table
 
 from attnbench.analyse.ranking import ANCHOR, label
 from attnbench.analyse.wording import counted
+from attnbench.printable import shortened
 from attnbench.report import units
+from attnbench.report.detail import detail_lines
 from attnbench.report.tables import print_not_run
 from attnbench.spec import Ok, Record, Unsupported
 
@@ -36,9 +38,8 @@ def print_verification(console: Console, records: Sequence[Record], explain: boo
     wrong = [r for r in records if not isinstance(r, Ok | Unsupported)]
     for record in wrong:
         title = f"{label(record)} · {record.workload.id}"
-        console.print(
-            f"  [red]{record.status.replace('_', ' ')}[/red]  {escape(title)}: {escape(record.reason)}", highlight=False
-        )
+        told = f"{shortened(title)}: {shortened(record.reason)}"
+        console.print(f"  [red]{record.status.replace('_', ' ')}[/red]  {escape(told)}", highlight=False)
         if explain:
             _explain(console, record)
     if wrong and not explain:
@@ -60,7 +61,7 @@ def _table(records: Sequence[Record]) -> Table:
         reasons = Counter(record.reason for record in mine if isinstance(record, Unsupported))
         told = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in reasons.most_common(3))
         figures = (_count(counts["ok"], "green"), _count(wrong, "red"), _count(counts["unsupported"], "dim"))
-        table.add_row(escape(name), *figures, _worst(mine), escape(told))
+        table.add_row(escape(shortened(name)), *figures, _worst(mine), escape(shortened(told)))
     return table
 
 
@@ -91,8 +92,7 @@ def _explain(console: Console, record: Record) -> None:
                 console.print(
                     f"      {part}: error {units.error(error)}, allowed {units.error(allowed)}", highlight=False
                 )
-    detail = "" if isinstance(record, Ok) else record.detail
-    for line in detail.splitlines():
+    for line in () if isinstance(record, Ok) else detail_lines(record.detail):
         console.print(f"      {escape(line)}", highlight=False)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from attnbench.measuring.rates import Ceilings
+from attnbench.reading import decode_json
 from attnbench.spec import Environment
 
 
@@ -24,7 +25,7 @@ def _file(environment: Environment, dtype: str) -> Path:
 def load_ceilings(environment: Environment, dtype: str) -> Ceilings | None:
     """What was measured before, or None."""
     try:
-        return msgspec.json.decode(_file(environment, dtype).read_bytes(), type=Ceilings)
+        return decode_json(_file(environment, dtype).read_bytes(), Ceilings)
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -15,6 +15,7 @@ import msgspec
 from attnbench.errors import UsageError
 from attnbench.impls.ring import pool
 from attnbench.impls.ring.group_ranks import GroupRanks, started_by_torchrun
+from attnbench.printable import printable_json
 from attnbench.run.instructions import isa_cap
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.spec import Record
@@ -39,7 +40,7 @@ def main() -> None:
     finally:
         pool.close_all()
     lines = [msgspec.json.encode(record).decode() for record in records if not _is_anchor(record)]
-    print("\n".join(lines))
+    print(printable_json("\n".join(lines)))
     if options.out is not None:
         options.out.write_text("\n".join(lines) + "\n")
 

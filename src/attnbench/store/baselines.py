@@ -19,6 +19,7 @@ from msgspec import Struct
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.sampling import round_medians
+from attnbench.reading import convert, decode_json, files_in, read_content
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
 from attnbench.store.drafts import draft_of
 from attnbench.store.runfile import slug
@@ -98,18 +99,19 @@ def why_missing(folder: Path, environment: Environment, implementation: str, wor
 
 def list_baselines(folder: Path) -> list[Baseline]:
     """Every baseline of a folder, by id."""
-    return sorted((read_baseline(path) for path in folder.rglob("*.json")), key=lambda one: one.id)
+    return sorted(map(read_baseline, files_in(folder, "*.json")), key=lambda one: one.id)
 
 
 def holds_baselines(folder: Path) -> bool:
     """Whether a folder was made by `save`, whatever the version; other JSON files in it do not count."""
-    return any(map(_looks_like_baseline, [*folder.glob("*/*.json"), *folder.glob("*.json")]))
+    found = [*folder.glob("*/*.json"), *folder.glob("*.json")]
+    return any(path.is_file() and _looks_like_baseline(path) for path in found)
 
 
 def _looks_like_baseline(path: Path) -> bool:
     try:
-        content = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
+        content = decode_json(read_content(path))
+    except (OSError, UsageError, msgspec.DecodeError):
         return False
     return isinstance(content, dict) and {"schema", "environment", "record", "anchors"} <= content.keys()
 
@@ -117,7 +119,7 @@ def _looks_like_baseline(path: Path) -> bool:
 def read_baseline(path: Path) -> Baseline:
     """Read one file; anything wrong with it is a BrokenFile."""
     try:
-        content = msgspec.json.decode(path.read_bytes())
+        content = decode_json(read_content(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
     except msgspec.DecodeError as error:
@@ -126,7 +128,7 @@ def read_baseline(path: Path) -> Baseline:
     if isinstance(schema, int) and schema > SCHEMA:
         raise BrokenFile(path, None, f"made by a newer attnbench (schema {schema}, this one reads {SCHEMA}): upgrade.")
     try:
-        baseline = msgspec.convert(content, Baseline)
+        baseline = convert(content, Baseline)
     except (msgspec.ValidationError, UsageError) as error:
         raise BrokenFile(path, None, f"no baseline: {error}.") from error
     problem = next(filter(None, map(impossible_times, baseline.records)), "")

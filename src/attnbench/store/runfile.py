@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
+from attnbench.reading import decode_json, read_lines
 from attnbench.spec import Environment, Record
 from attnbench.store.times import impossible_times
 
@@ -215,12 +216,9 @@ def _finite(record: Record) -> Record:
 def _split(path: Path) -> tuple[list[bytes], bytes]:
     """Whole lines, and what is left of a last line that was being written when the process died."""
     try:
-        content = path.read_bytes()
+        lines = read_lines(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
-    lines = content.split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
     # One line alone is the header: a file without a readable header is no run file, torn or not.
     if len(lines) > 1 and not _is_json(lines[-1]):
         return lines[:-1], lines[-1]
@@ -229,7 +227,7 @@ def _split(path: Path) -> tuple[list[bytes], bytes]:
 
 def _is_json(text: bytes) -> bool:
     try:
-        msgspec.json.decode(text)
+        decode_json(text)
     except msgspec.DecodeError:
         return False
     return True
@@ -238,7 +236,7 @@ def _is_json(text: bytes) -> bool:
 def _read_header(path: Path, text: bytes) -> Header:
     why = "this is no attnbench run file (its first line is no header)."
     try:
-        found = msgspec.json.decode(text)
+        found = decode_json(text)
     except msgspec.DecodeError as error:
         raise BrokenFile(path, 1, why if text else "the file is empty.") from error
     if not isinstance(found, dict) or found.get("line") != "header":
@@ -257,7 +255,7 @@ def _read_header(path: Path, text: bytes) -> Header:
 
 def _decode(path: Path, number: int, text: bytes) -> Line:
     try:
-        return msgspec.json.decode(text, type=Line)
+        return decode_json(text, Line)
     except (msgspec.DecodeError, UsageError) as error:
         raise BrokenFile(path, number, f"not a line of a run file ({error}).") from error
 

@@ -19,7 +19,8 @@ from msgspec import Struct
 
 from attnbench.comparison import FLOOR
 from attnbench.errors import BrokenFile
-from attnbench.workloads.suite_file import line_of, read_toml
+from attnbench.reading import convert, read_toml
+from attnbench.workloads.suite_file import line_of, lines_of
 
 Floors = Callable[[str, str], float]
 """(implementation, workload id) -> share that a case must be slower by before it counts."""
@@ -36,7 +37,7 @@ class Threshold(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.floor < FLOOR:
             raise ValueError(f"floor = {self.floor:g} is below {FLOOR:g}: floors go only upward")
-        if self.floor >= 1:
+        if not self.floor < 1:
             raise ValueError(f"floor = {self.floor:g} is no share: write 0.03 for 3 %")
         if not self.reason.strip():
             raise ValueError("reason is empty: say why this case needs a higher floor")
@@ -65,17 +66,15 @@ def read_thresholds(path: Path) -> list[Threshold]:
     cases = table.get("case", [])
     if not isinstance(cases, list):
         raise BrokenFile(path, line_of(text, "case"), "write [[case]] with two brackets.")
-    entries, line = [], 0
-    for case in cases:
-        line = line_of(text, "case", after=line) or line
-        entries.append(_entry(path, text, line, case))
-    return entries
+    headers = list(lines_of(text, "case")) or [0]
+    return [_entry(path, text, headers[min(place, len(headers) - 1)], case) for place, case in enumerate(cases)]
 
 
 def _entry(path: Path, text: str, header: int, case: Any) -> Threshold:
     try:
-        return msgspec.convert(case, Threshold)
+        return convert(case, Threshold)
     except msgspec.ValidationError as error:
-        named = min((key for key in case if key in str(error)), key=str(error).index, default="")
+        keys = case if isinstance(case, dict) else ()
+        named = min((key for key in keys if key in str(error)), key=str(error).index, default="")
         line = line_of(text, named, after=header) if named else None
         raise BrokenFile(path, line or header, f"{str(error).partition(' - at')[0]}.") from error

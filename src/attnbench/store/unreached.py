@@ -7,6 +7,7 @@ from collections.abc import Collection
 import msgspec
 
 from attnbench.errors import UsageError
+from attnbench.reading import convert
 from attnbench.spec import Workload
 from attnbench.store.runfile import Run
 
@@ -32,7 +33,7 @@ def tell_unreached(name: str, run: Run, elsewhere: Collection[str] = ()) -> str 
 def _asked(run: Run) -> list[str]:
     """Of the header; a header that asks for something else asks for no shapes."""
     try:
-        asked = msgspec.convert(run.header.request.get("workloads", []), list[Workload])
+        asked = convert(run.header.request.get("workloads", []), list[Workload])
     except (msgspec.ValidationError, UsageError):
         return []
     return list(dict.fromkeys(workload.id for workload in asked))

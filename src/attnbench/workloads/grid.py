@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
+from math import prod
 from typing import Any, SupportsIndex
 
 import msgspec
@@ -18,6 +19,8 @@ FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(Workload))
 """Names as a file spells them (`pass`, not `pass_`)."""
 _PLAIN = ("source", "tags")
 """Describe all workloads of a grid; a list here is no axis."""
+MOST_WORKLOADS = 100_000
+"""Combinations that one grid or suite may ask for; a list with a digit too many would fill the memory."""
 _REQUIRED = ("batch", "q_len", "heads", "head_dim")
 
 
@@ -36,8 +39,23 @@ def grid(**axes: Any) -> list[Workload]:
     for name, value in named.items():
         if name not in _PLAIN and isinstance(value, list) and not value:
             raise InvalidWorkload(f"{name} is an empty list: give it at least one value, or leave it out.")
+    if (count := count_workloads(named)) > MOST_WORKLOADS:
+        raise InvalidWorkload(
+            f"{count:,} combinations of {', '.join(_axes(named))}; {MOST_WORKLOADS:,} at most are made at once: "
+            "shorten a list, or ask in parts."
+        )
     unique = {workload.id: workload for workload in map(_workload, _combinations(named))}
     return list(unique.values())
+
+
+def count_workloads(axes: Mapping[str, Any]) -> int:
+    """Return how many combinations the axes have, without making them."""
+    return prod(map(len, _axes(axes).values()))
+
+
+def _axes(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the axes that are lists."""
+    return {name: value for name, value in axes.items() if isinstance(value, list) and name not in _PLAIN}
 
 
 def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

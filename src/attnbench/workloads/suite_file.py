@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UnknownName, UsageError
+from attnbench.reading import read_toml
 from attnbench.spec import Workload
-from attnbench.workloads.grid import FIELDS, grid
+from attnbench.workloads.grid import FIELDS, MOST_WORKLOADS, count_workloads, grid
 
 _SUITE_KEYS = ("name", "description", "workload")
 
@@ -27,20 +29,6 @@ class Suite(Struct, frozen=True):
     workloads: tuple[Workload, ...]
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    """The parsed table and the text itself (for line numbers)."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BrokenFile(path, None, f"cannot be read: {error}") from error
-    try:
-        return tomllib.loads(text), text
-    except tomllib.TOMLDecodeError as error:
-        found = re.search(r"\(at line (\d+)|\(at end of document\)", str(error))
-        line = int(found[1]) if found and found[1] else len(text.splitlines()) if found else None
-        raise BrokenFile(path, line, f"no valid TOML: {error}") from error
-
-
 def read_suite(path: Path) -> Suite:
     """A user's suite: `name`, `description` and one `[[workload]]` table per grid."""
     table, text = read_toml(path)
@@ -50,6 +38,10 @@ def read_suite(path: Path) -> Suite:
     grids = table.get("workload")
     if not isinstance(grids, list) or not grids or not all(isinstance(entry, dict) for entry in grids):
         raise BrokenFile(path, None, "a suite needs at least one [[workload]] table.")
+    count = sum(map(count_workloads, grids))
+    if count > MOST_WORKLOADS:
+        why = f"{count:,} workloads; a suite holds {MOST_WORKLOADS:,} at most: shorten its lists, or split it."
+        raise BrokenFile(path, None, why)
     workloads: dict[str, Workload] = {}
     for number, entry in enumerate(grids):
         try:
@@ -62,17 +54,19 @@ def read_suite(path: Path) -> Suite:
 
 def line_of(text: str, key: str, after: int = 0) -> int | None:
     """Number of the first line past `after` that sets the key."""
+    return next((number for number in lines_of(text, key) if number > after), None)
+
+
+def lines_of(text: str, key: str) -> Iterator[int]:
+    """Numbers of the lines that set the key, or open a table of that name."""
     pattern = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*[=.]|^\s*\[+\s*{re.escape(key)}\s*\]+""")
-    lines = enumerate(text.splitlines(), start=1)
-    return next((number for number, line in lines if number > after and pattern.match(line)), None)
+    return (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
 
 
 def _line_of_problem(text: str, number: int, entry: Mapping[str, Any], message: str) -> int | None:
     """The line of the field that the message names, else of the number-th [[workload]] header."""
-    header = 0
-    for _ in range(number + 1):
-        header = line_of(text, "workload", after=header) or 0
-    if not header:
+    header = next(islice(lines_of(text, "workload"), number, None), None)
+    if header is None:
         return None
     named = [key for key in entry if re.search(rf"\b{re.escape(key)}\b", message)]
     if "mask" in entry and _is_fine({key: value for key, value in entry.items() if key != "mask"}):

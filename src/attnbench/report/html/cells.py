@@ -13,6 +13,7 @@ from attnbench.analyse.ranking import RANK_LEVEL, Row, by_workload, is_timed, la
 from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.analyse.speedup import category
 from attnbench.analyse.together import newest
+from attnbench.printable import LONGEST
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.families import Families, find_families, kind_words, length_text
 from attnbench.report.html.map import WinnerMap, lay_out
@@ -140,11 +141,16 @@ def _timed_record(group: Iterable[Row], name: str) -> Ok | None:
 
 def _cell(row: Row, families: Families, baselines: Sequence[str], others: Mapping[str, Ok | None]) -> Cell:
     record = row.record
-    cell = _identity(record, families) | {"status": record.status, "reason": row.reason or None, "rank": row.rank}
+    cell = _identity(record, families) | {"status": record.status, "reason": _short(row.reason), "rank": row.rank}
     if isinstance(record, Ok):
         cell |= _timing(record) | _resources(record) | _correctness(record)
         cell |= _speedups(record, baselines, others)
     return cell
+
+
+def _short(reason: str) -> str | None:
+    """Return what the page shows of a reason; correctness.json has all of it."""
+    return f"{reason[: LONGEST - 1]}…" if len(reason) > LONGEST else reason or None
 
 
 def _identity(record: Record, families: Families) -> Cell:

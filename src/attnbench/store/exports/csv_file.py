@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from attnbench.printable import printable
 from attnbench.store.exports.table import COLUMNS, Source, rows
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
@@ -25,8 +26,9 @@ def csv_text(sources: Sequence[Source]) -> str:
 
 
 def _cell(value: Any) -> Any:
+    """Text on one visible line: it may be printed, and spreadsheets run what looks like a formula."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str) and value.lstrip(" ").startswith(FORMULA):
-        return f"'{value}"
+    if isinstance(value, str):
+        return f"'{printable(value)}" if value.lstrip(" ").startswith(FORMULA) else printable(value)
     return value

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from attnbench.errors import UsageError
-from attnbench.store.exports.table import COLUMNS, Source, rows
+from attnbench.store.exports.table import COLUMNS, Source, rows_of_64_bits
 
 TYPES = {
     "text": "VARCHAR",
@@ -30,9 +30,13 @@ def write_parquet(sources: Sequence[Source], path: Path) -> None:
     columns = {name: TYPES[kind] for name, kind in COLUMNS.items()}
     with tempfile.TemporaryDirectory() as folder, duckdb.connect() as connection:
         lines = Path(folder) / "rows.jsonl"
+        longest = 0
         with lines.open("wb") as file:
-            file.writelines(msgspec.json.encode(row) + b"\n" for row in rows(sources))
-        table = connection.read_json(str(lines), columns=columns, format="newline_delimited")
+            for row in rows_of_64_bits(sources):
+                longest = max(longest, file.write(msgspec.json.encode(row) + b"\n"))
+        table = connection.read_json(
+            str(lines), columns=columns, format="newline_delimited", maximum_object_size=max(longest + 1, 1 << 24)
+        )
         try:
             table.write_parquet(str(path), compression="zstd")
         except duckdb.IOException as error:

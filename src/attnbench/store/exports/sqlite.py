@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from attnbench.store.exports.table import COLUMNS, Source, rows
+from attnbench.store.exports.table import COLUMNS, Source, rows_of_64_bits
 
 TYPES = {
     "text": "TEXT",
@@ -26,7 +26,7 @@ def write_sqlite(sources: Sequence[Source], path: Path) -> None:
     """A new database, where at most an empty file may be yet; OSError where the place cannot be written."""
     columns = ", ".join(f'"{name}" {TYPES[kind]}' for name, kind in COLUMNS.items())
     places = ", ".join("?" for _ in COLUMNS)
-    values = ([_value(row[name]) for name in COLUMNS] for row in rows(sources))
+    values = ([_value(row[name]) for name in COLUMNS] for row in rows_of_64_bits(sources))
     try:
         with closing(sqlite3.connect(path)) as connection, connection:
             connection.execute(f"CREATE TABLE records ({columns})")

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from attnbench.errors import UsageError
+from attnbench.reading import INTEGERS
 from attnbench.spec import Environment, Ok, Record
 from attnbench.store.runfile import Header
 
@@ -121,6 +123,19 @@ def rows(sources: Sequence[Source]) -> Iterator[Row]:
         for record in source.records:
             found = {**header, **_identity(record), **_where(record.environment), **_measured(record)}
             yield {name: found.get(name) for name in COLUMNS}
+
+
+def rows_of_64_bits(sources: Sequence[Source]) -> Iterator[Row]:
+    """Return the same rows for a database; an integer that none of its columns can hold is a UsageError."""
+    for row in rows(sources):
+        for name, value in row.items():
+            if isinstance(value, int) and value not in INTEGERS:
+                cell = f"{row['implementation']} on {row['workload']}"
+                raise UsageError(
+                    f"{name} of {cell} in {row['run']} needs {value.bit_length()} bits and a column has 63: "
+                    "leave this cell out with --filter, or choose --format csv."
+                )
+        yield row
 
 
 def _identity(record: Record) -> Row:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.printable import printable
 from attnbench.spec import Ok, Time
 from attnbench.store.exports.table import Source
 from attnbench.store.runfile import Header
@@ -43,11 +44,6 @@ def _name(text: str) -> str:
         return name
     digits = hashlib.sha256(name.encode()).hexdigest()[:12]
     return f"{name[: LONGEST_NAME - len(digits) - 1]}-{digits}"
-
-
-def printable(text: str) -> str:
-    """Control characters and line ends as escapes, so that a name stays on its line wherever it is shown."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def facts(one: Timed) -> dict[str, str]:

@@ -1,0 +1,148 @@
+"""Files that others made: what is wrong with their bytes is told by one kind of error, and none is read without limit.
+
+JSON that cannot be decoded for any reason (no UTF-8, nested too deeply, an integer that no column holds) is a
+`msgspec.DecodeError`, of which each reader makes a `BrokenFile` that names the file and the line.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from attnbench.errors import BrokenFile
+
+MIB = 1 << 20
+LONGEST_LINE = 64 * MIB
+LARGEST_DOCUMENT = 64 * MIB
+LARGEST_TOML = 2 * MIB
+DEEPEST = 100
+"""Tables and lists within each other; nothing of ours goes beyond a dozen."""
+INTEGERS = range(-(1 << 63), 1 << 63)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NUMBER = re.compile(rb"-?\d+(\.\d+)?([eE][+-]?\d+)?")
+_LONG_NUMBER = re.compile(rb"\d{19}")
+_TOML_TEXT = re.compile(
+    r'"""(?:[^\\]|\\.)*?"{3,5}|' r"'''.*?'{3,5}|" r'"(?:[^"\\\n]|\\.)*"|' r"'[^'\n]*'|#[^\n]*", re.DOTALL
+)
+"""Strings and comments."""
+_TOML_KEY = re.compile(r"[^,=\[\]{}\n]+")
+_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def files_in(folder: Path, *patterns: str) -> list[Path]:
+    """Return the regular files below a folder that match a pattern; a pipe or a device has no place among results."""
+    return sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
+
+
+def read_content(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
+    """Return the bytes of a file; one that has more is a BrokenFile, and no more of it is read."""
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise BrokenFile(path, None, f"larger than {most // MIB} MiB, which no file of this kind is.")
+    return content
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file without their ends; one that is too long is a BrokenFile and is not read whole."""
+    lines: list[bytes] = []
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                raise BrokenFile(path, len(lines) + 1, f"longer than {LONGEST_LINE // MIB} MiB, which no line here is.")
+            lines.append(line.removesuffix(b"\n"))
+    return lines
+
+
+def decode_json(content: bytes, type: Any = Any) -> Any:
+    """Return the value of a JSON document as `type`; `msgspec.DecodeError` for everything that is wrong with it."""
+    with _decode_errors():
+        _check_numbers_and_depth(content)
+        return msgspec.json.decode(content, type=type)
+
+
+def convert(value: Any, type: Any) -> Any:
+    """Return decoded JSON or TOML as `type`; `msgspec.ValidationError` for everything that is wrong with it."""
+    with _decode_errors():
+        return msgspec.convert(value, type)
+
+
+@contextmanager
+def _decode_errors() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"not UTF-8: byte {error.object[error.start]:#04x}") from error
+    except RecursionError as error:
+        raise msgspec.ValidationError("nested too deeply") from error
+    except MemoryError as error:
+        raise msgspec.ValidationError("it does not fit into memory") from error
+    except (ArithmeticError, ValueError) as error:
+        raise error if isinstance(error, msgspec.DecodeError) else msgspec.ValidationError(str(error)) from error
+
+
+def _check_numbers_and_depth(content: bytes) -> None:
+    """Refuse what would be decoded and then break whoever formats, copies or stores it."""
+    long_numbers = _LONG_NUMBER.search(content) is not None
+    if not long_numbers and content.count(b"[") + content.count(b"{") <= DEEPEST:
+        return
+    bare = _STRING.sub(b'""', content)
+    depth = 0
+    for bracket in bare.translate(None, _NO_BRACKET):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > DEEPEST:
+            raise msgspec.DecodeError(f"nested more than {DEEPEST} levels deep")
+    if long_numbers:
+        for found in _NUMBER.finditer(bare):
+            if found.end() - found.start() > 18 and not (found[1] or found[2]) and not _is_64_bit(found[0]):
+                raise msgspec.DecodeError(f"the integer {found[0][:24].decode()}… has more than 64 bits")
+
+
+def _is_64_bit(digits: bytes) -> bool:
+    return len(digits) <= 20 and int(digits) in INTEGERS
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the table of a TOML file, and its text for the numbers of lines; whatever is wrong is a BrokenFile."""
+    try:
+        text = read_content(path, LARGEST_TOML).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BrokenFile(path, None, f"cannot be read: {error}") from error
+    _check_keys(path, text)
+    try:
+        table = tomllib.loads(text)
+    except RecursionError as error:
+        raise BrokenFile(path, None, "no valid TOML: nested too deeply.") from error
+    except ValueError as error:  # TOMLDecodeError, and an integer of more digits than Python reads
+        found = re.search(r"\(at line (\d+)|\(at end of document\)", str(error))
+        line = int(found[1]) if found and found[1] else len(text.splitlines()) if found else None
+        raise BrokenFile(path, line, f"no valid TOML: {error}") from error
+    _check_values(path, table)
+    return table, text
+
+
+def _check_keys(path: Path, text: str) -> None:
+    """Refuse dotted keys of very many parts, on which Python's parser spends the square of their number."""
+    bare = _TOML_TEXT.sub(lambda found: "s" + "\n" * found[0].count("\n"), text)
+    for found in _TOML_KEY.finditer(bare):
+        if found[0].count(".") > DEEPEST:
+            raise BrokenFile(path, bare.count("\n", 0, found.start()) + 1, f"a key of more than {DEEPEST} parts.")
+
+
+def _check_values(path: Path, table: dict[str, Any]) -> None:
+    """Refuse what the standard leaves to the reader: integers of more than 64 bits, and endless nesting."""
+    left: list[tuple[Any, int]] = [(table, 1)]
+    while left:
+        value, depth = left.pop()
+        if isinstance(value, int) and value not in INTEGERS:
+            raise BrokenFile(path, None, f"the integer {str(value)[:24]}… has more than 64 bits.")
+        if isinstance(value, dict | list):
+            if depth > DEEPEST:
+                raise BrokenFile(path, None, f"nested more than {DEEPEST} levels deep.")
+            left += [(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
