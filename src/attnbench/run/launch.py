@@ -130,9 +130,9 @@ def _run_all(
             listener.finished(record)
         todo = [one.cell for one in mine if one.reason is None]
         run = WorkloadRun(request, workload, crew, listener, rng, seed + 7919 * number)
-        made = {record.cell.id: record for record in (*refused, *run.records(todo))}
-        asked = [made.pop(one.cell.id) for one in mine]
-        sink([*asked, *made.values()])  # in the order asked, the anchors last
+        place = {one.cell.id: turn for turn, one in enumerate(mine)}
+        made = [*refused, *run.records(todo)]
+        sink(sorted(made, key=lambda one: place.get(one.cell.id, len(mine))))  # in the order asked, the anchors last
 
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.measuring.anchors import anchors_beside, lacks_anchors
 from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
 from attnbench.store.drafts import draft_of
@@ -158,7 +159,7 @@ def _write_all(records: Sequence[Record], folder: Path, commit: str, note: str, 
     return Saved(tuple(written), tuple(skipped))
 
 
-def _baseline(record: Record, records: Iterable[Record], commit: str, note: str, created: str) -> Baseline | str:
+def _baseline(record: Record, records: Sequence[Record], commit: str, note: str, created: str) -> Baseline | str:
     """What would be written, or why it cannot be."""
     if not isinstance(record, Ok):
         return f"{record.status.replace('_', ' ')}: {record.reason}"
@@ -166,13 +167,10 @@ def _baseline(record: Record, records: Iterable[Record], commit: str, note: str,
         return "verified, not timed"
     if record.environment is None:
         return "its environment is not known"
-    anchors = [
-        one
-        for one in records
-        if isinstance(one, Ok) and one.time and one.implementation in ANCHORS and one.workload.id == record.workload.id
-    ]
+    anchors = anchors_beside(record, records)
     if {one.implementation for one in anchors} != set(ANCHORS):
-        return "its run has no anchors (a matrix product and a copy) for this workload"
+        lacks = lacks_anchors(record, records, "no anchors")
+        return f"its run has {lacks} (a matrix product and a copy) for this workload"
     return Baseline(
         schema=SCHEMA,
         created=created or datetime.now(UTC).isoformat(timespec="seconds"),

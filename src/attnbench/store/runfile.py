@@ -1,7 +1,7 @@
 """Run files: where records go the moment a workload is done, and where show, compare and resume read them again.
 
 JSON lines. The first is the header; an environment is written once and records point at it; records come in the order
-they were made, and a later record of the same cell replaces the earlier one.
+they were made, and a later record of the same cell replaces the earlier one. Anchors of several sittings are all kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.spec import Environment, Record
+from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.spec import Environment, Ok, Record
 from attnbench.store.times import impossible_times
 
 SCHEMA = 1
@@ -171,16 +172,24 @@ def read_run(path: Path) -> Run:
     warnings = (_torn_warning(path, len(lines) + 1, torn),) if torn else ()
     header = _read_header(path, lines[0] if lines else b"")
     environments: dict[str, Environment] = {}
-    records: dict[str, Record] = {}
+    records: dict[tuple[str, str], Record] = {}
     for number, text in enumerate(lines[1:], start=2):
         line = _decode(path, number, text)
         if isinstance(line, EnvironmentLine):
             environments[line.key] = line.environment
         elif isinstance(line, RecordLine):
             record = _rejoin(path, number, line, environments)
-            records.pop(record.cell.id, None)
-            records[record.cell.id] = record
+            key = record.cell.id, _anchor_sitting(record)
+            records.pop(key, None)
+            records[key] = record
     return Run(header, environments, tuple(records.values()), warnings)
+
+
+def _anchor_sitting(record: Record) -> str:
+    """Return when a timed anchor was measured: each sitting of a resumed run has anchors of its own."""
+    if record.implementation in ANCHORS and isinstance(record, Ok) and record.time is not None:
+        return record.time.sitting
+    return ""
 
 
 def repair(path: Path) -> str | None:
