@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from attnbench.drafts import draft_of
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside, lacks_anchors
 from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
-from attnbench.store.drafts import draft_of
 from attnbench.store.runfile import slug
 from attnbench.store.times import impossible_times
 
