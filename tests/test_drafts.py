@@ -43,9 +43,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_leaves_what_was_there_and_nothing_else(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write = WRITERS[name]
     write(tmp_path / "file")
     for path in tmp_path.rglob("*"):
