@@ -10,7 +10,7 @@ from attnbench.measuring.anchors import anchors_beside
 from attnbench.spec import Environment, Ok, Record
 
 MEASURE_BOTH = (
-    "Measure both on one machine with the same packages, "
+    "Measure both on one machine with the same packages and the same attnbench, "
     "or make a new baseline here with `attnbench baseline save RUN`."
 )
 ONE_MACHINE = ("device_name", "cpu", "cores")

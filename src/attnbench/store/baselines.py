@@ -6,6 +6,7 @@ every sample, and the anchors of its run, by which it can be compared with a lat
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -81,8 +82,8 @@ def find(
     config: Mapping[str, int | float | str | bool] | None = None,
 ) -> Baseline | None:
     """The baseline of a cell on this machine, or None: `why_missing` says what to do then."""
-    path = _path(folder, environment, Cell(implementation, workload, dict(config or {})))
-    return read_baseline(path) if path.is_file() else None
+    path = _existing(folder, environment, Cell(implementation, workload, dict(config or {})))
+    return None if path is None else read_baseline(path)
 
 
 def why_missing(folder: Path, environment: Environment, implementation: str, workload: Workload) -> str:
@@ -93,8 +94,11 @@ def why_missing(folder: Path, environment: Environment, implementation: str, wor
     if not others:
         return f"there is no baseline of {cell} in {folder}: {make}."
     here, there = environment.hard_key, others[-1].environment.hard_key
-    differing = ", ".join(name for name in here if here[name] != there[name])
-    return f"the baseline of {cell} in {folder} is of another machine ({differing} differ): here {make}."
+    differing = [name for name in here if here[name] != there[name]]
+    if differing == ["harness"]:
+        old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
+        return f"the baseline of {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
+    return f"the baseline of {cell} in {folder} is of another machine ({', '.join(differing)} differ): here {make}."
 
 
 def list_baselines(folder: Path) -> list[Baseline]:
@@ -146,8 +150,9 @@ def _write_all(records: Sequence[Record], folder: Path, commit: str, note: str, 
         if isinstance(made, str):
             skipped.append((record.cell.id, made))
             continue
-        path = _path(folder, made.environment, record.cell)
-        if path.is_file() and not replace:
+        known = _existing(folder, made.environment, record.cell)
+        path = known or _path(folder, made.environment, record.cell)
+        if known is not None and not replace:
             there = read_baseline(path)
             reason = (
                 f"has a baseline of {there.commit or there.created} already: `attnbench baseline update` replaces it"
@@ -200,6 +205,15 @@ def _path(folder: Path, environment: Environment, cell: Cell) -> Path:
     readable = re.sub(r"[^A-Za-z0-9._=+-]+", "_", cell.id)[:120]
     digits = hashlib.sha256(cell.id.encode()).hexdigest()[:6]
     return folder / f"{slug(environment.device_name)}-{environment.fingerprint}" / f"{readable}-{digits}.json"
+
+
+def _existing(folder: Path, environment: Environment, cell: Cell) -> Path | None:
+    """Return the file of a baseline; older versions made the fingerprint in a folder's name of fewer facts."""
+    path = _path(folder, environment, cell)
+    if path.is_file():
+        return path
+    elsewhere = (one for one in sorted(folder.glob(f"*/{glob.escape(path.name)}")) if _looks_like_baseline(one))
+    return next((one for one in elsewhere if read_baseline(one).environment.hard_key == environment.hard_key), None)
 
 
 def _write(path: Path, baseline: Baseline) -> None:
