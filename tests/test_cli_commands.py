@@ -189,14 +189,14 @@ def test_resume_refuses_another_version_of_a_function(lab: FakeLab, capsys: pyte
     path = capsys.readouterr().out.strip().splitlines()[-1]
     lab.interrupt_after = None
     file.write_text("second = 2")
-    assert execute(["run", "--resume", path]) == 2
+    assert execute(["run", "--resume", path, "--impl", "my.py:mine"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"error: my.py has changed since {path} was begun")
     assert "start a new run, or undo the change" in err
     assert len(lab.requests) == 1
     file.write_text("first = 1")
-    assert execute(["run", "--resume", path]) == 0
+    assert execute(["run", "--resume", path, "--impl", "my.py:mine"]) == 0
 
 
 def test_show_and_resume_compare_with_what_the_run_did(lab: FakeLab, capsys: pytest.CaptureFixture[str]):

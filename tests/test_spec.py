@@ -140,3 +140,13 @@ def test_fingerprint_is_of_the_hard_facts():
     other = Environment(device="cpu", device_name="x", packages={"numpy": "2", "torch": "2.14"})
     assert base.fingerprint == same.fingerprint != other.fingerprint
     assert len(base.fingerprint) == 12
+
+
+def test_another_version_of_attnbench_is_another_key():
+    older, old, new = (
+        Environment(device="cpu", device_name="x", harness=harness) for harness in ("", "0.1.0", "0.1.0 (estimator 2)")
+    )
+    assert len({one.fingerprint for one in (older, old, new)}) == 3
+    assert not old.agrees(new)
+    assert not older.agrees(old), "unknown is not the same"
+    assert older.agrees(older)

@@ -23,6 +23,11 @@ HERE = "this process"
 """Where an implementation comes from that no package brings."""
 
 
+def is_reference(what: Any) -> bool:
+    """Whether it points into a file or module (`file.py:function`, `package.module:function`), not the registry."""
+    return isinstance(what, str) and ":" in what
+
+
 @cache
 def _entry_points() -> dict[str, Any]:
     return {point.name: point for point in entry_points(group=GROUP)}

@@ -249,12 +249,24 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     variables: dict[str, str] = {}
     """Environment variables that change results."""
     harness: str = ""
+    """Version of attnbench, and of what it calls a time (sampling.ESTIMATOR); empty or without the latter: older."""
     commit: str = ""
 
     @property
     def hard_key(self) -> Mapping[str, object]:
         """What may not differ between two runs whose times are compared."""
-        names = ("device", "device_name", "capability", "cpu", "cores", "threads", "python", "system", "driver")
+        names = (
+            "device",
+            "device_name",
+            "capability",
+            "cpu",
+            "cores",
+            "threads",
+            "python",
+            "system",
+            "driver",
+            "harness",
+        )
         return {name: getattr(self, name) for name in names} | {"packages": dict(sorted(self.packages.items()))}
 
     def agrees(self, other: Environment) -> bool:

@@ -39,6 +39,10 @@ def refusal(baseline: list[Record], current: list[Record]) -> str:
     "changed, told",
     [
         ({"cpu": "Other CPU"}, "cpu is unknown in the baseline and Other CPU in the current run"),
+        (
+            {"harness": "0.1.0 (estimator 2)"},
+            "harness is unknown in the baseline and 0.1.0 (estimator 2) in the current",
+        ),
         ({"threads": 1}, "threads is 2 in the baseline and 1 in the current run"),
         ({"capability": (9, 0)}, "capability is unknown in the baseline and 9.0 in the current run"),
         ({"packages": {"torch": "2.12.0"}}, "package torch is 2.13.0 in the baseline and 2.12.0 in the current run"),

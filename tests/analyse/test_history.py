@@ -61,6 +61,14 @@ def test_another_fingerprint_or_clock_starts_another_series():
     assert len({one.key.fingerprint for one in series}) == 2
 
 
+def test_another_attnbench_starts_another_series():
+    """What it calls a time may be something else: a step there is none of the code."""
+    runs = [source(commit, 1e6, harness="0.1.0") for commit in "ab"]
+    runs += [source(commit, 2e6, harness="0.1.0 (estimator 2)") for commit in "cd"]
+    series, _ = gather(runs)
+    assert [{point.commit for point in one.points} for one in series] == [{"a", "b"}, {"c", "d"}]
+
+
 def test_anchors_from_another_framework_start_another_series():
     runs = [source("a", 1e6), source("b", 1e6)]
     cell, *anchors = runs[1].records

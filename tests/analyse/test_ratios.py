@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from record_factory import noisy, ok, timing
 
+from attnbench.analyse.ranking import RANK_LEVEL, sign
 from attnbench.analyse.ratios import Ratio, log_ratio, mean_log_ratio, paired_ratio, round_medians
 
 
@@ -65,6 +66,37 @@ def test_few_rounds_give_wide_intervals(rounds: int):
         ratio = paired_ratio(a, b)
         hits += ratio.low <= 1 <= ratio.high
     assert hits >= 88
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 4, 5, 6, 8, 12, 25, 50])
+@pytest.mark.parametrize("sd_of_rounds", [0.05, 0.15])
+def test_two_halves_of_one_stable_cell_are_not_told_apart(rounds: int, sd_of_rounds: float):
+    """A round is slow or fast as a whole: its ten samples are not ten measurements. 1 % at most, by a level of 99 %."""
+    rng, told_apart, tries = np.random.default_rng(rounds), 0, 200
+    for _ in range(tries):
+        halves = []
+        for sitting in ("x", "x+1"):
+            logs = sd_of_rounds * rng.standard_normal((rounds, 1)) + 0.02 * rng.standard_normal((rounds, 10))
+            time = timing(1e6 * np.exp(logs).ravel(), rounds=(10,) * rounds, sitting=sitting)
+            halves.append(ok("x", time=time))
+        told_apart += sign(paired_ratio(*halves, RANK_LEVEL)) != 0
+    assert told_apart <= 0.01 * tries + 2
+
+
+@pytest.mark.parametrize("rounds", [3, 6, 25])
+def test_cells_measured_apart_are_still_told_apart_if_they_differ(rounds: int):
+    a = ok("a", time=timing(noisy(1e6, 1, 0.01, rounds), sitting="x"))
+    b = ok("b", time=timing(noisy(3e6, 2, 0.01, rounds), sitting="x+1"))
+    assert sign(paired_ratio(a, b, RANK_LEVEL)) == 1
+    assert sign(paired_ratio(b, a, RANK_LEVEL)) == -1
+
+
+def test_one_round_of_many_samples_is_never_certain():
+    a, b = (
+        ok(name, time=timing(np.random.default_rng(seed).normal(ns, 1e3, 40), rounds=(40,), sitting=sitting))
+        for name, seed, ns, sitting in (("a", 1, 1e6, "x"), ("b", 2, 2e6, "y"))
+    )
+    assert sign(paired_ratio(a, b, RANK_LEVEL)) == 0
 
 
 def test_one_sample_is_never_certain():

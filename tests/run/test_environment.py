@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from attnbench.measuring.rates import Ceilings
+from attnbench.measuring.sampling import ESTIMATOR
 from attnbench.run import protocol as p
 from attnbench.run.ceilings import cache_folder, load_ceilings, store_ceilings
 from attnbench.run.crew import Crew
@@ -40,10 +42,12 @@ def test_two_processes_have_one_fingerprint(monkeypatch):
     assert first.variables["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert described("numpy").fingerprint != first.fingerprint
+    assert first.harness == f"{version('attnbench')} (estimator {ESTIMATOR})"
 
 
 @pytest.mark.parametrize(
-    "change", [{"packages": {"numpy": "2.1"}}, {"device_name": "Other"}, {"threads": 7}, {"driver": "1"}]
+    "change",
+    [{"packages": {"numpy": "2.1"}}, {"device_name": "Other"}, {"threads": 7}, {"driver": "1"}, {"harness": "9"}],
 )
 def test_what_decides_about_times_changes_the_fingerprint(change):
     assert msgspec.structs.replace(HERE, **change).fingerprint != HERE.fingerprint

@@ -265,6 +265,12 @@ def test_cells_that_would_fill_the_device_come_after_the_others(monkeypatch):
     began, turns = zip(*(by_name[name].time.sitting.split("Z") for name in names))
     assert len(set(began)) == 1
     assert turns == ("+1", "", "+1")
+    anchors = [record for record in records if record.implementation.startswith("anchor.")]
+    assert sorted((one.implementation, one.time.sitting) for one in anchors) == sorted(
+        (name, by_name[beside].time.sitting)
+        for name in ("anchor.matmul", "anchor.copy")
+        for beside in ("torch.sdpa", "torch.eager")
+    ), "each turn is judged by anchors of its own"
 
 
 @pytest.mark.parametrize("keeps", [False, True])

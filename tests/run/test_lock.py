@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from attnbench.errors import UsageError
+from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.lock import machine_lock
+from attnbench.spec import Workload
 
 HOLDER = (
     "import sys\nfrom attnbench.run.lock import machine_lock\n"
@@ -44,9 +46,10 @@ def test_another_process_is_named(holder: subprocess.Popen[str]):
 def test_the_lock_of_a_killed_process_does_not_count(holder: subprocess.Popen[str], tmp_path: Path):
     holder.kill()
     holder.wait()
-    assert (tmp_path / "attnbench" / "gate.lock").read_text().startswith(str(holder.pid))
+    (file,) = (tmp_path / "attnbench").glob("gate-*.lock")
+    assert file.read_text().startswith(f"{holder.pid} ")
     with machine_lock():
-        assert (tmp_path / "attnbench" / "gate.lock").read_text().startswith(f"{os.getpid()} ")
+        assert file.read_text().startswith(f"{os.getpid()} ")
 
 
 def test_released_after_an_error():
@@ -54,6 +57,64 @@ def test_released_after_an_error():
         raise KeyboardInterrupt
     with machine_lock(), pytest.raises(UsageError, match=f"pid {os.getpid()}"), machine_lock():
         pass
+
+
+def test_machines_that_share_a_home_folder_do_not_lock_each_other(
+    holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("platform.node", lambda: "another")
+    with machine_lock():
+        pass
+
+
+def test_the_one_who_waits_is_told_for_whom_and_gets_it(holder: subprocess.Popen[str]):
+    told = []
+
+    def end_it(text: str) -> None:
+        told.append(text)
+        holder.communicate("")
+
+    with (
+        machine_lock(command="run", wait_s=60.0, tell=end_it),
+        pytest.raises(UsageError, match=r"another attnbench run"),
+        machine_lock(),
+    ):
+        pass
+    (text,) = told
+    assert text.startswith("waiting up to 60 s for another attnbench gate (pid ")
+
+
+def test_waiting_has_an_end(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(0, 1000, 25))
+    monkeypatch.setattr("attnbench.run.lock.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("attnbench.run.lock.time.sleep", lambda seconds: None)
+    with pytest.raises(UsageError, match=f"pid {holder.pid}, since"), machine_lock(wait_s=60.0):
+        pass
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_what_is_timed_takes_the_lock_and_what_is_checked_does_not(holder: subprocess.Popen[str], measure: bool):
+    on = Workload(batch=1, q_len=8, heads=1, head_dim=4)
+    request = Request(workloads=(on,), implementations=("numpy.float32",), measure=measure, budget_s=0.01)
+    if measure:
+        with pytest.raises(UsageError, match=f"another attnbench gate .pid {holder.pid}"):
+            launch(request, [].extend, Listener(), wait_s=0.0)
+    else:
+        launch(request, [].extend, Listener(), wait_s=0.0)
+
+
+def test_a_cache_that_cannot_be_written_does_not_keep_a_run_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "file"))
+    told, records = [], []
+    listener = Listener()
+    listener.warning = told.append
+    on = Workload(batch=1, q_len=8, heads=1, head_dim=4)
+    launch(Request(workloads=(on,), implementations=("numpy.float32",), budget_s=0.01), records.extend, listener)
+    assert records[0].status == "ok"
+    assert any("set ATTNBENCH_CACHE" in text and "disturbing" in text for text in told)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -147,3 +147,25 @@ def test_an_unwritable_folder(tmp_path: Path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(UsageError, match=r"cannot write .*--dir"):
         save(records(), tmp_path / "taken")
+
+
+def test_a_baseline_of_another_attnbench_is_told_apart_from_one_of_another_machine(tmp_path: Path):
+    old, new = (msgspec.structs.replace(HERE, harness=harness) for harness in ("0.1.0", "0.1.0 (estimator 2)"))
+    save(records(environment=old), tmp_path)
+    assert find(tmp_path, new, "torch.sdpa", workload()) is None
+    told = why_missing(tmp_path, new, "torch.sdpa", workload())
+    assert "was measured by attnbench 0.1.0, the run by 0.1.0 (estimator 2): `attnbench run" in told
+    assert "another machine" not in told
+
+
+def test_folders_named_by_an_older_version_still_hold_their_baselines(tmp_path: Path):
+    """Its fingerprints did not cover the version of attnbench, so that the same facts had another name."""
+    save(records(), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    folder.rename(tmp_path / "test-cpu-9000-0123456789ab")
+    assert find(tmp_path, HERE, "torch.sdpa", workload()) is not None
+    assert find(tmp_path, OTHER, "torch.sdpa", workload()) is None
+    assert save(records(6e6), tmp_path).written == ()
+    assert len(update(records(6e6), tmp_path).written) == 1
+    (only,) = tmp_path.rglob("*.json")
+    assert only.parent.name == "test-cpu-9000-0123456789ab"

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from attnbench.analyse.ranking import ANCHOR
 from attnbench.errors import UsageError
+from attnbench.measuring.anchors import anchors_beside
 from attnbench.spec import Environment, Ok, Record
 
 MEASURE_BOTH = (
-    "Measure both on one machine with the same packages, "
+    "Measure both on one machine with the same packages and the same attnbench, "
     "or make a new baseline here with `attnbench baseline save RUN`."
 )
 ONE_MACHINE = ("device_name", "cpu", "cores")
@@ -18,10 +19,9 @@ ONE_MACHINE = ("device_name", "cpu", "cores")
 
 def check_comparable(baseline: Sequence[Record], current: Sequence[Record]) -> None:
     """Refuse what two runs both hold, anchors included, where environments are not known or their hard keys differ."""
-    anchors_a, anchors_b = _anchors(baseline), _anchors(current)
     for old, new in _pairs(baseline, current):
-        here = _known(old, "baseline", anchors_a)
-        there = _known(new, "current", anchors_b) if isinstance(new, Ok) else new.environment
+        here = _known(old, "baseline", anchors_beside(old, baseline))
+        there = _known(new, "current", anchors_beside(new, current)) if isinstance(new, Ok) else new.environment
         if there is None or (_is_anchor(old) and here.framework != there.framework):
             continue  # a worker that never started; anchors of two frameworks are not compared anyway
         found = differences(here, there)
@@ -30,12 +30,19 @@ def check_comparable(baseline: Sequence[Record], current: Sequence[Record]) -> N
 
 
 def _pairs(baseline: Sequence[Record], current: Sequence[Record]) -> Iterator[tuple[Ok, Record]]:
-    """Of each cell and anchor, what judges and what is judged; a refusal of the current run needs no machine."""
-    old = {one.cell.id: one for one in baseline if isinstance(one, Ok)}
-    return ((old[one.cell.id], one) for one in current if one.cell.id in old and one.status != "unsupported")
+    """Yield what judges and what is judged: each cell, then its anchors; a refusal of the current run needs no
+    machine."""
+    old = {one.cell.id: one for one in baseline if isinstance(one, Ok) and not _is_anchor(one)}
+    for new in current:
+        if new.cell.id not in old or new.status == "unsupported":
+            continue
+        yield old[new.cell.id], new
+        judges = {one.implementation: one for one in anchors_beside(old[new.cell.id], baseline)}
+        judged = anchors_beside(new, current)
+        yield from ((judges[one.implementation], one) for one in judged if one.implementation in judges)
 
 
-def _known(record: Ok, run: str, anchors: Mapping[str, Sequence[Record]]) -> Environment:
+def _known(record: Ok, run: str, anchors: Sequence[Record]) -> Environment:
     """Where it was made; refuses what nobody knows that of, and anchors beside it that are of another machine."""
     here = record.environment
     if here is None or not here.device_name:
@@ -44,7 +51,7 @@ def _known(record: Ok, run: str, anchors: Mapping[str, Sequence[Record]]) -> Env
             f"the two runs are not comparable: the {field} of {record.cell.id} in the {run} run is not known. "
             f"{MEASURE_BOTH}"
         )
-    for anchor in anchors.get(record.workload.id, ()):
+    for anchor in anchors:
         there = anchor.environment
         if there is not None and here.device == there.device and (name := _apart(here, there)):
             raise UsageError(
@@ -52,14 +59,6 @@ def _known(record: Ok, run: str, anchors: Mapping[str, Sequence[Record]]) -> Env
                 f"{anchor.implementation} beside it {_shown(getattr(there, name))}. {MEASURE_BOTH}"
             )
     return here
-
-
-def _anchors(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """By the workload that they were timed beside."""
-    found: dict[str, list[Record]] = {}
-    for anchor in filter(_is_anchor, records):
-        found.setdefault(anchor.workload.id, []).append(anchor)
-    return found
 
 
 def _is_anchor(record: Record) -> bool:

@@ -13,13 +13,14 @@ from statistics import NormalDist
 import numpy as np
 from msgspec.structs import replace
 
+from attnbench.analyse.clocks import sitting_of
 from attnbench.analyse.combined import combine, geometric_mean
 from attnbench.analyse.gate import with_holm
 from attnbench.analyse.gate_case import case_of
-from attnbench.analyse.ranking import ANCHOR, is_timed, label
+from attnbench.analyse.ranking import ANCHOR, label
 from attnbench.analyse.ratios import Ratio, paired_ratio
 from attnbench.comparison import ALPHA, Case, Comparison, Estimate, Verdict
-from attnbench.measuring.anchors import NAMES
+from attnbench.measuring.anchors import NAMES, NO_ANCHORS, anchors_beside, lacks_anchors
 from attnbench.measuring.paired import SES_TO_DETECT
 from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Ok, Record
@@ -48,19 +49,26 @@ def cases_of_runs(
         if a is None or b is None:
             cases.append(_one_sided(a, b))
         else:
-            cases.append(_case(a, b, _anchors(baseline, a), _anchors(current, b), max(asked, STORED_FLOOR)))
+            cases.append(_case(a, b, baseline, current, max(asked, STORED_FLOOR)))
     timed = {place: case.first for place, case in enumerate(cases) if case.first and case.first.verdict}
     return with_holm(cases, {place: _p_slower(first) for place, first in timed.items()})
 
 
 def compare_records(
-    a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok], floor: float = STORED_FLOOR
+    a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record], floor: float = STORED_FLOOR
 ) -> Comparison:
-    """Time of b / time of a across two runs, by each anchor; slower or faster only when both anchors say so."""
-    problem = _problem(a, b, anchors_a, anchors_b)
-    if problem:
+    """Return time of b / time of a across two runs, by each anchor of their own sittings.
+
+    Slower or faster only if both anchors say so. A measurement is the same as itself, whatever its anchors.
+    """
+    anchors_a, anchors_b = anchors_beside(a, run_a), anchors_beside(b, run_b)
+    problem = _problem(a, b, run_a, run_b)
+    same = _is_one_measurement(a, b)
+    if same and not sitting_of(a):  # short times of a coarse clock may agree by chance: the anchors must agree as well
+        same = not problem and all(_is_one_measurement(*pair) for pair in _pairs(a, b, anchors_a, anchors_b))
+    if problem and not same:
         return replace(_untimed(a, b, problem), floor=floor)
-    if all(_is_one_measurement(*pair) for pair in _pairs(a, b, anchors_a, anchors_b)):
+    if same:
         ratios, verdict, reason = dict.fromkeys(NAMES, Ratio(1.0, 1.0, 1.0)), "same", SAME_MEASUREMENT
     else:
         ratios = {name: _by_anchor(a, b, _named(anchors_a, name), _named(anchors_b, name)) for name in NAMES}
@@ -87,8 +95,8 @@ def _pairs(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> li
 
 def _is_one_measurement(a: Ok, b: Ok) -> bool:
     """Whether b's rounds are a's: a file against itself, or against the baseline that was saved from it."""
-    assert a.time is not None
-    assert b.time is not None
+    if a.time is None or b.time is None or (a.time.sitting, a.time.clock) != (b.time.sitting, b.time.clock):
+        return False
     first, second = (round_medians(time) if time.rounds else np.asarray(time.samples_ns) for time in (a.time, b.time))
     return len(first) == len(second) and bool(np.all(np.abs(first - second) <= ROUNDING_NS))
 
@@ -105,11 +113,13 @@ def _shaky(records: Sequence[Ok]) -> str:
     return ""
 
 
-def _case(a: Record, b: Record, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok], floor: float) -> Case:
+def _case(a: Record, b: Record, run_a: Sequence[Record], run_b: Sequence[Record], floor: float) -> Case:
     if not (isinstance(a, Ok) and isinstance(b, Ok)):
         return case_of(label(b), b.workload, _untimed(a, b, b.reason or a.reason or ""))
-    comparison = compare_records(a, b, anchors_a, anchors_b, floor)
+    comparison = compare_records(a, b, run_a, run_b, floor)
     case = case_of(label(b), b.workload, comparison)
+    if case.status == "not_measured" and NO_ANCHORS in comparison.reason:
+        return replace(case, status="inconclusive")  # it was measured on both sides: a gate must not pass over it
     if comparison.verdict != "slower":
         return case
     told = " and ".join(f"{one.ratio:.2f} by {name}" for name, one in comparison.estimates.items())
@@ -127,15 +137,16 @@ def _one_sided(a: Record | None, b: Record | None) -> Case:
     return replace(case, reason="not in the current run" if b is None else b.reason)
 
 
-def _problem(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> str:
+def _problem(a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record]) -> str:
     """Why the two times cannot be compared; empty when they can."""
-    for record, anchors, run in ((a, anchors_a, "baseline"), (b, anchors_b, "current")):
+    for record, run, name in ((a, run_a, "baseline"), (b, run_b, "current")):
         if record.time is None:
-            return f"verified but not timed in the {run} run"
-        missing = [name for name in NAMES if not any(one.implementation == name for one in anchors)]
-        if missing:
-            return f"the {run} run has no times of {' and '.join(missing)} for this workload: measure it again"
-    for old, new in _pairs(a, b, anchors_a, anchors_b):
+            return f"verified but not timed in the {name} run"
+        found = {one.implementation for one in anchors_beside(record, run)}
+        if missing := [one for one in NAMES if one not in found]:
+            lacks = lacks_anchors(record, run, f"no times of {' and '.join(missing)} for this workload")
+            return f"the {name} run has {lacks}: measure it again"
+    for old, new in _pairs(a, b, anchors_beside(a, run_a), anchors_beside(b, run_b)):
         if _kind(old) != _kind(new):
             told = " and ".join(" ".join(str(part) for part in _kind(one)) for one in (old, new))
             return f"{old.implementation} was not measured alike in both runs ({told}): measure the baseline again"
@@ -208,10 +219,6 @@ def _untimed(a: Record, b: Record, reason: str) -> Comparison:
 
 def _without_times(record: Record) -> Record:
     return replace(record, time=None, also={}, throughput=None) if isinstance(record, Ok) else record
-
-
-def _anchors(records: Sequence[Record], of: Record) -> list[Ok]:
-    return [one for one in records if _is_anchor(one) and one.workload.id == of.workload.id and is_timed(one)]
 
 
 def _is_anchor(record: Record) -> bool:

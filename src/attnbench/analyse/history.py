@@ -17,6 +17,7 @@ from msgspec import Struct
 from attnbench.analyse.ranking import ANCHOR, is_timed, label
 from attnbench.analyse.steps import detector_missing, find_levels
 from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.measuring.anchors import anchors_beside, lacks_anchors
 from attnbench.spec import Ok, Record, Workload
 
 Commits = Sequence[tuple[str, str]]
@@ -104,11 +105,10 @@ def gather(
     found: dict[Key, list[tuple[Point, Ok]]] = {}
     excluded: list[Excluded] = []
     for source in sources:
-        anchors = _anchors(source)
         for record in source.records:
             if not is_timed(record) or record.implementation.startswith(ANCHOR):
                 continue
-            made = _point(record, source.created, anchors.get(record.workload.id, {}))
+            made = _point(record, source)
             if isinstance(made, str):
                 excluded.append(Excluded(record.cell.id, source.created, made))
             else:
@@ -117,23 +117,16 @@ def gather(
     return sorted(series, key=lambda one: (one.key.workload, one.key.implementation)), excluded
 
 
-def _anchors(source: Source) -> dict[str, dict[str, Ok]]:
-    """Workload id -> name of the anchor -> its record."""
-    found: dict[str, dict[str, Ok]] = {}
-    for record in source.records:
-        if record.implementation in ANCHORS and is_timed(record):
-            found.setdefault(record.workload.id, {})[record.implementation] = record
-    return found
-
-
-def _point(record: Ok, created: str, anchors: Mapping[str, Ok]) -> tuple[Key, Point] | str:
+def _point(record: Ok, source: Source) -> tuple[Key, Point] | str:
     environment, time = record.environment, record.time
     assert time is not None
     if environment is None:
         return "its environment is not known"
+    anchors = {one.implementation: one for one in anchors_beside(record, source.records)}
     missing = [name for name in ANCHORS if name not in anchors]
     if missing:
-        return f"its run has no {' and no '.join(missing)} for this workload"
+        lacks = lacks_anchors(record, source.records, f"no {' and no '.join(missing)} for this workload")
+        return f"its run has {lacks}"
     first, times = anchors[ANCHORS[0]], [one.time for one in anchors.values() if one.time is not None]
     key = Key(
         implementation=label(record),
@@ -143,7 +136,7 @@ def _point(record: Ok, created: str, anchors: Mapping[str, Ok]) -> tuple[Key, Po
         anchors=f"{first.environment.fingerprint if first.environment else ''} {times[0].clock}",
     )
     value = log(time.median_ns) - sum(log(one.median_ns) for one in times) / len(times)
-    return key, Point(commit=environment.commit, created=created, value=value)
+    return key, Point(commit=environment.commit, created=source.created, value=value)
 
 
 def _series(key: Key, found: Sequence[tuple[Point, Ok]], order: Mapping[str, int], per_run: bool) -> Series:

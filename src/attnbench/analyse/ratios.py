@@ -1,7 +1,8 @@
 """How much slower one timed record is than another, with an interval: what rankings and closing sentences stand on.
 
 Implementations of a workload are sampled in interleaved rounds, so rounds are paired: whatever slowed the machine down
-in a round slowed both. Records without rounds, or of rounds that were not taken together, are compared unpaired.
+in a round slowed both. Records of rounds that were not taken together are compared unpaired, by resampling the rounds
+of each: samples of one round are alike, and taking them for independent ones finds differences where there are none.
 """
 
 from __future__ import annotations
@@ -73,13 +74,17 @@ def paired_ratio(a: Ok, b: Ok, level: float = 0.95) -> Ratio:
 def log_ratio(a: Ok, b: Ok, seed: int = SEED) -> LogRatio:
     """ln(time of b / time of a). The same seed gives the same draws, so that a table prints the same twice."""
     first, second = _timed(a), _timed(b)
-    rng = np.random.default_rng(seed)
     rounds_a, rounds_b = round_medians(first), round_medians(second)
     # A cell that was tight early left the loop early: the rounds they share are the first ones.
     shared = min(len(rounds_a), len(rounds_b)) if _in_turn(a, b) else 0
     if shared >= 2:
         return _paired(np.log(rounds_b[:shared]) - np.log(rounds_a[:shared]), seed)
-    spread_a, spread_b = (_median_draws(np.log(t.samples_ns), rng) for t in (first, second))
+    # Samples of one round are alike, so that rounds are what is resampled; without rounds, samples are all there is.
+    units = [
+        np.log(rounds if len(rounds) else time.samples_ns) for rounds, time in ((rounds_a, first), (rounds_b, second))
+    ]
+    rng = np.random.default_rng(seed)
+    spread_a, spread_b = (_median_draws(values, rng) for values in units)
     return LogRatio(float(np.log(second.median_ns / first.median_ns)), spread_b - spread_a)
 
 
@@ -134,6 +139,9 @@ def _median_draws(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if len(values) == 1:
         # One sample says nothing about its own spread: an interval without end, never a confident one.
         return values[0] + 50 * rng.standard_normal(DRAWS)
+    if len(values) < FEW_ROUNDS:
+        error = float(values.std(ddof=1)) / len(values) ** 0.5
+        return float(np.median(values)) + error * rng.standard_t(len(values) - 1, DRAWS)
     # The median of n resampled values is the sorted value at the median of n uniforms, whose law is a Beta: this gives
     # exactly the percentile bootstrap without drawing n values two thousand times.
     low, high = _median_places(len(values), rng)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from attnbench.cli.selection import DEFAULT_SUITE, filter_words, select_implemen
 from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.run.launch import Request
-from attnbench.run.naming import name_references
+from attnbench.run.naming import is_reference, name_references
 from attnbench.run.sources import refuse_changed_sources
-from attnbench.store.runfile import Run, read_run, repair
+from attnbench.store.runfile import Run, RunWriter, read_run
+from attnbench.store.unreached import resume_command
 
 QUICK_BUDGET_S = 0.5
 MOST = 1_000_000_000
@@ -50,6 +52,8 @@ class Prepared:
     """Options by which `verify` looks at the same workloads in the same way; a resumed run has none."""
     resumed: Path | None = None
     done: frozenset[str] = frozenset()
+    writer: RunWriter | None = None
+    """Of a resumed file, which it keeps locked; None if cells are only listed."""
 
     @property
     def names(self) -> dict[str, str]:
@@ -57,23 +61,30 @@ class Prepared:
         return called(self.request)
 
 
-def prepare(order: Order) -> Prepared:
-    """Everything that can be wrong with the command line is found here, before anything runs."""
+def prepare(order: Order, only_listed: bool = False) -> Prepared:
+    """Everything that can be wrong with the command line is found here, before anything runs.
+
+    A file to resume is locked and, if its last line is torn, repaired; it is left alone if cells are only listed.
+    """
     runs_dir = Path(load_settings({"runs_dir": None if order.out is None else str(order.out)}).runs_dir)
     if order.resume is None:
         suite, request = make_request(order)
         return Prepared(request, suite, runs_dir, _against(order, request), _where(order))
-    warning = repair(order.resume)
     kept = read_run(order.resume)
-    if warning:
-        stderr_console().print(f"warning: {warning}", highlight=False, markup=False)
-    if _asks_nothing(order):
-        suite, request = kept.header.suite, _stored_request(order.resume, kept)
+    warnings = list(kept.warnings)
+    if _only_goes_on(order, kept):
+        suite, request = kept.header.suite, _stored_request(order, order.resume, kept, warnings)
     else:
         suite, request = make_request(order)
     refuse_changed_sources(order.resume, kept.header.sources, request.implementations)
     against = _against(order, request) or kept.header.against
-    return Prepared(request, suite, order.resume.parent, against, (), order.resume, kept.done)
+    prepared = Prepared(request, suite, order.resume.parent, against, (), order.resume, kept.done)
+    if not only_listed:
+        writer = RunWriter(order.resume)
+        prepared = replace(prepared, writer=writer, done=read_run(order.resume).done)
+    for warning in warnings:
+        stderr_console().print(f"warning: {warning}", highlight=False, markup=False)
+    return prepared
 
 
 def called(request: Request) -> dict[str, str]:
@@ -99,18 +110,58 @@ def place_words(framework: str | None, device: str | None) -> list[str]:
     return [word for option, value in given.items() if value is not None for word in (option, value)]
 
 
-def _asks_nothing(order: Order) -> bool:
-    given = (order.suite, order.quick, order.shape, order.choice, order.sampling)
-    return given == (None, False, Shape(), Choice(), Sampling())
+def _only_goes_on(order: Order, kept: Run) -> bool:
+    """Whether nothing is asked but what the file was begun for: its functions may be named again, and what a file does
+    not decide may be said."""
+    stored = {_place(one) for one in _references(kept.header.request.get("implementations"))}
+    again = all(is_reference(one) and _place(one) in stored for one in order.choice.impl)
+    choice = replace(order.choice, impl=()) if again else order.choice
+    sampling = replace(order.sampling, trace=None, timeout=None)
+    return (order.suite, order.quick, order.shape, choice, sampling) == (None, False, Shape(), Choice(), Sampling())
 
 
-def _stored_request(path: Path, run: Run) -> Request:
+def _stored_request(order: Order, path: Path, run: Run, warnings: list[str]) -> Request:
+    """Return what the file was begun for. A file may come from anyone, so it decides nothing that reaches beyond
+    measuring: which code is imported, in which process, where traces are written and how long a cell may take are said
+    on the command line, or not at all."""
     if not run.header.request:
         raise UsageError(f"{path} does not say what was asked: name the suite and options again beside --resume.")
     try:
-        return msgspec.convert(run.header.request, Request, dec_hook=_to_path)
+        stored = msgspec.convert(run.header.request, Request, dec_hook=_to_path)
     except (msgspec.ValidationError, UsageError) as error:
         raise BrokenFile(path, 1, f"its request cannot be read ({error}).") from error
+    if not all(isinstance(one, str) for one in stored.implementations):
+        raise BrokenFile(path, 1, "its request names implementations that are not names.")
+    given = {_place(one): one for one in order.choice.impl}
+    references = _references(stored.implementations)
+    if not all(_place(one) in given for one in references):
+        raise UsageError(
+            f"{path} was measured with functions that only this file names: {', '.join(references)}. "
+            f"If you know that code, name it again: {resume_command(str(path), references)}"
+        )
+    own: Mapping[str, Any] = {
+        "implementations": tuple(given[_place(one)] if is_reference(one) else one for one in stored.implementations),
+        "in_process": False,
+        "trace": order.sampling.trace,
+        "timeout_s": load_settings({"timeout_s": order.sampling.timeout}).timeout_s,
+    }
+    again = {"in_process": "", "trace": "--trace", "timeout_s": "--timeout"}
+    for field, option in again.items():
+        asked = getattr(stored, field)
+        if asked not in (None, False, own[field]) and getattr(order.sampling, option.strip("-"), None) is None:
+            how = f": give {option} again if it is wanted" if option else ""
+            warnings.append(f"{field} = {asked} of {path} is not taken over{how}")
+    return msgspec.structs.replace(stored, **own)
+
+
+def _references(implementations: Any) -> list[str]:
+    return [one for one in implementations if is_reference(one)] if isinstance(implementations, list | tuple) else []
+
+
+def _place(reference: str) -> tuple[str, str]:
+    """Return file or module, and function: `./a.py:f` is `a.py:f`."""
+    where, _, function = reference.rpartition(":")
+    return str(Path(where).resolve()) if where.endswith(".py") else where, function
 
 
 def _to_path(kind: type, value: Any) -> Any:

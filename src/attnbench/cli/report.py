@@ -151,7 +151,7 @@ def _summarise(page: Page, folder: Path, against: Sequence[str], path: Path) -> 
 
 
 def _write(path: Path, text: str) -> None:
-    from attnbench.store.drafts import write_texts
+    from attnbench.drafts import write_texts
 
     try:
         write_texts({path: text})

@@ -26,7 +26,11 @@ def run(
         bool, Flag, Parameter(name="--list", help="Only list the cells, and why some would not run.")
     ] = False,
     resume: Annotated[
-        str | None, Parameter(help="A run file (or `latest`) to go on with; what it holds is not run again.")
+        str | None,
+        Parameter(
+            help="A run file (or `latest`) to go on with; what it holds is not run again. "
+            "Functions that it names by file or module must be named again with --impl."
+        ),
     ] = None,
     out: Annotated[Path | None, Parameter(help="Folder of run files.")] = None,
     json: Json = False,
@@ -49,7 +53,7 @@ def run(
         resume=None if resume is None else find_run(resume),
         out=out,
     )
-    prepared = prepare(order)
+    prepared = prepare(order, only_listed=list_)
     if list_:
         return session.list_cells(prepared, json)
     return session.carry_out(prepared, json, quiet or json)

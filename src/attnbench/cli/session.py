@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from attnbench.analyse.summary import closing
 from attnbench.cli.hints import explain_hints
 from attnbench.cli.order import Prepared, store_request
 from attnbench.cli.output import print_json, stderr_console, stdout_console
+from attnbench.config import load_settings
 from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
 from attnbench.report.tables import print_rankings
@@ -20,6 +20,7 @@ from attnbench.run import launch as launcher
 from attnbench.run.sources import fingerprint_sources
 from attnbench.spec import Environment, Record
 from attnbench.store.runfile import Header, RunWriter, check_writable, new_header, read_run
+from attnbench.store.unreached import resume_command
 
 NOTHING, INTERRUPTED = 3, 130
 
@@ -31,7 +32,7 @@ class Recorder:
         self._prepared = prepared
         self._listener = listener
         self._sources = fingerprint_sources(prepared.request.implementations)
-        self.writer: RunWriter | None = RunWriter(prepared.resumed) if prepared.resumed else None
+        self.writer: RunWriter | None = prepared.writer
         self._earlier = set() if prepared.resumed is None else _fingerprints(prepared.resumed)
         if prepared.resumed is None:
             check_writable(prepared.runs_dir)
@@ -72,12 +73,16 @@ def device_name(environments: Sequence[Environment]) -> str:
 def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
     """Run, then print what is on disk: the exit code says whether anything was measured."""
     interrupted = False
-    with make_listener(stderr_console(), quiet) as listener:
-        recorder = Recorder(prepared, listener)
-        try:
-            launcher.launch(prepared.request, recorder, listener, prepared.done)
-        except KeyboardInterrupt:
-            interrupted = True
+    try:
+        with make_listener(stderr_console(), quiet) as listener:
+            recorder = Recorder(prepared, listener)
+            try:
+                launcher.launch(prepared.request, recorder, listener, prepared.done)
+            except KeyboardInterrupt:
+                interrupted = True
+    finally:
+        if prepared.writer is not None:
+            prepared.writer.close()
     if recorder.writer is None:
         stderr_console().print(
             "interrupted; nothing was measured yet." if interrupted else "Nothing could be measured."
@@ -88,7 +93,10 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
     records = read_run(path).records
     _print_run(path, records, prepared, json)
     if interrupted:
-        resume = f"attnbench run --resume {shlex.quote(str(path))}"
+        request, usual = prepared.request, load_settings().timeout_s
+        again = [] if request.trace is None else ["--trace", str(request.trace)]
+        again += [] if request.timeout_s == usual else ["--timeout", f"{request.timeout_s:g}"]
+        resume = resume_command(str(path), request.implementations, again)
         stderr_console().print(
             f"interrupted; {len(records)} records are kept. Go on with: {resume}", highlight=False, markup=False
         )

@@ -6,6 +6,7 @@ They are also how the device's ceilings are measured.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from attnbench.frameworks import Framework, Inputs, Program
 from attnbench.measuring.rates import Ceilings
 from attnbench.measuring.subject import Wrong
-from attnbench.spec import Cell, Cost, Environment, Errors, Memory, Ok, VerifiedAt
+from attnbench.spec import Cell, Cost, Environment, Errors, Memory, Ok, Record, VerifiedAt
 
 NAMES = ("anchor.matmul", "anchor.copy")
 MATMUL_SIZE = {"cpu": 512}
@@ -23,6 +24,35 @@ CEILING_MATMUL = {"cpu": 1024}
 CEILING_MATMUL_ACCELERATOR = 8192
 CEILING_SECONDS = 0.4
 NOTHING = Inputs(None, None, None, None)
+NO_ANCHORS = "no anchors of its sitting"
+
+
+def anchors_beside(record: Record, records: Iterable[Record]) -> list[Ok]:
+    """Return the anchors that took turns with a timed record: those of its workload and its sitting.
+
+    Anchors of another sitting tell how fast the machine was at another time, so they are not a measure for this record.
+    """
+    if not isinstance(record, Ok) or record.time is None:
+        return []
+    return [
+        one
+        for one in records
+        if one.implementation in NAMES
+        and isinstance(one, Ok)
+        and one.time is not None
+        and one.time.sitting == record.time.sitting
+        and one.workload.id == record.workload.id
+    ]
+
+
+def lacks_anchors(record: Record, records: Iterable[Record], otherwise: str) -> str:
+    """Say what a run lacks in which `anchors_beside` does not find both: `otherwise`, unless it has others of them."""
+    known = {
+        one.implementation
+        for one in records
+        if isinstance(one, Ok) and one.time is not None and one.workload.id == record.workload.id
+    }
+    return NO_ANCHORS if known >= set(NAMES) else otherwise
 
 
 class AnchorSession:

@@ -13,6 +13,9 @@ import numpy as np
 
 from attnbench.spec import Time
 
+ESTIMATOR = 2
+"""Goes up with every change of what a published time is: what a clock counts, warm-up, visits, summaries. Times of two
+versions are not compared."""
 VISIT_NS = 10e6
 """How long one implementation is sampled before the next one has its turn."""
 SLOW_VISIT_NS, MOST_BY_SLOW_CLOCK, FEWEST_BY_SLOW_CLOCK = 50e6, 20, 3

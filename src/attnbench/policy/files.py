@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
 import warnings
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import msgspec
 from msgspec import structs
 
 from attnbench.config import load_settings
+from attnbench.drafts import write_texts
 from attnbench.errors import BrokenFile, PolicyWarning, UsageError
 from attnbench.policy.policy import SCHEMA, Policy
 from attnbench.printable import printable
@@ -80,16 +79,10 @@ def _where_broken(content: bytes, error: Exception) -> tuple[int | None, str]:
 def save_policy(policy: Policy, path: str | Path) -> None:
     """Write a policy file, whole or not at all."""
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a name that nobody can have laid a link at
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(policy_text(policy), encoding="utf-8")
-        draft.replace(path)
+        write_texts({path: policy_text(policy)})
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another file with -o.") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink()
 
 
 def policy_text(policy: Policy) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from attnbench.comparison import GateReport
+from attnbench.drafts import write_texts
 from attnbench.errors import UsageError
 from attnbench.report.annotations import workflow_commands
 from attnbench.report.gate_markdown import markdown
@@ -28,9 +29,7 @@ def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.e
         "gate.xml": junit(report),
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        write_texts({folder / name: text for name, text in files.items()})
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --ci another folder.") from error
     if summary := environ.get("GITHUB_STEP_SUMMARY"):

@@ -79,6 +79,9 @@ class Silent(Listener):
     def warning(self, text: str) -> None:
         self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", highlight=False)
 
+    def waiting(self, text: str) -> None:
+        self.console.print(escape(text), highlight=False)
+
     def __enter__(self) -> Silent:
         return self
 

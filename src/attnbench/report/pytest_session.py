@@ -13,6 +13,7 @@ from msgspec import Struct
 from attnbench.analyse.comparable import differences
 from attnbench.analyse.ranking import is_timed
 from attnbench.comparison import Comparison
+from attnbench.drafts import draft_of
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.reading import decode_json, read_content
 from attnbench.report import units
@@ -58,7 +59,8 @@ def write_session(path: Path, session: SessionFile) -> None:
     """One JSON document."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     stamped = msgspec.structs.replace(session, created=now, attnbench=version("attnbench"))
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(stamped), indent=2) + b"\n")
+    with draft_of(path) as draft:
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(stamped), indent=2) + b"\n")
 
 
 def read_earlier(path: Path) -> list[Record]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from attnbench.drafts import write_texts
 from attnbench.errors import UsageError
 from attnbench.report.summary_documents import Document, Measured, correctness, memory, performance
 from attnbench.report.summary_text import summary_text
-from attnbench.store.drafts import write_texts
 
 FILES = ("correctness.json", "memory.json", "performance.json", "summary.txt")
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from attnbench.frameworks import Framework
 from attnbench.measuring.gpu_state import nvml_handle
+from attnbench.measuring.sampling import ESTIMATOR
 from attnbench.spec import Environment, Library
 
 LIBRARIES = re.compile(
@@ -63,7 +64,7 @@ def describe(framework: Framework, device: str) -> Environment:
         variables={name: value for name, value in os.environ.items() if VARIABLES.match(name)},
         clocks=_soft_facts(device),
         driver=light.driver or _driver(device),
-        harness=version("attnbench"),
+        harness=f"{version('attnbench')} (estimator {ESTIMATOR})",
         commit=_commit(),
     )
 

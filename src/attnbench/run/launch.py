@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
+from attnbench.run.lock import WAIT_S, CannotLock, machine_lock
 from attnbench.run.naming import free_name, is_reference, name_references
 from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
 from attnbench.run.travel import Traveller, from_object, from_reference
@@ -81,6 +84,10 @@ class Listener:
     def warning(self, text: str) -> None:
         """Something the user should know."""
 
+    def waiting(self, text: str) -> None:
+        """Another process is measuring, and the run waits for it: nobody should have to guess why nothing happens."""
+        logging.getLogger("attnbench").warning(text)
+
 
 def launch(
     request: Request,
@@ -88,20 +95,26 @@ def launch(
     listener: Listener,
     done: frozenset[str] = frozenset(),
     crew: Crew | None = None,
+    wait_s: float = WAIT_S,
 ) -> None:
     """Run every cell that is not in `done` (Cell.id); the sink gets the records of each workload as soon as it ends.
 
-    A standing `crew` is used and left alive; otherwise the run has workers of its own.
+    A standing `crew` is used and left alive; otherwise the run has workers of its own. What is timed is timed under the
+    machine's lock, which is waited for `wait_s` seconds: a UsageError if another process measures for longer.
     """
     refuse_distortion()
     _check_clock(request)
     wanted, travellers = _recruit(request)
-    if crew is not None:
+    with ExitStack() as held:
+        if request.measure:
+            try:
+                held.enter_context(machine_lock(command="run", wait_s=wait_s, tell=listener.waiting))
+            except CannotLock as error:
+                listener.warning(f"{error} Until then nothing keeps other measurements from disturbing this one.")
+        if crew is None:
+            crew = held.enter_context(Crew(travellers, request.device, request.threads, request.in_process))
+            crew.on_environment = listener.environment
         _run_all(request, wanted, sink, listener, done, crew)
-        return
-    with Crew(travellers, request.device, request.threads, request.in_process) as own:
-        own.on_environment = listener.environment
-        _run_all(request, wanted, sink, listener, done, own)
 
 
 def _run_all(
@@ -130,9 +143,9 @@ def _run_all(
             listener.finished(record)
         todo = [one.cell for one in mine if one.reason is None]
         run = WorkloadRun(request, workload, crew, listener, rng, seed + 7919 * number)
-        made = {record.cell.id: record for record in (*refused, *run.records(todo))}
-        asked = [made.pop(one.cell.id) for one in mine]
-        sink([*asked, *made.values()])  # in the order asked, the anchors last
+        place = {one.cell.id: turn for turn, one in enumerate(mine)}
+        made = [*refused, *run.records(todo)]
+        sink(sorted(made, key=lambda one: place.get(one.cell.id, len(mine))))  # in the order asked, the anchors last
 
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:

@@ -6,10 +6,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-
-def is_reference(what: Any) -> bool:
-    """Whether it points into a file or module instead of the registry."""
-    return isinstance(what, str) and ":" in what
+from attnbench.registry import is_reference
 
 
 def name_references(implementations: Iterable[Any], taken: Collection[str] = ()) -> dict[str, str]:

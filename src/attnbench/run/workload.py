@@ -206,7 +206,7 @@ class WorkloadRun:
             return
         if self._request.in_process:
             record = msgspec.structs.replace(record, isolation="in-process")
-        self._records[record.cell.id] = record
+        self._records[_key(record)] = record
         if record.implementation not in anchors.NAMES:
             self._listener.finished(record)
 
@@ -266,7 +266,7 @@ class WorkloadRun:
         """The two anchors, in the worker of the first cell: one process is enough to tell how fast the machine is."""
         group = timed[0].group
         cells = [msgspec.structs.replace(one, implementation=name) for one in [timed[0].cell] for name in anchors.NAMES]
-        # One that has brought a worker down before is not tried again.
+        # One that has brought a worker down before is not tried again; every turn has times of its own of the others.
         opened = [self._open_anchor(cell, group) for cell in cells if cell.id not in self._records]
         return [one for one in opened if one is not None]
 
@@ -354,6 +354,12 @@ class WorkloadRun:
             self._crew.ask(group, p.Release(), self._request.timeout_s)
         except WorkerDied as died:
             self._listener.warning(f"a {group[0]} worker ended between workloads: {died.reason}")
+
+
+def _key(record: Record) -> str:
+    """Return the cell's id; of a timed anchor also its sitting, because each turn is judged by anchors of its own."""
+    sitting = record.time.sitting if record.implementation in anchors.NAMES and record.time is not None else ""
+    return f"{record.cell.id} {sitting}" if sitting else record.cell.id
 
 
 def _summaries(one: RemoteCell, series: Series) -> dict[str, Time]:

@@ -6,9 +6,10 @@ every sample, and the anchors of its run, by which it can be compared with a lat
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from attnbench.drafts import draft_of
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.measuring.anchors import anchors_beside, lacks_anchors
 from attnbench.measuring.sampling import round_medians
 from attnbench.reading import convert, decode_json, files_in, read_content
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
-from attnbench.store.drafts import draft_of
 from attnbench.store.runfile import slug
 from attnbench.store.times import impossible_times
 
@@ -81,8 +83,8 @@ def find(
     config: Mapping[str, int | float | str | bool] | None = None,
 ) -> Baseline | None:
     """The baseline of a cell on this machine, or None: `why_missing` says what to do then."""
-    path = _path(folder, environment, Cell(implementation, workload, dict(config or {})))
-    return read_baseline(path) if path.is_file() else None
+    path = _existing(folder, environment, Cell(implementation, workload, dict(config or {})))
+    return None if path is None else read_baseline(path)
 
 
 def why_missing(folder: Path, environment: Environment, implementation: str, workload: Workload) -> str:
@@ -93,8 +95,11 @@ def why_missing(folder: Path, environment: Environment, implementation: str, wor
     if not others:
         return f"there is no baseline of {cell} in {folder}: {make}."
     here, there = environment.hard_key, others[-1].environment.hard_key
-    differing = ", ".join(name for name in here if here[name] != there[name])
-    return f"the baseline of {cell} in {folder} is of another machine ({differing} differ): here {make}."
+    differing = [name for name in here if here[name] != there[name]]
+    if differing == ["harness"]:
+        old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
+        return f"the baseline of {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
+    return f"the baseline of {cell} in {folder} is of another machine ({', '.join(differing)} differ): here {make}."
 
 
 def list_baselines(folder: Path) -> list[Baseline]:
@@ -147,8 +152,9 @@ def _write_all(records: Sequence[Record], folder: Path, commit: str, note: str, 
         if isinstance(made, str):
             skipped.append((record.cell.id, made))
             continue
-        path = _path(folder, made.environment, record.cell)
-        if path.is_file() and not replace:
+        known = _existing(folder, made.environment, record.cell)
+        path = known or _path(folder, made.environment, record.cell)
+        if known is not None and not replace:
             there = read_baseline(path)
             reason = (
                 f"has a baseline of {there.commit or there.created} already: `attnbench baseline update` replaces it"
@@ -160,7 +166,7 @@ def _write_all(records: Sequence[Record], folder: Path, commit: str, note: str, 
     return Saved(tuple(written), tuple(skipped))
 
 
-def _baseline(record: Record, records: Iterable[Record], commit: str, note: str, created: str) -> Baseline | str:
+def _baseline(record: Record, records: Sequence[Record], commit: str, note: str, created: str) -> Baseline | str:
     """What would be written, or why it cannot be."""
     if not isinstance(record, Ok):
         return f"{record.status.replace('_', ' ')}: {record.reason}"
@@ -168,13 +174,10 @@ def _baseline(record: Record, records: Iterable[Record], commit: str, note: str,
         return "verified, not timed"
     if record.environment is None:
         return "its environment is not known"
-    anchors = [
-        one
-        for one in records
-        if isinstance(one, Ok) and one.time and one.implementation in ANCHORS and one.workload.id == record.workload.id
-    ]
+    anchors = anchors_beside(record, records)
     if {one.implementation for one in anchors} != set(ANCHORS):
-        return "its run has no anchors (a matrix product and a copy) for this workload"
+        lacks = lacks_anchors(record, records, "no anchors")
+        return f"its run has {lacks} (a matrix product and a copy) for this workload"
     return Baseline(
         schema=SCHEMA,
         created=created or datetime.now(UTC).isoformat(timespec="seconds"),
@@ -204,6 +207,15 @@ def _path(folder: Path, environment: Environment, cell: Cell) -> Path:
     readable = re.sub(r"[^A-Za-z0-9._=+-]+", "_", cell.id)[:120]
     digits = hashlib.sha256(cell.id.encode()).hexdigest()[:6]
     return folder / f"{slug(environment.device_name)}-{environment.fingerprint}" / f"{readable}-{digits}.json"
+
+
+def _existing(folder: Path, environment: Environment, cell: Cell) -> Path | None:
+    """Return the file of a baseline; older versions made the fingerprint in a folder's name of fewer facts."""
+    path = _path(folder, environment, cell)
+    if path.is_file():
+        return path
+    elsewhere = (one for one in sorted(folder.glob(f"*/{glob.escape(path.name)}")) if _looks_like_baseline(one))
+    return next((one for one in elsewhere if read_baseline(one).environment.hard_key == environment.hard_key), None)
 
 
 def _write(path: Path, baseline: Baseline) -> None:

@@ -1,11 +1,12 @@
 """Run files: where records go the moment a workload is done, and where show, compare and resume read them again.
 
 JSON lines. The first is the header; an environment is written once and records point at it; records come in the order
-they were made, and a later record of the same cell replaces the earlier one.
+they were made, and a later record of the same cell replaces the earlier one. Anchors of several sittings are all kept.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
 import os
@@ -13,16 +14,18 @@ import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
+from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.reading import decode_json, read_lines
-from attnbench.spec import Environment, Record
+from attnbench.spec import Environment, Ok, Record
 from attnbench.store.times import impossible_times
 
 SCHEMA = 1
@@ -99,7 +102,11 @@ def new_header(
 
 
 class RunWriter:
-    """Appends to a run file; after `write` returns, the records survive `kill -9` and a power cut."""
+    """Appends to a run file; after `write` returns, the records survive `kill -9` and a power cut.
+
+    The file is locked until `close`, or until the process ends: a second writer is refused. A torn last line of an
+    earlier writer is cut off first, which `warning` then tells.
+    """
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
         self.path = path
@@ -109,6 +116,12 @@ class RunWriter:
             self._file = path.open("ab")
         except OSError as error:
             raise _unwritable(path, error) from error
+        try:
+            _lock(path, self._file)
+            self.warning = _mend(path, self._file)
+        except BaseException:
+            self._file.close()
+            raise
         if header is not None and self._file.tell() == 0:
             self._append([header])
 
@@ -172,35 +185,72 @@ def read_run(path: Path) -> Run:
     warnings = (_torn_warning(path, len(lines) + 1, torn),) if torn else ()
     header = _read_header(path, lines[0] if lines else b"")
     environments: dict[str, Environment] = {}
-    records: dict[str, Record] = {}
+    records: dict[tuple[str, str], Record] = {}
     for number, text in enumerate(lines[1:], start=2):
         line = _decode(path, number, text)
         if isinstance(line, EnvironmentLine):
             environments[line.key] = line.environment
         elif isinstance(line, RecordLine):
             record = _rejoin(path, number, line, environments)
-            records.pop(record.cell.id, None)
-            records[record.cell.id] = record
+            key = record.cell.id, _anchor_sitting(record)
+            records.pop(key, None)
+            records[key] = record
     return Run(header, environments, tuple(records.values()), warnings)
+
+
+def _anchor_sitting(record: Record) -> str:
+    """Return when a timed anchor was measured: each sitting of a resumed run has anchors of its own."""
+    if record.implementation in ANCHORS and isinstance(record, Ok) and record.time is not None:
+        return record.time.sitting
+    return ""
 
 
 def repair(path: Path) -> str | None:
     """Cut a torn last line off, or finish it when only its newline is missing; returns the warning, if any."""
+    writer = RunWriter(path)
+    writer.close()
+    return writer.warning
+
+
+def _mend(path: Path, file: BinaryIO) -> str | None:
+    """Repair the last line through the file that holds the lock, so that nobody is in the middle of writing it."""
     lines, torn = _split(path)
     whole = b"".join(line + b"\n" for line in lines)
     if not lines or path.stat().st_size == len(whole):
         return None
     try:
-        with path.open("r+b") as file:
-            file.truncate(min(len(whole), path.stat().st_size))
-            if not torn:
-                file.seek(0, os.SEEK_END)
-                file.write(b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        file.truncate(min(len(whole), path.stat().st_size))
+        if not torn:
+            file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
     except OSError as error:
         raise _unwritable(path, error) from error
     return _torn_warning(path, len(lines) + 1, torn) if torn else None
+
+
+def _lock(path: Path, file: BinaryIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = _pid_of_writer(path)
+        raise UsageError(
+            f"{path} is being written by another attnbench (pid {pid}): wait for it, or `kill {pid}` if it hangs."
+        ) from error
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _pid_of_writer(path: Path) -> int:
+    """Return the other process that has the file open, or this one if there is none."""
+    import psutil
+
+    real = str(path.resolve())
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and any(one.path == real for one in process.open_files()):
+                return process.pid
+    return os.getpid()
 
 
 def _finite(record: Record) -> Record:

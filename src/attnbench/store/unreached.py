@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import shlex
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from attnbench.errors import UsageError
 from attnbench.reading import convert
+from attnbench.registry import is_reference
 from attnbench.spec import Workload
 from attnbench.store.runfile import Run
 
@@ -27,7 +30,15 @@ def tell_unreached(name: str, run: Run, elsewhere: Collection[str] = ()) -> str 
         return None
     some = ", ".join(left[:MOST_NAMED]) + (f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else "")
     count = len(_asked(run))
-    return f"{name} ended before {len(left)} of its {count} shapes ({some}): `attnbench run --resume {name}` goes on"
+    implementations = run.header.request.get("implementations")
+    command = resume_command(name, implementations if isinstance(implementations, list) else ())
+    return f"{name} ended before {len(left)} of its {count} shapes ({some}): `{command}` goes on"
+
+
+def resume_command(name: str, implementations: Iterable[Any], options: Sequence[str] = ()) -> str:
+    """Return what goes on with a run. Functions given by reference are named again: a file alone imports no code."""
+    again = [word for one in implementations if is_reference(one) for word in ("--impl", one)]
+    return shlex.join(["attnbench", "run", "--resume", name, *again, *options])
 
 
 def _asked(run: Run) -> list[str]:

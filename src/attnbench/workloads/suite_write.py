@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from attnbench.drafts import write_texts
 from attnbench.errors import UsageError
 from attnbench.spec import Workload
 from attnbench.workloads import masks
@@ -22,11 +23,11 @@ _SAME = {"kv_len": "q_len", "kv_heads": "heads", "v_head_dim": "head_dim"}
 
 
 def write_suite(path: Path, name: str, description: str, workloads: Iterable[Workload]) -> None:
-    """The file, replaced if it exists."""
+    """Write the file, whole or not at all; one that exists is replaced."""
     tables = [_table(workload) for workload in workloads]
     head = f"name = {_text(name)}\ndescription = {_text(description)}\n"
     try:
-        path.write_text("\n".join([head, *tables]), encoding="utf-8")
+        write_texts({path: "\n".join([head, *tables])})
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}.") from error
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import vl_convert
 
+from attnbench.drafts import draft_of, write_texts
 from attnbench.errors import AttnBenchError, UsageError
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.cells import Cell
@@ -56,8 +57,9 @@ def write_images(page: Page, folder: Path) -> list[Path]:
                     failed.append(f"{name}{tail} ({str(error).strip().splitlines()[0][:LONGEST_ERROR]})")
                     continue
                 png, svg = (folder / f"{name}{tail}.{kind}" for kind in ("png", "svg"))
-                png.write_bytes(picture)
-                svg.write_text(drawing, encoding="utf-8")
+                with draft_of(png) as draft:
+                    draft.write_bytes(picture)
+                write_texts({svg: drawing})
                 written += [png, svg]
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --png another folder.") from error

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from attnbench.drafts import draft_of
 from attnbench.errors import UsageError
-from attnbench.store.drafts import draft_of
 from attnbench.store.exports.bencher import bencher
 from attnbench.store.exports.csv_file import csv_text
 from attnbench.store.exports.github_action_benchmark import github_action_benchmark
