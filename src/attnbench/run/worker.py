@@ -135,12 +135,12 @@ class Worker:
         cell = question.cell if isinstance(question, p.Open) else self._cells[question.cell]
         if cell.implementation in anchors.NAMES or isinstance(answer, p.Refused):
             return answer
-        early, now, notes = self._judged(cell, when)
+        refused, notes = self._judged(cell, when)
         if isinstance(answer, p.Closed):
-            return p.Closed(answer.record, answer.poisoned or bool(now))
-        if early or now:
+            return p.Closed(answer.record, answer.poisoned or bool(refused))
+        if refused:
             self._sessions.pop(cell.id, None)
-            return p.Closed(Failed(reason=(*early, *now)[0], **self._facts(cell)), poisoned=bool(now))
+            return p.Closed(Failed(reason=refused[0], **self._facts(cell)), poisoned=True)
         self._untold += notes
         if not isinstance(answer, p.Opened | p.Sampled):
             return answer
@@ -156,24 +156,25 @@ class Worker:
             refused = _is_refused(change, when, ours=False)
             self._early.setdefault(change.what, (_told(change, when, refused), refused))
 
-    def _judged(self, cell: Cell, when: str) -> tuple[list[str], list[str], list[str]]:
-        """Why a cell cannot be measured, by changes from before it was opened and by its own; then what is to be told.
+    def _judged(self, cell: Cell, when: str) -> tuple[list[str], list[str]]:
+        """Return why a cell cannot be measured any more, and what is to be told of it.
 
         A worker that is shared tells of a change once, with the cell that made it.
         """
-        ours = registry.origin(cell.implementation) == registry.OURS
+        ours = _is_ours(cell)
         earlier = {} if ours else self._early
         told = self._told.setdefault("" if ours else cell.id, set())
         notes = [text for what, (text, refused) in earlier.items() if not refused and what not in told]
-        told |= earlier.keys()
-        now: list[str] = []
+        told.update(earlier)
+        refused: list[str] = []
         for change in self._changes():
             if _is_refused(change, when, ours):
-                now += [_told(change, when, True)] if not earlier.get(change.what, ("", False))[1] else []
+                known = earlier.get(change.what, ("", False))[1]  # it was refused when it was opened
+                refused += [] if known else [_told(change, when, True)]
             elif change.what not in told:
                 told.add(change.what)
                 notes.append(_told(change, when, False))
-        return [text for text, refused in earlier.values() if refused], now, notes
+        return refused, notes
 
     def _implementation(self, name: str) -> Implementation:
         """Return the implementation of that name; of a user's one what it declares is read here, once."""
@@ -225,6 +226,8 @@ class Worker:
         self._cells[cell.id] = cell
 
         def start() -> p.Answer:
+            if early := [] if _is_ours(cell) else [text for text, refused in self._early.values() if refused]:
+                raise Untrusted(early[0])
             if (reason := self._refusal(cell)) is not None:
                 raise errors.Unsupported(reason)
             session = self._session(question)
@@ -365,6 +368,10 @@ def _is_refused(change: Change, when: str, ours: bool) -> bool:
 def _told(change: Change, when: str, refused: bool) -> str:
     text = f"changed {change.what} {when}"
     return f"{text}: {change.remedy or 'its time cannot be trusted'}" if refused else text
+
+
+def _is_ours(cell: Cell) -> bool:
+    return cell.implementation in anchors.NAMES or registry.origin(cell.implementation) == registry.OURS
 
 
 def _all_ours(question: p.Refusals | p.VerifyOnly) -> bool:
