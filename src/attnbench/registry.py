@@ -21,6 +21,8 @@ _generation = 0
 
 HERE = "this process"
 """Where an implementation comes from that no package brings."""
+OURS = "attnbench"
+"""Where our own implementations come from."""
 
 
 def is_reference(what: Any) -> bool:
@@ -134,8 +136,8 @@ def loadable() -> tuple[list[str], dict[str, str]]:
 
 
 def origin(name: str) -> str:
-    """Distribution an implementation comes from, for `doctor`."""
-    point = _entry_points().get(name)
+    """Distribution an implementation comes from; HERE for one that was registered by hand, whatever its name is."""
+    point = None if name in _registered else _entry_points().get(name)
     return point.dist.name if point is not None and point.dist is not None else HERE
 
 

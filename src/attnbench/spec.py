@@ -628,6 +628,9 @@ class OutOfMemory(_NotOk, frozen=True, kw_only=True, tag="out_of_memory"):
 class Failed(_NotOk, frozen=True, kw_only=True, tag="failed"):
     """It raised, crashed, fell back silently, or gave an implausible figure."""
 
+    unstarted: bool = False
+    """Whether no process could be started for it: nothing is known of the cell, and `--resume` tries it again."""
+
     @property
     def errors(self) -> None: ...
 

@@ -69,6 +69,7 @@ def _as_a_user_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings that nothing reaches, so that no second is spent on measuring them."""
     monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: Ceilings(1e15, 1e15))
+    monkeypatch.setattr(crew.Crew, "_confirms", lambda *_: True)
 
 
 @pytest.fixture

@@ -113,6 +113,33 @@ def test_ceilings_are_measured_once(cache, monkeypatch):
         assert crew.ceilings("float32", "cpu") == measured
 
 
+@pytest.mark.parametrize(
+    ("seen", "kept"),
+    [
+        (Ceilings(6e11, 6e10), True),
+        (Ceilings(4e11, 1e11), False),
+        (Ceilings(1e12, 4e10), False),
+        (Ceilings(1e12, 1e11, 1 << 40), False),
+    ],
+)
+def test_stored_ceilings_that_a_short_look_does_not_come_near_are_measured_again(cache, monkeypatch, seen, kept):
+    stored, measured, asked = Ceilings(1e12, 1e11), Ceilings(5e10, 5e9), []
+    store_ceilings(HERE, "float32", stored)
+
+    def ask(self, group, question, timeout_s):
+        asked.append((group, question.brief))
+        return p.Measured(seen if question.brief else measured)
+
+    monkeypatch.setattr(Crew, "ask", ask)
+    monkeypatch.setattr(Crew, "start", lambda self, groups: None)
+    crew = Crew((), None, None)
+    crew.environments[Group("numpy")] = HERE
+    expected = stored if kept else measured
+    assert crew.ceilings("float32", HERE.device) == crew.ceilings("float32", HERE.device) == expected
+    assert load_ceilings(HERE, "float32") == expected
+    assert asked == [(Group("numpy"), True), *([] if kept else [(Group("numpy"), False)])], "once a run"
+
+
 def test_no_ceiling_for_a_dtype_that_the_framework_lacks(cache):
     with Crew((), None, None) as crew:
         crew.start([Group("numpy")])

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -14,11 +15,19 @@ from cli_process import alive
 
 from attnbench.analyse.summary import rank
 from attnbench.impls.numpy_reference import FLOAT32
+from attnbench.measuring.anchors import NAMES
 from attnbench.run import protocol as p
+from attnbench.run import remote, travel
 from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.plan import Group, Planned
+from attnbench.run.remote import WorkerDied
+from attnbench.run.remote_cell import CellDied
+from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Failed, Implementation, Ok, OutOfMemory, Workload
+from attnbench.store.runfile import Run
+
+HERE = Path(__file__).parent
 
 
 class Apart(Implementation):
@@ -56,7 +65,8 @@ def lengths(workload, *values):
     return [msgspec.structs.replace(workload, q_len=n, kv_len=n) for n in values]
 
 
-def test_those_opened_before_a_death_are_opened_again(lab, trap, openings):
+def test_those_opened_before_a_death_are_opened_again(lab, trap, openings, monkeypatch):
+    monkeypatch.setattr(travel, "process_of", lambda name: "shared, as by attnbench's own implementations")
     seen = lab(trap("counts_its_openings"), trap("crashes"), trap("honest"))
     assert [record.status for record in seen.records] == ["ok", "failed", "ok"]
     assert len(openings()) == len(set(openings())) == 2
@@ -105,10 +115,111 @@ def test_what_is_done_is_not_run_again(lab, trap, causal):
     assert [record.workload.id for record in seen.records] == [second.id]
 
 
-def test_an_anchor_that_dies_costs_itself_alone(lab, trap):
+def test_an_anchor_that_dies_costs_itself_alone(lab, trap, monkeypatch):
+    real = Crew.ask
+
+    def ask(self, group, question, timeout_s):
+        if isinstance(question, p.Open) and question.cell.implementation == "anchor.matmul":
+            self.dismiss(group)
+            raise WorkerDied("failed", "crashed")
+        return real(self, group, question, timeout_s)
+
+    monkeypatch.setattr(Crew, "ask", ask)
+    seen = lab(trap("honest"), "numpy.float32")
+    statuses = {record.implementation: record.status for batch in seen.batches for record in batch}
+    assert statuses == {"honest": "ok", "numpy.float32": "ok", "anchor.matmul": "failed", "anchor.copy": "ok"}
+
+
+def test_a_kernel_cannot_break_the_anchors(lab, trap):
     seen = lab(trap("honest"), trap("breaks_the_anchor"))
     statuses = {record.implementation: record.status for batch in seen.batches for record in batch}
-    assert statuses == {"honest": "ok", "breaks_the_anchor": "ok", "anchor.matmul": "failed", "anchor.copy": "ok"}
+    assert statuses == {"honest": "ok", "breaks_the_anchor": "failed", "anchor.matmul": "ok", "anchor.copy": "ok"}
+    assert "adapter of numpy" in seen.by_name["breaks_the_anchor"].reason
+
+
+def test_anchors_and_ceilings_are_asked_of_a_worker_without_user_code(lab, trap, monkeypatch):
+    asked = []
+    real = Crew.ask
+    monkeypatch.setattr(Crew, "ask", lambda self, *words: (asked.append(words[:2]), real(self, *words))[1])
+    monkeypatch.setattr("attnbench.run.crew.load_ceilings", lambda *_: None)
+    monkeypatch.setattr("attnbench.run.crew.store_ceilings", lambda *_: None)
+    lab(trap("honest"))
+    lab("numpy.float32", in_process=True)
+    groups = {
+        group
+        for group, question in asked
+        if isinstance(question, p.MeasureCeilings)
+        or (isinstance(question, p.Open) and question.cell.implementation in NAMES)
+    }
+    assert groups == {Group("numpy"), Group("numpy", "anchors")}
+    assert Group("numpy", "user function honest") in {
+        group for group, question in asked if isinstance(question, p.Open)
+    }
+
+
+def test_a_worker_that_dies_while_all_are_finished_leaves_one_sitting(lab, monkeypatch):
+    """Whoever dies in the last figures takes the samples of that attempt along: what is paired was taken together."""
+    real, died = WorkloadRun._timed_record, []
+
+    def dies_once(self, one, series):
+        if one.cell.implementation == "numpy.reference" and not died:
+            died.append(1)
+            self._crew.dismiss(one.group)
+            raise CellDied(
+                one.cell, one.group, Failed(implementation="numpy.reference", workload=one.cell.workload, reason="x")
+            )
+        return real(self, one, series)
+
+    monkeypatch.setattr(WorkloadRun, "_timed_record", dies_once)
+    seen = lab("numpy.float32", "numpy.reference")
+    made = {record.implementation: record for batch in seen.batches for record in batch}
+    assert made.pop("numpy.reference").status == "failed"
+    assert {name: record.status for name, record in made.items()} == dict.fromkeys(made, "ok")
+    assert {record.time.sitting[-2:] for record in made.values()} == {"+1"}
+
+
+class Fails:
+    """Remote.start, of which the first few workers die before they answer."""
+
+    def __init__(self, monkeypatch, times):
+        self.started, self._times, self._real = 0, times, remote.start
+        monkeypatch.setattr(remote, "start", self)
+
+    def __call__(self, module, *words, **more):
+        self.started += 1
+        return self._real("attnbench.no_such_module" if self.started <= self._times else module, *words, **more)
+
+
+def test_a_worker_that_dies_while_it_starts_is_tried_again(lab, monkeypatch):
+    starts = Fails(monkeypatch, 1)
+    assert [record.status for record in lab("numpy.float32", measure=False).records] == ["ok"]
+    assert starts.started == 2
+
+
+@pytest.mark.parametrize("times", [2])
+def test_one_that_never_starts_has_failed_and_is_tried_by_the_next_resume(lab, trap, monkeypatch, times):
+    starts = Fails(monkeypatch, times)
+    seen = lab("numpy.float32", trap("honest"), measure=False)
+    failed, honest = seen.records
+    assert (failed.status, failed.unstarted, honest.status) == ("failed", True, "ok")
+    assert "no numpy worker could be started, tried twice" in failed.reason
+    assert starts.started == times + 1
+    run = Run(None, {}, tuple(seen.records))
+    assert run.done == {honest.cell.id}
+    again = msgspec.json.decode(msgspec.json.encode(failed), type=Failed)
+    assert again.unstarted
+
+
+def test_a_file_that_no_longer_loads_costs_its_own_cells(lab, tmp_path, causal):
+    """The process is gone and a new one cannot load the file: no reason to lose what others have measured."""
+    path = tmp_path / "once.py"
+    path.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(HERE)!r})\nfrom traps import attend\n"
+        f"def once(q, k, v):\n    os.unlink({str(path)!r})\n    os._exit(3)\n"
+    )
+    seen = lab(f"{path}:once", "numpy.float32", workloads=lengths(causal, 16, 20))
+    assert [record.status for record in seen.records] == ["failed", "ok", "failed", "ok"]
+    assert "could not be loaded again" in seen.records[2].reason
 
 
 def test_one_that_cannot_say_what_it_supports_is_refused(lab, trap):
@@ -309,7 +420,7 @@ def test_a_worker_with_nothing_left_to_do_gives_its_device_memory_back(monkeypat
     launch(request, lambda some: (records.extend(some), at_the_end.append(len(ended))), Listener())
     assert {r.status for r in records if not r.implementation.startswith("anchor.")} == {"ok", "unsupported"}
     early = [group.process for group in ended[: at_the_end[-1]] if group.process]
-    assert early == (["short"] if device == "cuda" else [])
+    assert early == (["user function numpy.in-short"] if device == "cuda" else [])
 
 
 def test_only_what_stores_scores_on_an_accelerator_that_cannot_hold_all_is_heavy(monkeypatch):

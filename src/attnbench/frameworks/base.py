@@ -6,17 +6,41 @@ package knows how a framework compiles, differentiates, synchronises, counts mem
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter_ns
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from attnbench.spec import Array, Call, Environment, Layout, Pass, Ranks
 from attnbench.workloads.masks import Namespace
+
+
+class Setting(NamedTuple):
+    """The value of something that is set for the whole process."""
+
+    value: Any
+    refused: bool = False
+    """Whether a kernel that changes it cannot be measured; otherwise the record tells of the change."""
+    remedy: str = ""
+    """What the user can do instead; {0} stands for the new value."""
+    set_again: bool = False
+    """Whether every cell begins by setting it, so that only its calls can leave it changed."""
+
+
+class Watched(NamedTuple):
+    """What is watched of a module or class that the clocks and checks use."""
+
+    kinds: tuple[type, ...] = (FunctionType, BuiltinFunctionType, type)
+    refused: bool = True
+    harness: bool = True
+    """False for what belongs to a library that other libraries may wrap."""
+    code: bool = False
+    """Whether the code inside of Python functions is watched too."""
 
 
 class Inputs(NamedTuple):
@@ -103,7 +127,7 @@ class WallClock(Clock):
         self._framework = framework
 
     def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
-        wait, now, run = self._framework.wait, time.perf_counter_ns, program.run
+        wait, now, run = self._framework.wait, perf_counter_ns, program.run
         ns: list[float] = []
         output: tuple[Array, ...] = ()
         which = 0
@@ -171,6 +195,14 @@ class Framework(ABC):
     @abstractmethod
     def environment(self, device: str) -> Environment:
         """Light facts for `supports`: device, name, memory, capability, packages. No clocks, no loaded libraries."""
+
+    def settings(self) -> Mapping[str, Setting]:
+        """Return what this library has set for the whole process and calls depend on, by name; starts no device."""
+        return {}
+
+    def functions(self) -> Sequence[tuple[str, Any, Watched]]:
+        """Return the modules and classes of this library whose functions the clocks and checks call, by name."""
+        return ()
 
     @abstractmethod
     def namespace(self, device: str) -> Namespace:

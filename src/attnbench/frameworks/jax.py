@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,17 @@ from typing import Any
 import numpy as np
 
 from attnbench.errors import UsageError
-from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock
+from attnbench.frameworks.base import (
+    Clock,
+    Framework,
+    Inputs,
+    Peak,
+    Program,
+    Programs,
+    Setting,
+    WallClock,
+    Watched,
+)
 from attnbench.frameworks.jax_clocks import KernelClock, cupti_problem, kernel_names
 from attnbench.frameworks.jax_programs import Compiler, compile_step
 from attnbench.frameworks.numpy import cpu_facts, versions
@@ -30,6 +40,11 @@ PACKAGES = (
     "flax", "tokamax", "kvax", "jax-triton", "triton", "flash-attn-jax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
 )  # fmt: skip
 LAYOUT_SWAP = (0, 2, 1, 3)
+SETTINGS = (
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_platforms", "jax_default_device", "jax_debug_nans",
+    "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_enable_checks", "jax_transfer_guard",
+)  # fmt: skip
+"""Of jax.config, what a call may depend on; a float32 or float64 workload sets its own precision."""
 
 
 def import_jax() -> Any:
@@ -71,6 +86,16 @@ class JaxFramework(Framework):
             facts |= _accelerator_facts(found)
         packages, facts["devices"] = versions(*PACKAGES), len(import_jax().devices(device))
         return Environment(device=device, framework=self.name, threads=facts["cores"], packages=packages, **facts)
+
+    def settings(self) -> Mapping[str, Setting]:
+        config = import_jax().config
+        found = {name: Setting(str(getattr(config, name))) for name in SETTINGS if hasattr(config, name)}
+        return found | {"jax_disable_jit": Setting(config.jax_disable_jit, refused=True)}
+
+    def functions(self) -> Sequence[tuple[str, Any, Watched]]:
+        jax = import_jax()
+        library = Watched(harness=False)
+        return (("jax", jax, library), ("jax.numpy", jax.numpy, library), ("jax.lax", jax.lax, library))
 
     def namespace(self, device: str) -> Any:
         del device  # constants follow the arrays they meet

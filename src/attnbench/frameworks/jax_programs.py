@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter_ns
 from typing import Any
 
 from attnbench.errors import UsageError
@@ -22,7 +22,7 @@ class Compiler:
         self._example = example
         self._in_precision = lambda: precision(example.q.dtype)
         self._compile_ns = 0
-        start = time.perf_counter_ns()
+        start = perf_counter_ns()
         with self._in_precision():
             closed = jax.make_jaxpr(call)(*example[:3])
         if len(closed.out_avals) != 1:
@@ -30,7 +30,7 @@ class Compiler:
         # An array captured by closure would be folded at compile time, leaving nothing to time.
         self._captured = jax.device_put(list(closed.consts), next(iter(example.q.devices())))
         self._function = lambda captured, *qkv: jax.core.eval_jaxpr(closed.jaxpr, captured, *qkv)[0]
-        self._compile_ns += time.perf_counter_ns() - start
+        self._compile_ns += perf_counter_ns() - start
 
     def programs(self, pass_: Pass) -> Programs:
         """The main program of the pass, and for train its two halves."""
@@ -101,19 +101,19 @@ class Compiler:
         return run, traced.out_info
 
     def _compile(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        start = time.perf_counter_ns()
+        start = perf_counter_ns()
         with self._in_precision(), _no_persistent_cache(self._jax):
             compiled = self._jax.jit(function).trace(*arguments).lower().compile()
-        self._compile_ns += time.perf_counter_ns() - start
+        self._compile_ns += perf_counter_ns() - start
         return compiled
 
 
 def compile_step(jax: Any, function: Callable[[Any], tuple[Array, ...]], state: Any) -> Programs:
     """A pytree of arrays -> a tuple of arrays, compiled for these shapes."""
-    start = time.perf_counter_ns()
+    start = perf_counter_ns()
     with _no_persistent_cache(jax):
         compiled = jax.jit(function).trace(state).lower().compile()
-    spent = time.perf_counter_ns() - start
+    spent = perf_counter_ns() - start
     return Programs(Program(run=lambda given: tuple(compiled(given))), spent, temp_bytes=_temp_bytes(compiled))
 
 

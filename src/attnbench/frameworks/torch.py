@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from attnbench.errors import UnknownName, UsageError
-from attnbench.frameworks import torch_profile
-from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock
+from attnbench.frameworks import torch_profile, torch_state
+from attnbench.frameworks.base import (
+    Clock,
+    Framework,
+    Inputs,
+    Peak,
+    Program,
+    Programs,
+    Setting,
+    WallClock,
+    Watched,
+)
 from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.frameworks.torch_clocks import CLOCKS
 from attnbench.frameworks.torch_plain import TorchNamespace
@@ -55,6 +66,12 @@ class TorchFramework(Framework):
         return Environment(
             device=device, framework="torch", threads=torch.get_num_threads(), packages=packages, **facts
         )
+
+    def settings(self) -> Mapping[str, Setting]:
+        return torch_state.settings()
+
+    def functions(self) -> Sequence[tuple[str, Any, Watched]]:
+        return torch_state.functions()
 
     def namespace(self, device: str) -> Namespace:
         # MPS has no float64.
@@ -100,6 +117,7 @@ class TorchFramework(Framework):
             torch.accelerator.synchronize()
 
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
+        torch_state.refuse_modes()
         return tuple(array.detach().clone() for array in tree)
 
     def same_bits(self, a: Array, b: Array) -> bool:

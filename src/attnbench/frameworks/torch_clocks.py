@@ -6,10 +6,10 @@ output in stream order before anything waits: work left behind on another stream
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from attnbench.frameworks.base import Clock, Inputs, Program, Samples
@@ -107,9 +107,9 @@ class EventClock(_DeviceClock):
 
         state = program.prepare(inputs)
         synchronize(self._device)
-        start = time.perf_counter_ns()
+        start = perf_counter_ns()
         program.run(state)
-        host_ns = min((time.perf_counter_ns() - start) * 3 // 2, LONGEST_HOLD_NS)
+        host_ns = min((perf_counter_ns() - start) * 3 // 2, LONGEST_HOLD_NS)
         synchronize(self._device)
         if self._device != "cuda" or not hasattr(torch.cuda, "_sleep"):
             return lambda: None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Any
 
 from attnbench.frameworks.base import Inputs, Program, Programs
@@ -96,7 +96,7 @@ def _train(output: Call) -> Program:
 def _first_calls_ns(call: Call, programs: tuple[Program, ...], example: Inputs) -> int:
     if not getattr(call, "compiles", False):
         return 0
-    start = time.perf_counter_ns()
+    start = perf_counter_ns()
     for program in programs:
         program.run(program.prepare(example))
-    return time.perf_counter_ns() - start
+    return perf_counter_ns() - start

@@ -5,9 +5,9 @@ They are also how the device's ceilings are measured.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
+from time import perf_counter, perf_counter_ns
 
 import numpy as np
 
@@ -111,9 +111,9 @@ class AnchorSession:
 
     def sample(self, part: str, count: int, calls: int) -> list[float]:
         """ns per call."""
-        start = time.perf_counter_ns()
+        start = perf_counter_ns()
         taken = self._clock.sample(self._program, [NOTHING], count, calls)
-        self.clock_ns = time.perf_counter_ns() - start
+        self.clock_ns = perf_counter_ns() - start
         return taken.ns
 
     def trace(self, folder: Path) -> Path:
@@ -134,21 +134,25 @@ class AnchorSession:
         return error
 
 
-def measure_ceilings(framework: Framework, device: str, dtype: str) -> Ceilings:
-    """Best rate over a fraction of a second, of a large product and a large copy."""
+def measure_ceilings(framework: Framework, device: str, dtype: str, brief: bool = False) -> Ceilings:
+    """Return the best rates over a fraction of a second, of a large product and a large copy.
+
+    `brief` takes a quarter of the time and a smaller copy: enough to tell whether stored ceilings can be true.
+    """
     size = CEILING_MATMUL.get(device, CEILING_MATMUL_ACCELERATOR)
+    seconds = CEILING_SECONDS / 4 if brief else CEILING_SECONDS
     dtypes = {dtype, "float32"} if device == "cpu" else {dtype}  # a CPU kernel may well work in float32 inside
-    flops = max(2 * size**3 / _best_s(framework, framework.matmul(size, name, device), device) for name in dtypes)
-    copied = (1 << 28) if device == "cpu" else (1 << 31)
-    return Ceilings(
-        flops, 2 * copied / _best_s(framework, framework.copy(copied, device), device), _cache_bytes(device)
-    )
+    products = [framework.matmul(size, name, device) for name in dtypes]
+    flops = max(2 * size**3 / _best_s(framework, product, device, seconds) for product in products)
+    copied = ((1 << 28) if device == "cpu" else (1 << 31)) >> (2 if brief else 0)
+    copy_s = _best_s(framework, framework.copy(copied, device), device, seconds)
+    return Ceilings(flops, 2 * copied / copy_s, _cache_bytes(device))
 
 
-def _best_s(framework: Framework, program: Program, device: str) -> float:
+def _best_s(framework: Framework, program: Program, device: str, seconds: float) -> float:
     clock = framework.clock(framework.clocks(device)[0], device)
-    best, start = float("inf"), time.perf_counter()
-    while time.perf_counter() - start < CEILING_SECONDS:
+    best, start = float("inf"), perf_counter()
+    while perf_counter() - start < seconds:
         best = min(best, *clock.sample(program, [NOTHING], 4).ns)
     return best * 1e-9
 

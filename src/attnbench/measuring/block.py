@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Sequence
+from time import perf_counter_ns, process_time_ns
 
 import numpy as np
 
@@ -30,11 +30,11 @@ def take_block(
     framework.wait(prepared)
     wait, run, output = framework.wait, program.run, ()
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-    cpu, wall = time.process_time_ns(), time.perf_counter_ns()
+    cpu, wall = process_time_ns(), perf_counter_ns()
     for state in prepared:
         output = run(state)
         wait(output)
-    wall, cpu = time.perf_counter_ns() - wall, time.process_time_ns() - cpu
+    wall, cpu = perf_counter_ns() - wall, process_time_ns() - cpu
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
     # A call that only sleeps has used no CPU time at all: a nanosecond keeps its ratio defined.
     ns = {"wall": wall / calls, "cpu": max(cpu, 1) / calls}

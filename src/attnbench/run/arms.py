@@ -142,16 +142,12 @@ class NurserySide:
         self._forks = self._forks and not isinstance(reply, n.Unforkable)
 
     def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
-        try:
-            self._connection.send_bytes(p.encode(question))
+        def pass_on() -> None:
             if passing is not None:
                 with socket.socket(fileno=socket.dup(self._connection.fileno())) as channel:
                     socket.send_fds(channel, [b"+"], [passing.fileno()])
-            if not self._connection.poll(START_S):
-                raise UsageError(f"{self.arm.label} did not start within {START_S:g} s.")
-            return n.decode_reply(self._connection.recv_bytes())
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise self._nursery.autopsy() from error
+
+        return self._nursery.exchange(question, START_S, n.decode_reply, pass_on)
 
     def hatch(self, seed: int) -> Remote:
         """A fork with an untouched framework and its own heap padding; a new process where loading began to compute."""

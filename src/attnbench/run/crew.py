@@ -1,4 +1,8 @@
-"""The workers of a run, one per group, started when first needed and replaced when they die."""
+"""The workers of a run, one per group, started when first needed and replaced when they die.
+
+A user function is loaded in its own worker only. The anchors and the ceilings are measured in a clean worker of each
+framework, one that loads nothing but attnbench's own implementations.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from attnbench.spec import Cell, Config, Environment, Implementation, Workload
 
 START_S = 120.0
 CEILINGS_S = 60.0
+NEAR = 0.5
+"""Share of a stored ceiling that a short look must reach; otherwise the stored one is measured again."""
 KEEPS_MEMORY = frozenset({"jax"})
 """Frameworks whose process gives no device memory back while it lives."""
 
@@ -29,6 +35,11 @@ class Crew:
         self._travellers, self._device, self._threads = travellers, device, threads
         self._in_process = in_process
         self._workers: dict[Group, Remote | Local] = {}
+        self._lost: dict[Group, WorkerDied] = {}
+        """Groups for which no worker could be started, twice in a row."""
+        self._enlisted: set[Group] = set()
+        self._believed: dict[tuple[Group, str], Ceilings] = {}
+        """Ceilings by clean worker and dtype, measured or confirmed in this run."""
         self._lanes: dict[str, int] = {}
         self.clock: str | None = None
         """The clock that was asked for, so that refusals can mention it."""
@@ -64,6 +75,7 @@ class Crew:
         """Of workers on an accelerator, those that these implementations need: where the idle ones hold its memory, no
         other process can even open it."""
         needed = {self.group(name) for name in names}
+        needed |= {self.clean(group.framework) for group in needed}
         self.give_memory_back(g for g in list(self._workers) if g not in needed and self.accelerated(g.framework))
 
     def group(self, name: str) -> Group:
@@ -72,6 +84,10 @@ class Crew:
             if traveller.name == name:
                 return Group(traveller.framework, traveller.process, self._lanes.get(name, 0))
         return group_of(registry.get(name))._replace(lane=self._lanes.get(name, 0))
+
+    def clean(self, framework: str) -> Group:
+        """Return the worker of a framework in which no user code is loaded, whatever runs in the calling process."""
+        return Group(framework, "anchors") if self._in_process else Group(framework)
 
     def registered(self, name: str) -> Implementation | None:
         """An implementation that this process knows; None for one that only its worker has."""
@@ -112,9 +128,10 @@ class Crew:
         for group in groups:
             if group in self._workers and not self._workers[group].alive:
                 self.dismiss(group)
-        wanted = [group for group in groups if group not in self._workers and self._usable(group.framework)]
+        wanted = [group for group in groups if group not in (*self._workers, *self._lost)]
+        wanted = [group for group in wanted if self._usable(group.framework)]
         for group in wanted:
-            self._workers[group] = self._new(group.framework)
+            self._workers[group] = self._new(group)
         try:
             for group in wanted:
                 self._introduce(group)
@@ -123,10 +140,10 @@ class Crew:
                 self.dismiss(group)
             raise
 
-    def _new(self, framework: str) -> Remote | Local:
-        if self._in_process:
-            return Local(framework, self._device)
-        return Remote.start(framework, self._device, self._threads)
+    def _new(self, group: Group) -> Remote | Local:
+        if self._in_process and group != self.clean(group.framework):
+            return Local(group.framework, self._device)
+        return Remote.start(group.framework, self._device, self._threads)
 
     def _usable(self, framework: str) -> bool:
         if framework in self.unusable:
@@ -137,39 +154,56 @@ class Crew:
 
     def _introduce(self, group: Group) -> None:
         try:
-            answer = self._workers[group].ask(p.Describe([*sys.path, ""]), START_S)
+            answer = self._described(group)
         except WorkerDied as died:
             self._workers.pop(group)
-            if group.process or group.lane:
-                raise
-            self.unusable[group.framework] = f"no {group.framework} worker could be started: {died.reason}"
+            reason = f"no {group.framework} worker could be started, tried twice: {died.reason}"
+            self._lost[group] = WorkerDied("failed", reason, died.detail, unstarted=True)
             return
         if isinstance(answer, p.Refused):
             self.dismiss(group)
             self.unusable[group.framework] = answer.reason
             return
         assert isinstance(answer, p.Described)
-        if group not in self.environments:
-            self.environments[group] = answer.environment
-            if not group.process and not group.lane:
-                self.on_environment(group.framework, answer.environment)
+        if self.environment(group.framework) is None:
+            self.on_environment(group.framework, answer.environment)
+        self.environments.setdefault(group, answer.environment)
         for traveller in self._travellers:
             if (traveller.framework, traveller.process) == group[:2] and not traveller.is_here:
                 self._enlist(traveller, group)
 
+    def _described(self, group: Group) -> p.Answer:
+        """Ask a new worker what it is; one that dies before it answers is replaced, once."""
+        question = p.Describe([*sys.path, ""])
+        try:
+            return self._workers[group].ask(question, START_S)
+        except WorkerDied as died:
+            if died.kind == "timeout":
+                raise
+            self._workers[group].kill()
+            self._workers[group] = self._new(group)
+            return self._workers[group].ask(question, START_S)
+
     def _enlist(self, traveller: Traveller, group: Group) -> None:
+        """Load a user function in its worker; one that loaded before and does not now costs its own cells alone."""
         try:
             answer = self._workers[group].ask(traveller.enlist(), START_S)
+            reason = answer.reason if isinstance(answer, p.Refused) else ""
         except WorkerDied as died:
-            raise errors.UsageError(f"{traveller.label} could not be loaded: {died.reason}.") from died
-        if isinstance(answer, p.Refused):
-            raise errors.UsageError(f"{traveller.label} could not be loaded: {answer.reason}")
+            reason = f"{died.reason}."
+        if reason and group in self._enlisted:
+            raise WorkerDied("failed", f"{traveller.label} could not be loaded again: {reason}")
+        if reason:
+            raise errors.UsageError(f"{traveller.label} could not be loaded: {reason}")
+        self._enlisted.add(group)
 
     def ask(self, group: Group, question: p.Question, timeout_s: float) -> p.Answer:
         """Ask a group's worker; one that died, or whose answer nobody waited for (Ctrl-C), is not asked again."""
         self.start([group])
+        if group in self._lost:
+            raise self._lost[group]
         if group not in self._workers:
-            raise WorkerDied("failed", self.unusable.get(group.framework, "no worker"))
+            raise WorkerDied("failed", self.unusable[group.framework])
         try:
             return self._workers[group].ask(question, timeout_s)
         except BaseException:
@@ -178,17 +212,18 @@ class Crew:
 
     def refusals(self, cells: Sequence[Cell]) -> list[Planned]:
         """Each cell with its reason not to run; the framework's plain worker judges for special processes too."""
-        groups = {cell.implementation: self.group(cell.implementation) for cell in cells}
-        bases = dict.fromkeys(self._judge(cell, groups) for cell in cells)
-        self.start(list(bases))
-        reasons: dict[str, str | None] = {}
-        for base in bases:
-            mine = [cell for cell in cells if self._judge(cell, groups) == base]
-            if base not in self._workers:
-                reasons |= {cell.id: self.unusable.get(base.framework, "no worker") for cell in mine}
+        judges = {cell.implementation: self._judge(cell.implementation) for cell in cells}
+        self.start(list(dict.fromkeys(judges.values())))
+        planned: dict[str, Planned] = {}
+        for judge in dict.fromkeys(judges.values()):
+            mine = [cell for cell in cells if judges[cell.implementation] == judge]
+            if judge in self._lost:
+                planned |= {cell.id: Planned(cell, self._lost[judge].reason, unstarted=True) for cell in mine}
                 continue
-            reasons |= dict(zip((cell.id for cell in mine), self._reasons(base, mine)))
-        return [Planned(cell, reasons[cell.id]) for cell in cells]
+            refused = self.unusable.get(judge.framework)
+            reasons = self._reasons(judge, mine) if refused is None else [refused] * len(mine)
+            planned |= {cell.id: Planned(cell, reason) for cell, reason in zip(mine, reasons, strict=True)}
+        return [planned[cell.id] for cell in cells]
 
     def _reasons(self, group: Group, cells: Sequence[Cell]) -> list[str | None]:
         """What the worker says; when the question kills it, each cell is asked about alone."""
@@ -201,37 +236,59 @@ class Crew:
         assert isinstance(answer, p.Reasons)
         return answer.reasons
 
-    def _judge(self, cell: Cell, groups: dict[str, Group]) -> Group:
-        known = any(traveller.name == cell.implementation for traveller in self._travellers)
-        base = groups[cell.implementation]._replace(lane=0)
-        return base if known else Group(base.framework)
+    def _judge(self, name: str) -> Group:
+        """Return the worker that says what an implementation supports: for user code its own, and no other."""
+        group = self.group(name)._replace(lane=0)
+        known = any(traveller.name == name for traveller in self._travellers)
+        return group if known or group.has_user_code else Group(group.framework)
 
     def verify_only(self, implementation: Implementation) -> str:
         """Why an implementation may be checked but not timed here; empty when it may be timed."""
-        answer = self.ask(Group(implementation.framework), p.VerifyOnly(implementation.name), START_S)
-        assert isinstance(answer, p.Reasons)
-        return answer.reasons[0] or ""
+        answer = self.ask(self._judge(implementation.name), p.VerifyOnly(implementation.name), START_S)
+        return (answer.reasons[0] or "") if isinstance(answer, p.Reasons) else getattr(answer, "reason", "")
 
     def ceilings(self, dtype: str, device: str, again: bool = False) -> Ceilings | None:
         """Best measured ceilings of a device over the frameworks at work, from the store or measured now.
 
         `again` measures once more and keeps the better: before a figure is called implausible.
         """
-        found: list[Ceilings] = []
-        for group, environment in self.environments.items():
-            if group != Group(group.framework) or environment.device != device:
-                continue
-            known = load_ceilings(environment, dtype)
-            if known is None or again:
-                known = _best(known, self._measure_ceilings(group, dtype))
-                if known is not None:
-                    store_ceilings(environment, dtype, known)
-            if known is not None:
-                found.append(known)
+        frameworks_here = dict.fromkeys(g.framework for g, found in self.environments.items() if found.device == device)
+        groups = [self.clean(framework) for framework in frameworks_here]
+        self.start(groups)
         best: Ceilings | None = None
-        for one in found:
-            best = _best(best, one)
+        for group in groups:
+            environment = self.environments.get(group)
+            if environment is not None and environment.device == device:
+                best = _best(best, self._ceilings_of(group, environment, dtype, again))
         return best
+
+    def _ceilings_of(self, group: Group, environment: Environment, dtype: str, again: bool) -> Ceilings | None:
+        known = self._believed.get((group, dtype))
+        if known is None:
+            stored = load_ceilings(environment, dtype)
+            known = stored if stored is not None and self._confirms(group, dtype, stored) else None
+        if known is None or again:
+            known = _best(known, self._measure_ceilings(group, dtype))
+            if known is not None:
+                store_ceilings(environment, dtype, known)
+        if known is not None:
+            self._believed[group, dtype] = known
+        return known
+
+    def _confirms(self, group: Group, dtype: str, stored: Ceilings) -> bool:
+        """Whether a short look at the device comes near what was stored: a file in a cache folder may say anything."""
+        try:
+            answer = self.ask(group, p.MeasureCeilings(dtype, brief=True), CEILINGS_S)
+        except WorkerDied:
+            return False
+        if not isinstance(answer, p.Measured):
+            return False
+        seen = answer.ceilings
+        return (
+            seen.flops_per_s >= NEAR * stored.flops_per_s
+            and seen.bytes_per_s >= NEAR * stored.bytes_per_s
+            and stored.cache_bytes == seen.cache_bytes
+        )
 
     def _measure_ceilings(self, group: Group, dtype: str) -> Ceilings | None:
         """None where it cannot be done: the record then says that there is no ceiling."""

@@ -72,10 +72,8 @@ class Duel:
         decision: Decision | None = None
         with tempfile.TemporaryDirectory(prefix="attnbench-") as shared:
             self._folders = {side: Path(shared, side) for side in ("a", "b")}
-            if self._workloads["a"] == self._workloads["b"]:
-                self._folders["b"] = self._folders["a"]
             for folder in self._folders.values():
-                folder.mkdir(exist_ok=True)
+                folder.mkdir()
             try:
                 while decision is None or decision.verdict is None:
                     self._launches.append(self._launch())

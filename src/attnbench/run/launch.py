@@ -23,7 +23,7 @@ from attnbench.run.naming import free_name, is_reference, name_references
 from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
 from attnbench.run.travel import Traveller, from_object, from_reference
 from attnbench.run.workload import WorkloadRun
-from attnbench.spec import Cell, Environment, Implementation, Record, Unsupported, Workload
+from attnbench.spec import Cell, Environment, Failed, Implementation, Record, Unsupported, Workload
 
 CLOCKS = ("wall", "events", "kernel", "graph")
 BUSY_SHARE = 0.6
@@ -138,7 +138,7 @@ def _run_all(
             continue
         left = frozenset(workloads[number:])
         crew.keep_only(one.cell.implementation for one in planned if one.reason is None and one.cell.workload in left)
-        refused = [_unsupported(one, crew) for one in mine if one.reason is not None]
+        refused = [_not_run(one, crew) for one in mine if one.reason is not None]
         for record in refused:
             listener.finished(record)
         todo = [one.cell for one in mine if one.reason is None]
@@ -287,21 +287,20 @@ def check_seconds(name: str, value: Any) -> None:
 
 def _require_device(request: Request, crew: Crew) -> None:
     """A device nobody has is a wrong request, not a sweep of refusals."""
-    if request.device is not None and not crew.environments:
+    if request.device is not None and crew.unusable and not crew.environments:
         reasons = "; ".join(dict.fromkeys(crew.unusable.values()))
         raise UsageError(f'nothing can run on device "{request.device}": {reasons}. See `attnbench doctor`.')
 
 
-def _unsupported(planned: Planned, crew: Crew) -> Record:
+def _not_run(planned: Planned, crew: Crew) -> Record:
+    """Return the record of a cell that is refused, or for which no process could be started."""
     cell = planned.cell
-    environment = crew.environments.get(crew.group(cell.implementation)) or crew.environments.get(
-        Group(crew.group(cell.implementation).framework)
-    )
-    assert planned.reason is not None
-    return Unsupported(
-        implementation=cell.implementation,
-        workload=cell.workload,
-        config=cell.config,
-        environment=environment,
-        reason=planned.reason,
-    )
+    group = crew.group(cell.implementation)
+    facts: dict[str, Any] = {
+        "implementation": cell.implementation,
+        "workload": cell.workload,
+        "config": cell.config,
+        "environment": crew.environments.get(group) or crew.environments.get(Group(group.framework)),
+        "reason": planned.reason,
+    }
+    return Failed(**facts, unstarted=True) if planned.unstarted else Unsupported(**facts)

@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from attnbench import frameworks
 from attnbench.run import protocol as p
+from attnbench.run.process_state import ProcessState
 from attnbench.run.worker import enlist, serve
 
 LARGEST_PADDING = 1 << 20
@@ -59,8 +60,8 @@ class Unforkable(Struct, tag="unforkable"):
 
 Request = p.Describe | p.Enlist | Hatch | Inquire
 Reply = p.Done | p.Refused | Hatched | Ended | Unforkable
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_request = msgspec.msgpack.Decoder(p.Numbered[Request]).decode
+decode_reply = msgspec.msgpack.Decoder(p.Numbered[Reply]).decode
 
 
 class Nursery:
@@ -69,15 +70,17 @@ class Nursery:
     def __init__(self, connection: Connection, framework: str, device: str | None) -> None:
         self._connection, self._framework, self._device = connection, framework, device
         self._ended: dict[int, int] = {}
+        self._state: ProcessState | None = None
+        """Taken before the arm's code was loaded."""
 
     def serve(self) -> None:
         """Until the other end hangs up; its workers go with it."""
         while True:
             try:
-                request = decode_request(self._connection.recv_bytes())
+                request = decode_request(p.receive(self._connection))
             except EOFError:
                 return
-            self._connection.send_bytes(p.encode(self._reply(request)))
+            p.send(self._connection, p.encode(p.Numbered(request.number, self._reply(request.message))))
 
     def _reply(self, request: Request) -> Reply:
         if isinstance(request, p.Describe):
@@ -96,6 +99,7 @@ class Nursery:
         if not frameworks.installed(self._framework):
             return p.Refused(f"{self._framework} is not installed: pip install 'attnbench[{self._framework}]'")
         importlib.import_module(self._framework)
+        self._state = ProcessState(frameworks.get(self._framework))
         return p.Done()
 
     def _hatch(self, seed: int) -> int:
@@ -109,7 +113,7 @@ class Nursery:
         padding = bytearray(random.Random(seed).randrange(LARGEST_PADDING))
         code = 0
         try:
-            serve(Connection(descriptors[0]), self._framework, self._device)
+            serve(Connection(descriptors[0]), self._framework, self._device, self._state)
         except BaseException:
             traceback.print_exc()
             code = 1

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.spec import Cell, Config, Implementation, Workload
 
 TOLD_REASONS = 3
+USER_CODE = "user function "
 
 
 class Group(NamedTuple):
@@ -18,9 +20,14 @@ class Group(NamedTuple):
 
     framework: str
     process: str = ""
-    """Set by libraries that need a process of their own."""
+    """Set by libraries that need a process of their own, and for every user function."""
     lane: int = 0
     """On an accelerator, where workers open side by side, each implementation of a framework has its own."""
+
+    @property
+    def has_user_code(self) -> bool:
+        """Whether code that is not attnbench's own is loaded in this worker."""
+        return self.process.startswith(USER_CODE)
 
 
 class Planned(Struct, frozen=True):
@@ -28,11 +35,20 @@ class Planned(Struct, frozen=True):
 
     cell: Cell
     reason: str | None = None
+    unstarted: bool = False
+    """Whether the reason is that no process could be started, which says nothing about the cell."""
+
+
+def process_of(name: str) -> str:
+    """Return the process of a user function: its own, so that whatever its code changes changes nobody else's time."""
+    return f"{USER_CODE}{name}"
 
 
 def group_of(implementation: Implementation) -> Group:
-    """The worker an implementation belongs to."""
-    return Group(implementation.framework, implementation.process)
+    """Return the worker of an implementation; those of other distributions than attnbench each have their own."""
+    ours = registry.origin(implementation.name) == registry.OURS
+    process = implementation.process if ours else process_of(implementation.name)
+    return Group(implementation.framework, process)
 
 
 def distinct(workloads: Sequence[Workload]) -> list[Workload]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -25,6 +26,8 @@ from attnbench.run.worker import Worker
 from attnbench.spec import Failed, OutOfMemory, Timeout
 
 POLL_S = 0.02
+FAMILY_S = 0.5
+"""How often the memory of the processes that a worker started is added up: finding them takes milliseconds."""
 SPARE_BYTES = 1 << 30
 """What a worker must leave of the memory that was free when it started."""
 STEADY_MEMORY = {
@@ -39,14 +42,19 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 class WorkerDied(Exception):
-    """The process is gone. `kind` is the status of the record it leaves: timeout, out_of_memory or failed."""
+    """The process is gone. `kind` is the status of the record it leaves: timeout, out_of_memory or failed.
 
-    def __init__(self, kind: str, reason: str, detail: str = "") -> None:
+    `unstarted`: it never got so far as to be asked anything about a cell.
+    """
+
+    def __init__(self, kind: str, reason: str, detail: str = "", unstarted: bool = False) -> None:
         super().__init__(reason)
-        self.kind, self.reason, self.detail = kind, reason, detail
+        self.kind, self.reason, self.detail, self.unstarted = kind, reason, detail, unstarted
 
     def record(self, **facts: Any) -> Failed | OutOfMemory | Timeout:
         """What is left of the cell that it was busy with."""
+        if self.unstarted:
+            return Failed(reason=self.reason, detail=self.detail, unstarted=True, **facts)
         kind = {"timeout": Timeout, "out_of_memory": OutOfMemory, "failed": Failed}[self.kind]
         return kind(reason=self.reason, detail=self.detail, **facts)
 
@@ -107,6 +115,7 @@ class Remote:
         self.framework, self._process, self._connection, self._stderr = framework, process, connection, output
         available = host_memory().available
         self._limit_bytes = max(available - SPARE_BYTES, available // 2)
+        self._family_at = 0.0
 
     @classmethod
     def start(cls, framework: str, device: str | None, threads: int | None) -> Remote:
@@ -116,28 +125,73 @@ class Remote:
 
     def ask(self, question: p.Question, timeout_s: float) -> p.Answer:
         """One question, one answer; raises WorkerDied."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            self._connection.send_bytes(p.encode(question))
+        sent_ns = time.monotonic_ns()
+        answer = self.exchange(question, timeout_s, p.decode_answer)
+        if (wrong := p.fault(question, answer, sent_ns, time.monotonic_ns())) is not None:
+            raise self._not_believed(wrong)
+        return answer
+
+    def exchange(
+        self,
+        question: Any,
+        timeout_s: float,
+        decode: Callable[[bytes], p.Numbered[Any]],
+        passing: Callable[[], object] = lambda: None,
+    ) -> Any:
+        """Send a message and receive the one that carries its number; raises WorkerDied for whatever else comes.
+
+        `passing` is called when the question has been sent.
+        """
+        deadline, number = time.monotonic() + timeout_s, secrets.randbits(63)
+
+        def wait() -> None:
             while not self._connection.poll(POLL_S):
                 if time.monotonic() > deadline:
                     self.kill()
                     raise WorkerDied("timeout", f"no answer within {timeout_s:g} s", self._tail())
                 self._watch_memory()
-            return p.decode_answer(self._connection.recv_bytes())
+
+        try:
+            if self._connection.poll(0):
+                if not os.read(self._connection.fileno(), 1):
+                    raise EOFError  # it ended after its last answer
+                raise p.Garbled("something came without a question")
+            p.send(self._connection, p.encode(p.Numbered(number, question)))
+            passing()
+            message = p.receive(self._connection, wait)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise self.autopsy() from error
+        except (p.Garbled, OSError, MemoryError) as error:
+            raise self._not_believed(str(error) or type(error).__name__) from error
+        try:
+            answer = decode(message)
+        except Exception as error:  # whatever it is that cannot be read, it is no answer of ours
+            raise self._not_believed(f"an answer that cannot be read ({type(error).__name__})") from error
+        if answer.number != number:
+            raise self._not_believed("an answer to another question")
+        return answer.message
+
+    def _not_believed(self, why: str) -> WorkerDied:
+        """End a process whose answers are not those of a worker of ours."""
+        self.kill()
+        reason = f"its process sent what no worker sends: {why}; the kernel, or a library of it, changed or wrote to it"
+        return WorkerDied("failed", reason, self._tail())
 
     def _watch_memory(self) -> None:
         try:
-            resident = psutil.Process(self._process.pid).memory_info().rss
+            worker = psutil.Process(self._process.pid)
+            taken, by = worker.memory_info().rss, "took"
+            if time.monotonic() >= self._family_at:
+                self._family_at = time.monotonic() + FAMILY_S
+                if children := worker.children(recursive=True):
+                    taken, by = sum(map(_own_bytes, (worker, *children))), "and the processes that it started took"
         except psutil.NoSuchProcess:
             return
-        if resident > self._limit_bytes:
+        if taken > self._limit_bytes:
             self.kill()
             limit = self._limit_bytes / 1e9
             raise WorkerDied(
-                "out_of_memory", f"took more than the {limit:.3g} GB of memory that were free", self._tail()
+                "out_of_memory", f"{by} more than the {limit:.3g} GB of memory that were free", self._tail()
             )
 
     def autopsy(self) -> WorkerDied:
@@ -190,6 +244,16 @@ class Local:
     def kill(self) -> None:
         """Let go of arrays."""
         self._worker.answer(p.Release())
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    """Memory of one process of a family: pages that several of them share are divided among them."""
+    try:
+        return process.memory_full_info().pss
+    except (AttributeError, psutil.AccessDenied):  # only Linux tells
+        return process.memory_info().rss
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _environment(device: str | None, threads: int | None, path: Sequence[str]) -> dict[str, str]:

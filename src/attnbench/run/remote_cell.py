@@ -43,6 +43,8 @@ class RemoteCell:
     repeats: bool = True
     clock_ns: int = 0
     check_ns: int = 0
+    changed: tuple[str, ...] = ()
+    """What the cell was seen to change in its process while it was timed."""
 
     @property
     def call_ns(self) -> float:
@@ -73,7 +75,7 @@ class RemoteCell:
 
     def sample(self, part: str, count: int, calls: int) -> list[float]:
         """ns per call; raises Dropped when the cell turned out wrong, CellDied when its worker is gone."""
-        return self._sampled(p.Sample(self.cell.id, part, count, calls))
+        return self._sampled(p.Sample(self.cell.id, part, count, calls, self.steady.clock))
 
     def sample_other(self, clock: str) -> list[float]:
         """The main part by another clock."""
@@ -86,6 +88,7 @@ class RemoteCell:
         self.repeats = self.repeats and answer.repeats
         self.clock_ns += answer.clock_ns
         self.check_ns += answer.check_ns
+        self.changed += answer.changed
         return answer.ns
 
     def _ask(self, question: p.Question) -> p.Answer:
@@ -93,6 +96,8 @@ class RemoteCell:
             answer = self.crew.ask(self.group, question, self.timeout_s)
         except WorkerDied as died:
             raise last_words(self.cell, self.group, self.crew, died) from died
+        if isinstance(answer, p.Refused):
+            raise last_words(self.cell, self.group, self.crew, WorkerDied("failed", answer.reason))
         if not isinstance(answer, p.Closed):
             return answer
         if answer.poisoned:

@@ -16,6 +16,7 @@ from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.run import protocol as p
 from attnbench.run.naming import free_name
+from attnbench.run.plan import process_of
 from attnbench.spec import Implementation
 
 
@@ -50,7 +51,7 @@ def from_reference(text: str, framework: str, taken: set[str], name: str = "") -
         lacks = "no file or module" if attribute else "no function"
         raise UsageError(f'"{text}" names {lacks}: write file.py:function or package.module:function.')
     name = free_name(name or attribute, taken)
-    return Traveller(name=name, framework=framework, process="", label=text, reference=text)
+    return Traveller(name=name, framework=framework, process=process_of(name), label=text, reference=text)
 
 
 def from_object(what: Callable[..., Any] | Implementation, framework: str, taken: set[str]) -> Traveller | None:
@@ -60,9 +61,8 @@ def from_object(what: Callable[..., Any] | Implementation, framework: str, taken
     if pickled is None:
         return None
     name = free_name(implementation.name, taken)
-    return Traveller(
-        name=name, framework=implementation.framework, process=implementation.process, label=name, pickled=pickled
-    )
+    framework, process = implementation.framework, process_of(name)
+    return Traveller(name=name, framework=framework, process=process, label=name, pickled=pickled)
 
 
 def _pickle(what: Any) -> bytes | None:

@@ -1,6 +1,7 @@
 """A worker, `python -m attnbench.run.worker FD FRAMEWORK DEVICE`: answers questions about cells until its parent ends.
 
-The same `Worker` also serves in the calling process, for a function that cannot travel.
+The same `Worker` also serves in the calling process, for a function that cannot travel. After every turn of a cell it
+looks at what was changed in the process: a cell that changed what its time or its checks rely on is `failed`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import faulthandler
 import gc
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import monotonic_ns, perf_counter_ns
 from typing import Any
+
+import msgspec
 
 from attnbench import errors, frameworks, registry
 from attnbench.lifeline import die_with_parent
@@ -25,9 +28,25 @@ from attnbench.measuring.step_session import StepSession
 from attnbench.measuring.subject import Wrong
 from attnbench.run import protocol as p
 from attnbench.run.environment import describe, without_home
+from attnbench.run.frozen import Untrusted, frozen
 from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit
-from attnbench.spec import Cell, Failed, Incorrect, OutOfMemory, Unsupported
+from attnbench.run.process_state import Change, ProcessState
+from attnbench.spec import Cell, Failed, Implementation, Incorrect, OutOfMemory, Unsupported
 from attnbench.steps import StepImplementation
+
+LOADED, ASKED = "while it was loaded", "when it was asked what it supports"
+WHEN: dict[type, str] = {
+    p.Enlist: LOADED,
+    p.Refusals: ASKED,
+    p.VerifyOnly: ASKED,
+    p.Open: "while it was built and checked",
+    p.WarmUp: "while it was timed",
+    p.Sample: "while it was timed",
+    p.SampleOther: "while it was timed",
+    p.TakeBlock: "while it was timed",
+}
+"""Questions that run code under test, and how a message says when that was."""
+_encode = p.encode  # bound before any kernel is loaded
 
 
 def enlist(question: p.Enlist) -> p.Answer:
@@ -61,7 +80,8 @@ def _require_within(question: p.Enlist) -> None:
 class Worker:
     """Sessions of one framework on one device."""
 
-    def __init__(self, framework: str, device: str | None) -> None:
+    def __init__(self, framework: str, device: str | None, state: ProcessState | None = None) -> None:
+        """`state` was taken before the code under test was loaded, if that has happened already."""
         self._pid = os.getpid()
         self._framework = frameworks.get(framework)
         devices = self._framework.devices()
@@ -69,13 +89,20 @@ class Worker:
             raise errors.UsageError(f"{framework} has no {device} here, only {' and '.join(devices)}")
         self._device = device or devices[0]
         self._environment = self._framework.environment(self._device)
+        self._implementations: dict[str, Implementation] = {}
+        self._early: dict[str, tuple[str, bool]] = {}
+        """Changes from before any cell was opened, in words, and whether they are refused: of a user function."""
+        self._told: dict[str, set[str]] = {}
+        self._untold: list[str] = []
+        """Notes that wait for an answer which can carry them."""
         self._sessions: dict[str, Session | anchors.AnchorSession] = {}
+        self._cells: dict[str, Cell] = {}
         self._draws: dict[str, Draws] = {}
         self._answers: dict[type, Callable[[Any], p.Answer]] = {
             p.Describe: self._describe,
             p.Enlist: enlist,
             p.Refusals: self._refusals,
-            p.VerifyOnly: lambda q: p.Reasons([registry.get(q.implementation).verify_only or None]),
+            p.VerifyOnly: lambda q: p.Reasons([self._implementation(q.implementation).verify_only or None]),
             p.Open: self._open,
             p.WarmUp: self._warm_up,
             p.Sample: lambda q: self._sampling(q.cell, lambda s: s.sample(q.part, q.count, q.calls)),
@@ -85,13 +112,84 @@ class Worker:
             p.MeasureCeilings: self._ceilings,
             p.Release: self._release,
         }
+        # Bound here, so that replacing the method later is without effect.
+        self._changes = (state or ProcessState(self._framework)).changes
+        if state is not None:
+            self._remember_changes(LOADED)
 
     def answer(self, question: p.Question) -> p.Answer:
         """One question, one answer; what a cell does wrong comes back as its record."""
         found = self._answers[type(question)](question)
         if os.getpid() != self._pid:
             os._exit(1)  # a fork that a kernel made and let return: only one may answer
-        return found
+        return self._checked(question, found) if type(question) in WHEN else found
+
+    def _checked(self, question: p.Question, answer: p.Answer) -> p.Answer:
+        """Return the answer, or the end of the cell if it changed what its time or its checks rely on."""
+        when = WHEN[type(question)]
+        if isinstance(question, p.Enlist | p.Refusals | p.VerifyOnly):
+            if isinstance(question, p.Enlist) or not _all_ours(question):
+                self._remember_changes(when)
+            return answer
+        assert isinstance(question, p.Open | p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock)
+        cell = question.cell if isinstance(question, p.Open) else self._cells[question.cell]
+        if cell.implementation in anchors.NAMES or isinstance(answer, p.Refused):
+            return answer
+        refused, notes = self._judged(cell, when)
+        if isinstance(answer, p.Closed):
+            return p.Closed(answer.record, answer.poisoned or bool(refused))
+        if refused:
+            self._sessions.pop(cell.id, None)
+            return p.Closed(Failed(reason=refused[0], **self._facts(cell)), poisoned=True)
+        self._untold += notes
+        if not isinstance(answer, p.Opened | p.Sampled):
+            return answer
+        told, self._untold = tuple(self._untold), []
+        if isinstance(answer, p.Sampled):
+            return msgspec.structs.replace(answer, changed=told)
+        record = msgspec.structs.replace(answer.record, notes=(*answer.record.notes, *told))
+        return msgspec.structs.replace(answer, record=record)
+
+    def _remember_changes(self, when: str) -> None:
+        """Keep what loading a user function, or asking what it supports, has changed: it concerns all its cells."""
+        for change in self._changes():
+            refused = _is_refused(change, when, ours=False)
+            self._early.setdefault(change.what, (_told(change, when, refused), refused))
+
+    def _judged(self, cell: Cell, when: str) -> tuple[list[str], list[str]]:
+        """Return why a cell cannot be measured any more, and what is to be told of it.
+
+        A worker that is shared tells of a change once, with the cell that made it.
+        """
+        ours = _is_ours(cell)
+        earlier = {} if ours else self._early
+        told = self._told.setdefault("" if ours else cell.id, set())
+        notes = [text for what, (text, refused) in earlier.items() if not refused and what not in told]
+        told.update(earlier)
+        refused: list[str] = []
+        for change in self._changes():
+            if _is_refused(change, when, ours):
+                known = earlier.get(change.what, ("", False))[1]  # it was refused when it was opened
+                refused += [] if known else [_told(change, when, True)]
+            elif change.what not in told:
+                told.add(change.what)
+                notes.append(_told(change, when, False))
+        return refused, notes
+
+    def _implementation(self, name: str) -> Implementation:
+        """Return the implementation of that name; of a user's one what it declares is read here, once."""
+        if name not in self._implementations:
+            found = registry.get(name)
+            self._implementations[name] = found if registry.origin(name) == registry.OURS else frozen(found)
+        return self._implementations[name]
+
+    def _facts(self, cell: Cell) -> dict[str, Any]:
+        return {
+            "implementation": cell.implementation,
+            "workload": cell.workload,
+            "config": cell.config,
+            "environment": self._environment,
+        }
 
     def _describe(self, question: p.Describe) -> p.Described:
         sys.path.extend(folder for folder in question.path if folder not in sys.path)
@@ -112,7 +210,7 @@ class Worker:
         if (reason := inputs_do_not_fit(cell.workload, self._environment)) is not None:
             return reason
         try:
-            implementation = registry.get(cell.implementation)
+            implementation = self._implementation(cell.implementation)
             try:
                 implementation = implementation.configured(cell.config)
             except errors.UsageError:
@@ -125,8 +223,11 @@ class Worker:
 
     def _open(self, question: p.Open) -> p.Answer:
         cell = question.cell
+        self._cells[cell.id] = cell
 
         def start() -> p.Answer:
+            if early := [] if _is_ours(cell) else [text for text, refused in self._early.values() if refused]:
+                raise Untrusted(early[0])
             if (reason := self._refusal(cell)) is not None:
                 raise errors.Unsupported(reason)
             session = self._session(question)
@@ -136,15 +237,15 @@ class Worker:
             self._framework.trim()  # of what verification needed: other workers share the device
             return p.Opened(record, session.timed)
 
-        return self._guarded(cell, start)
+        return self._guarded(cell, start, opening=True)
 
     def _warm_up(self, question: p.WarmUp) -> p.Answer:
         session = self._sessions[question.cell]
 
         def warm() -> p.Warm:
-            start = time.perf_counter_ns()
+            start = perf_counter_ns()
             session.warm_up(question.clock, question.brief)
-            spent_ns = time.perf_counter_ns() - start
+            spent_ns = perf_counter_ns() - start
             facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
             return p.Warm(*facts, spent_ns)
 
@@ -155,7 +256,7 @@ class Worker:
         if cell.implementation in anchors.NAMES:
             return anchors.AnchorSession(self._framework, self._environment, cell)
         options = Options(question.thorough, question.measure, question.clock, question.seed, question.again)
-        implementation = registry.get(cell.implementation).configured(cell.config)
+        implementation = self._implementation(cell.implementation).configured(cell.config)
         if isinstance(implementation, StepImplementation):
             return StepSession(self._framework, self._environment, implementation, cell, options)
         return Session(self._framework, self._environment, implementation, cell, options)
@@ -169,33 +270,44 @@ class Worker:
 
     def _sampling(self, cell: str, sample: Callable[[Any], list[float]]) -> p.Answer:
         session = self._sessions[cell]
-        return self._guarded(
-            session.cell,
-            lambda: p.Sampled(sample(session), session.repeats, session.clock_ns, session.check_ns),
-        )
+
+        def take() -> p.Sampled:
+            began_ns = monotonic_ns()
+            ns = sample(session)
+            return p.Sampled(ns, session.repeats, session.clock_ns, session.check_ns, began_ns, monotonic_ns())
+
+        return self._guarded(session.cell, take)
 
     def _take_block(self, question: p.TakeBlock) -> p.Answer:
         session = self._sessions[question.cell]
         assert isinstance(session, Session)
-        return self._guarded(session.cell, lambda: p.BlockTaken(session.block(question.calls)))
 
-    def _guarded(self, cell: Cell, action: Callable[[], p.Answer]) -> p.Answer:
-        """Run an action of a cell; anything it raises becomes the cell's record."""
-        facts = {
-            "implementation": cell.implementation,
-            "workload": cell.workload,
-            "config": cell.config,
-            "environment": self._environment,
-        }
+        def take() -> p.BlockTaken:
+            began_ns = monotonic_ns()
+            block = session.block(question.calls)
+            return p.BlockTaken(block, began_ns, monotonic_ns())
+
+        return self._guarded(session.cell, take)
+
+    def _guarded(self, cell: Cell, action: Callable[[], p.Answer], opening: bool = False) -> p.Answer:
+        """Run an action of a cell; anything it raises becomes the cell's record.
+
+        Only while it is opened can a cell say that it is not supported: one that was verified and then says so has
+        failed.
+        """
+        facts = self._facts(cell)
         try:
             return action()
-        except NotImplementedError as refused:  # errors.Unsupported, and how the field says "I cannot do this case"
-            return p.Closed(Unsupported(reason=str(refused) or "not implemented", **facts))
+        except Untrusted as untrusted:
+            record = Failed(reason=str(untrusted), **facts)
         except Wrong as wrong:
             record = Incorrect(reason=str(wrong), errors=wrong.errors, detail=wrong.detail, **facts)
         except FellBack as fell:
             record = Failed(reason=str(fell), **facts)
         except (Exception, SystemExit) as error:
+            if opening and isinstance(error, NotImplementedError):
+                # errors.Unsupported, and how the field says "I cannot do this case"
+                return p.Closed(Unsupported(reason=str(error) or "not implemented", **facts))
             detail = without_home(traceback.format_exc())[-4000:]
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             if self._framework.is_out_of_memory(error):
@@ -220,7 +332,7 @@ class Worker:
         used = self._draws.get(cell.workload.id)
         if used is None or cell.implementation in anchors.NAMES:
             return True
-        layout = registry.get(cell.implementation).layout
+        layout = self._implementation(cell.implementation).layout
         drawn = Draws(self._framework, self._device, cell.workload, used.seed)
         pairs = zip(used.inputs(layout), drawn.inputs(layout))
         return all(self._framework.same_bits(a, b) for mine, fresh in pairs for a, b in zip(mine, fresh))
@@ -233,15 +345,42 @@ class Worker:
 
     def _ceilings(self, question: p.MeasureCeilings) -> p.Answer:
         try:
-            return p.Measured(anchors.measure_ceilings(self._framework, self._device, question.dtype))
+            return p.Measured(anchors.measure_ceilings(self._framework, self._device, question.dtype, question.brief))
         except Exception as error:
             return p.Refused(f"{type(error).__name__}: {error}")
 
     def _release(self, question: p.Release) -> p.Done:
         self._sessions.clear()
+        self._cells.clear()
         self._draws.clear()
         self._framework.reset()
         return p.Done()
+
+
+def _is_refused(change: Change, when: str, ours: bool) -> bool:
+    """Whether a cell cannot be measured after a change."""
+    if not change.refused or (change.set_again and when in (LOADED, ASKED)):
+        return False
+    # A library that one of ours needs may wrap functions of its framework; no user's code need do so.
+    return change.harness or not ours
+
+
+def _told(change: Change, when: str, refused: bool) -> str:
+    text = f"changed {change.what} {when}"
+    return f"{text}: {change.remedy or 'its time cannot be trusted'}" if refused else text
+
+
+def _is_ours(cell: Cell) -> bool:
+    return cell.implementation in anchors.NAMES or registry.origin(cell.implementation) == registry.OURS
+
+
+def _all_ours(question: p.Refusals | p.VerifyOnly) -> bool:
+    names = (
+        [question.implementation]
+        if isinstance(question, p.VerifyOnly)
+        else [cell.implementation for cell in question.cells]
+    )
+    return all(name in anchors.NAMES or registry.origin(name) == registry.OURS for name in names)
 
 
 def main() -> None:
@@ -250,21 +389,23 @@ def main() -> None:
     serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3] or None)
 
 
-def serve(connection: Connection, framework: str, device: str | None) -> None:
-    """Answer the questions of one parent until it hangs up."""
+def serve(connection: Connection, framework: str, device: str | None, state: ProcessState | None = None) -> None:
+    """Answer the questions of one parent until it hangs up; `state` as in Worker."""
     os.environ["ATTNBENCH_WORKER"] = "1"
+    os.set_inheritable(connection.fileno(), False)
     die_with_parent(connection.fileno())
     try:
-        answer = Worker(framework, device).answer
+        answer = Worker(framework, device, state).answer
     except errors.AttnBenchError as error:
         why = str(error)  # `error` itself is gone when the first question arrives
         answer = lambda question: p.Refused(why)  # noqa: E731
+    send, receive, numbered = p.send, p.receive, p.Numbered
     while True:
         try:
-            question = connection.recv_bytes()
+            asked = p.decode_question(receive(connection))
         except EOFError:
             return
-        connection.send_bytes(p.encode(answer(p.decode_question(question))))
+        send(connection, _encode(numbered(asked.number, answer(asked.message))))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class WorkloadRun:
         self._crowded_out: list[Cell] = []
         self._in_company = False
         self._by_kernel = False
-        self._began, self._turn = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}", 0
+        self._began, self._turn = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}", -1
         self._abandoned = False
 
     def records(self, cells: Sequence[Cell]) -> list[Record]:
@@ -106,9 +106,9 @@ class WorkloadRun:
 
     def _run_apart(self, cells: Sequence[Cell]) -> None:
         """These only."""
-        self._turn += 1
         self._run_together(cells)
-        self._crew.give_memory_back(self._crew.group(cell.implementation) for cell in cells)
+        groups = [self._crew.group(cell.implementation) for cell in cells]
+        self._crew.give_memory_back({*groups, *(self._crew.clean(group.framework) for group in groups)})
         for cell in cells:
             if isinstance(record := self._records.get(cell.id), Ok):
                 self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, APART))
@@ -119,6 +119,7 @@ class WorkloadRun:
         groups: dict[Group, list[Cell]] = {}
         for cell in cells:
             groups.setdefault(self._crew.group(cell.implementation), []).append(cell)
+        self._anchored: set[Group] = set()
         # Before anything is open: measuring them may cost a worker its life.
         self._ceilings = self._measure_ceilings(groups) if self._request.measure else {}
         timed = [one for one in self._open_all(groups) if one.opened.timed]
@@ -132,18 +133,17 @@ class WorkloadRun:
                 survivors = [one.cell for one in timed if one.group == dead.group and self._is_open(one.cell)]
                 others = [one for one in timed if one.group != dead.group and self._is_open(one.cell)]
                 timed = [*others, *(one for one in self._open_group(dead.group, survivors) if one.opened.timed)]
-        with ThreadPoolExecutor(len(groups) or 1) as pool:
-            list(pool.map(self._quietly_release, groups))
+        used = [*groups, *(group for group in self._anchored if group not in groups)]
+        with ThreadPoolExecutor(len(used) or 1) as pool:
+            list(pool.map(self._quietly_release, used))
 
     def _is_open(self, cell: Cell) -> bool:
         """Whether nothing final is known of it yet."""
         return cell.id not in self._records and cell not in self._crowded_out
 
     def _measure_ceilings(self, groups: dict[Group, list[Cell]]) -> dict[str, Ceilings | None]:
-        known = self._crew.environments
-        # A function with a process of its own may be the only one of its framework.
-        environments = [known.get(Group(group.framework)) or known[group._replace(lane=0)] for group in groups]
-        devices = dict.fromkeys(environment.device for environment in environments)
+        environments = [self._crew.environment(group.framework) for group in groups]
+        devices = dict.fromkeys(environment.device for environment in environments if environment is not None)
         return {device: self._crew.ceilings(self._workload.dtype, device) for device in devices}
 
     def _open_all(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
@@ -179,11 +179,15 @@ class WorkloadRun:
             raise CancelledError
         request = self._request
         self._listener.stage(cell, "verify")
-        question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed, self._shared)
+        # What a user function's process computes is no truth for others: it shares no folder with them.
+        shared = None if group.has_user_code else self._shared
+        question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed, shared)
         try:
             answer = self._crew.ask(group, question, request.timeout_s)
         except WorkerDied as died:
             raise last_words(cell, group, self._crew, died) from died
+        if isinstance(answer, p.Refused):
+            raise last_words(cell, group, self._crew, WorkerDied("failed", answer.reason))
         self._listener.verified(cell, isinstance(answer, p.Opened))
         if isinstance(answer, p.Closed):
             if answer.poisoned:
@@ -204,7 +208,7 @@ class WorkloadRun:
         if isinstance(record, OutOfMemory) and self._in_company and self._shares_memory(record):
             self._crowded_out.append(record.cell)
             return
-        if self._request.in_process:
+        if self._request.in_process and record.implementation not in anchors.NAMES:
             record = msgspec.structs.replace(record, isolation="in-process")
         self._records[_key(record)] = record
         if record.implementation not in anchors.NAMES:
@@ -217,7 +221,10 @@ class WorkloadRun:
         )
 
     def _measure(self, timed: Sequence[RemoteCell]) -> None:
+        """Sample all in turn, then finish all: a worker that dies meanwhile leaves nothing half done behind, and the
+        next attempt is a sitting of its own."""
         request = self._request
+        self._turn += 1
         for one in timed:
             self._listener.stage(one.cell, "measure")
         companions = [one for one in self._anchors(timed) if self._warmed(one)]
@@ -227,10 +234,13 @@ class WorkloadRun:
         rule = StopRule(request.budget_s, request.precision, request.trials)
         gathered = interleave(timed, rule, self._rng, always=companions)
         self._doubt_ceilings(gathered)
+        records: list[Record] = []
         for series in gathered:
             one = series.source
             assert isinstance(one, RemoteCell)
-            self._finish(one.lost if one.lost is not None else self._timed_record(one, series))
+            records.append(one.lost if one.lost is not None else self._timed_record(one, series))
+        for record in records:
+            self._finish(record)
 
     def _doubt_ceilings(self, gathered: Sequence[Series]) -> None:
         """One that a cell exceeds may have been measured in a bad moment: look again before accusing anyone, and before
@@ -263,8 +273,10 @@ class WorkloadRun:
         return one.lost is None
 
     def _anchors(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
-        """The two anchors, in the worker of the first cell: one process is enough to tell how fast the machine is."""
-        group = timed[0].group
+        """Open the two anchors in the clean worker of the first cell's framework: one process is enough to tell how
+        fast the machine is, and no user code may make it look slower."""
+        group = self._crew.clean(timed[0].group.framework)
+        self._anchored.add(group)
         cells = [msgspec.structs.replace(one, implementation=name) for one in [timed[0].cell] for name in anchors.NAMES]
         # One that has brought a worker down before is not tried again; every turn has times of its own of the others.
         opened = [self._open_anchor(cell, group) for cell in cells if cell.id not in self._records]
@@ -327,7 +339,7 @@ class WorkloadRun:
             also=times,
             cost=cost,
             throughput=throughput_of(self._workload, main.median_ns),
-            notes=(*ok.notes, *_warnings(main), *above_roofline(cost)),
+            notes=(*ok.notes, *one.changed, *_warnings(main), *above_roofline(cost)),
             spent_ns=spent_ns,
         )
 

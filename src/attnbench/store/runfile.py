@@ -76,8 +76,8 @@ class Run(Struct, frozen=True):
 
     @property
     def done(self) -> frozenset[str]:
-        """Ids of the cells that need not run again."""
-        return frozenset(record.cell.id for record in self.records)
+        """Ids of the cells that need not run again: all but those for which no process could be started."""
+        return frozenset(record.cell.id for record in self.records if not getattr(record, "unstarted", False))
 
 
 def new_header(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from time import perf_counter_ns
 from typing import Any
 
 from attnbench.errors import UsageError
@@ -39,10 +39,10 @@ class MeshApparatus(JaxFramework):
 
     def _timed(self, call: MeshCall, inner: Program, pass_: Any) -> Program:
         def run(state: Any) -> tuple[Array, ...]:
-            start = time.perf_counter_ns()
+            start = perf_counter_ns()
             results = inner.run(state[0])
             self.wait(results)
-            self._stopwatch.ns += time.perf_counter_ns() - start
+            self._stopwatch.ns += perf_counter_ns() - start
             return tuple(put(array) for put, array in zip(_homeward(call, state[1], pass_), results))
 
         def prepare(inputs: Inputs) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter_ns
 
 from attnbench.frameworks.torch_profile import synchronize
 
@@ -20,12 +20,12 @@ class Spans:
     def timed(self, kind: str) -> Iterator[None]:
         """Add the block's time to its kind."""
         synchronize(self._device)
-        start = time.perf_counter_ns()
+        start = perf_counter_ns()
         try:
             yield
         finally:
             synchronize(self._device)
-            self.ns[kind] += time.perf_counter_ns() - start
+            self.ns[kind] += perf_counter_ns() - start
 
 
 class Untimed(Spans):

@@ -1,0 +1,178 @@
+"""What a kernel's process must not change: taken before its code is loaded, compared after each of its turns.
+
+Two kinds of things are watched. Settings are values of the whole process, such as threads and affinity. Functions are
+what the clock and the checks call: ours, those of `time`, NumPy and the framework. A change that bears on the time or
+on the checks is refused, the others are told in the record. Whoever works below Python (ctypes, another thread that
+puts everything back in time) is not found; docs/method.md says so.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import math
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from attnbench.frameworks import Framework
+from attnbench.frameworks.base import Setting, Watched
+
+HOOKED_BY_MANY = {"print", "input", "open", "breakpoint", "exit", "quit", "help", "__import__", "__build_class__"}
+"""Built-in functions that consoles and import hooks replace, and that nothing here relies on."""
+SIGNALS = ("SIGINT", "SIGTERM", "SIGALRM", "SIGVTALRM", "SIGPROF")
+VARIABLES = re.compile(
+    r"^(OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|MALLOC_|XLA_FLAGS$|NVIDIA_TF32_OVERRIDE$|CUDA_VISIBLE_DEVICES$|CUDA_LAUNCH_BLOCKING$)"
+)
+"""Of the environment, what libraries read late or hand to processes that they start."""
+LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "RSS", "STACK", "MEMLOCK")
+
+
+class Change(NamedTuple):
+    """Something that is not as it was."""
+
+    what: str
+    """`torch's threads from 2 to 1`, or the name of a function that was replaced."""
+    refused: bool
+    """Whether times and checks cannot be trusted after it."""
+    remedy: str = ""
+    set_again: bool = False
+    """Whether each cell begins by setting it."""
+    harness: bool = True
+    """False for a function of a library: one of attnbench's own implementations may load a library that wraps it."""
+
+
+class _Entry(NamedTuple):
+    namespace: Mapping[str, Any]
+    key: str
+    value: Any
+    name: str
+    watched: Watched
+
+
+class ProcessState:
+    """The state of this process at one moment."""
+
+    def __init__(self, framework: Framework) -> None:
+        self._framework = framework
+        self._settings = _settings(framework)
+        self._entries, self._codes, self._shadows = _functions(framework)
+        self._instance = frozenset(vars(framework))
+
+    def changes(self) -> list[Change]:
+        """Return what differs now from the state that was taken, settings first."""
+        found: list[Change] = []
+        now = _settings(self._framework)
+        for name, before in self._settings.items():
+            after = now[name]
+            if after.value != before.value:
+                what = f"{name} from {_told(before.value)} to {_told(after.value)}"
+                found.append(Change(what, before.refused, before.remedy.format(after.value), before.set_again))
+        for entry in self._entries:
+            if entry.namespace.get(entry.key) is not entry.value:
+                found.append(Change(entry.name, entry.watched.refused, harness=entry.watched.harness))
+        for name, function, code, defaults in self._codes:
+            if function.__code__ is not code or function.__defaults__ is not defaults:
+                found.append(Change(name, refused=True))
+        for name, kind, known, watched in self._shadows:
+            for key in vars(kind).keys() - known:
+                if any(key in vars(base) for base in kind.__mro__[1:]):
+                    found.append(Change(f"{name}.{key}", watched.refused, harness=watched.harness))
+        for key in vars(self._framework).keys() - self._instance:
+            found.append(Change(f"attnbench's adapter of {self._framework.name} ({key})", refused=True))
+        return found
+
+
+def _told(value: object) -> str:
+    return "nothing" if value is None or value == () else str(value)
+
+
+def _settings(framework: Framework) -> dict[str, Setting]:
+    """Settings of the process and of its framework, by the name that a message uses."""
+    found = {
+        "running interval timers": Setting(_timers()),
+        "Python's garbage collection": Setting((gc.isenabled(), gc.get_threshold())),
+        "Python's switch interval": Setting(sys.getswitchinterval()),
+        "Python's trace function": Setting(sys.gettrace()),
+        "Python's profile function": Setting(sys.getprofile()),
+        "NumPy's error handling": Setting(tuple(sorted(np.geterr().items()))),
+    }
+    for name in SIGNALS:
+        if (number := getattr(signal, name, None)) is not None:
+            found[f"the handler of {name}"] = Setting(signal.getsignal(number))
+    for name in LIMITS:
+        if (number := getattr(resource, f"RLIMIT_{name}", None)) is not None:
+            found[f"the resource limit {name}"] = Setting(resource.getrlimit(number))
+    found["environment variables"] = Setting(
+        tuple(sorted(one for one in os.environ.items() if VARIABLES.match(one[0])))
+    )
+    if hasattr(os, "sched_getaffinity"):
+        remedy = "remove that call and pass --threads, which pins all that are measured alike"
+        found["the CPU affinity"] = Setting(tuple(sorted(os.sched_getaffinity(0))), refused=True, remedy=remedy)
+    if hasattr(os, "sched_getscheduler"):
+        found["the scheduling policy"] = Setting(os.sched_getscheduler(0), refused=True)
+    if hasattr(os, "getpriority"):
+        found["the nice value"] = Setting(os.getpriority(os.PRIO_PROCESS, 0), refused=True)
+    return found | dict(framework.settings())
+
+
+def _timers() -> tuple[str, ...]:
+    kinds = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
+    return tuple(kind for kind in kinds if signal.getitimer(getattr(signal, kind)) != (0.0, 0.0))
+
+
+def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Functions by where they are looked up, the code of those that are written in Python, and classes to which a
+    method could be added that hides an inherited one."""
+    entries: list[_Entry] = []
+    codes: list[tuple[Any, ...]] = []
+    shadows: list[tuple[Any, ...]] = []
+
+    def watch(name: str, namespace: Mapping[str, Any], watched: Watched) -> None:
+        for key, value in namespace.items():
+            if isinstance(value, watched.kinds):
+                entries.append(_Entry(namespace, key, value, f"{name}.{key}", watched))
+            if watched.code and isinstance(value, FunctionType):
+                codes.append((f"{name}.{key}", value, value.__code__, value.__defaults__))
+
+    for name, where, watched in (*_ours(framework), *_theirs(), *framework.functions()):
+        watch(name, vars(where), watched)
+        if isinstance(where, type):
+            shadows.append((name, where, frozenset(vars(where)), watched))
+    plain = {key: value for key, value in vars(builtins).items() if key not in HOOKED_BY_MANY}
+    for key, value in plain.items():
+        if isinstance(value, BuiltinFunctionType):
+            entries.append(_Entry(vars(builtins), key, value, key, Watched()))
+    return entries, codes, shadows
+
+
+def _ours(framework: Framework) -> Iterator[tuple[str, Any, Watched]]:
+    """Every module and class of attnbench that is loaded, and the framework's adapter."""
+    kinds = (FunctionType, BuiltinFunctionType, type, property, staticmethod, classmethod, cached_property)
+    watched = Watched(kinds=(*kinds, type(msgspec.msgpack.Encoder().encode), type(lambda: 0)), code=True)
+    for name, module in list(sys.modules.items()):
+        if (name == "attnbench" or name.startswith("attnbench.")) and isinstance(module, ModuleType):
+            yield name, module, watched
+            for key, value in list(vars(module).items()):
+                if isinstance(value, type) and value.__module__ == name:
+                    yield f"{name}.{key}", value, watched
+    yield f"attnbench.frameworks.{framework.name}.FRAMEWORK", type(framework), watched
+
+
+def _theirs() -> Iterator[tuple[str, Any, Watched]]:
+    """Modules of Python and NumPy that clocks and checks call."""
+    for module in (time, resource, math, msgspec, msgspec.structs):
+        yield module.__name__, module, Watched()
+    for module in (np, np.linalg):
+        kinds = (FunctionType, BuiltinFunctionType, type, np.ufunc, type(np.concatenate))
+        yield module.__name__, module, Watched(kinds=kinds, harness=False)
