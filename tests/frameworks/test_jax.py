@@ -13,7 +13,7 @@ import pytest
 
 from attnbench.errors import UsageError
 from attnbench.frameworks import jax_clocks
-from attnbench.frameworks.base import Inputs, Program
+from attnbench.frameworks.base import Inputs, Program, Watch
 from attnbench.frameworks.jax import FRAMEWORK as JAX
 from attnbench.frameworks.jax import precision_of
 from attnbench.frameworks.jax_clocks import Kernel, ProfilerFailed, split_calls
@@ -311,6 +311,19 @@ def cupti(monkeypatch):
     jax_clocks.cupti_problem.cache_clear()
 
 
+class Third(Watch):
+    """Looks at the third call."""
+
+    def __init__(self):
+        self.seen = []
+
+    def pick(self, calls):
+        return [2]
+
+    def look(self, call, output):
+        self.seen.append((call, float(output[0].max())))
+
+
 class TestKernelClock:
     def program(self, cupti):
         def prepare(x):
@@ -329,10 +342,11 @@ class TestKernelClock:
 
     def test_flushes_and_preparation_are_left_out_and_inputs_rotate(self, cupti):
         clock = jax_clocks.KernelClock(JAX, None)
-        samples = clock.sample(self.program(cupti), self.sets(), count=3, calls=2)
-        assert np.allclose(samples.ns, [3000, 5000, 3000])
-        assert samples.last_input == 0
-        assert float(samples.last[0].max()) == 1.0
+        watch = Third()
+        samples = clock.sample(self.program(cupti), self.sets(), count=5, watch=watch)
+        assert np.allclose(samples.ns, [3000, 5000, 3000, 5000, 3000])
+        assert watch.seen == [(0, 1.0)], "the third call has the first inputs again"
+        assert np.allclose(clock.sample(self.program(cupti), self.sets(), count=3, calls=2).ns, 4000)
 
     def test_names_without_repeats(self, cupti):
         assert jax_clocks.kernel_names(self.program(cupti), self.sets()[0]) == ["attention", "merge"]

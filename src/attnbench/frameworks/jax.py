@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,10 @@ class JaxFramework(Framework):
             with precision_of(leaf.dtype):
                 copies.append(jnp.array(leaf, copy=True))
         return tuple(copies)
+
+    def part(self, array: Array, starts: Sequence[int], sizes: Sequence[int]) -> Array:
+        with precision_of(array.dtype):  # compiled for the sizes, not for each place
+            return import_jax().lax.dynamic_slice(array, [np.int32(start) for start in starts], sizes)
 
     def on_one_device(self, array: Array) -> Array:
         devices = sorted(array.devices(), key=lambda device: device.id)
