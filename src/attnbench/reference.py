@@ -108,12 +108,20 @@ def _contained(xp: Any, probabilities: Array, v: Array) -> Array:
 
 
 def forward_rows(
-    workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace, wide: Any, *, contain: bool = False
+    workload: Workload,
+    head: Head,
+    rows: np.ndarray,
+    namespace: Namespace,
+    wide: Any,
+    *,
+    contain: bool = False,
+    cut: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [g, rows, dv] and LSE [g, rows] of some query rows of one head; softmax in `wide`, products as given."""
+    """Output [g, rows, dv] and LSE [g, rows] of some query rows of one head; softmax in `wide`, products as given.
+    `cut`: head.q holds these rows alone, in their order."""
     xp = array_api_compat.array_namespace(head.q)
     visible, weight = visible_bias(workload, head, rows, namespace)
-    taken = xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=1)
+    taken = head.q if cut else xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=1)
     p = _probabilities(workload, taken, head.k, visible, weight, wide)
     narrow = xp.astype(p.normal, head.v.dtype)
     out = _contained(xp, narrow, head.v) if contain else xp.matmul(narrow, head.v)
@@ -121,13 +129,21 @@ def forward_rows(
 
 
 def backward_rows(
-    workload: Workload, head: Head, dout: Array, rows: np.ndarray, namespace: Namespace, wide: Any, terms: bool = False
+    workload: Workload,
+    head: Head,
+    dout: Array,
+    rows: np.ndarray,
+    namespace: Namespace,
+    wide: Any,
+    terms: bool = False,
+    *,
+    cut: bool = False,
 ) -> Gradients:
     """What some query rows of one head contribute: dq of those rows, dk and dv summed over them and the group; with
-    `terms` also what cancels."""
+    `terms` also what cancels. `cut`: head.q and dout hold these rows alone, in their order."""
     xp = array_api_compat.array_namespace(head.q)
     index = namespace.asarray(np.asarray(rows))
-    q, dout = xp.take(head.q, index, axis=1), xp.take(dout, index, axis=1)
+    q, dout = (head.q, dout) if cut else (xp.take(x, index, axis=1) for x in (head.q, dout))
     visible, weight = visible_bias(workload, head, rows, namespace)
     p = _probabilities(workload, q, head.k, visible, weight, wide)
     narrow = xp.astype(p.normal, head.v.dtype)

@@ -14,7 +14,7 @@ import pytest
 
 from attnbench.errors import UsageError
 from attnbench.frameworks import jax_clocks
-from attnbench.frameworks.base import Inputs, Program
+from attnbench.frameworks.base import Inputs, Program, Watch
 from attnbench.frameworks.cupti import CuptiFailed, Work
 from attnbench.frameworks.jax import FRAMEWORK as JAX
 from attnbench.frameworks.jax import precision_of
@@ -303,6 +303,19 @@ def cupti(monkeypatch):
     jax_clocks.cupti_problem.cache_clear()
 
 
+class Third(Watch):
+    """Looks at the third call."""
+
+    def __init__(self):
+        self.seen = []
+
+    def pick(self, calls):
+        return [2]
+
+    def look(self, call, output):
+        self.seen.append((call, float(output[0].max())))
+
+
 class TestKernelClock:
     def program(self, cupti):
         def prepare(x):
@@ -322,10 +335,11 @@ class TestKernelClock:
 
     def test_copies_and_fills_count_and_flushes_and_preparation_do_not(self, cupti):
         clock = jax_clocks.KernelClock(JAX, None)
-        samples = clock.sample(self.program(cupti), self.sets(), count=3, calls=2)
-        assert np.allclose(samples.ns, [3000, 5000, 3000])
-        assert samples.last_input == 0
-        assert float(samples.last[0].max()) == 1.0
+        watch = Third()
+        samples = clock.sample(self.program(cupti), self.sets(), count=5, watch=watch)
+        assert np.allclose(samples.ns, [3000, 5000, 3000, 5000, 3000])
+        assert watch.seen == [(0, 1.0)], "the third call has the first inputs again"
+        assert np.allclose(clock.sample(self.program(cupti), self.sets(), count=3, calls=2).ns, 4000)
 
     def test_names_without_repeats(self, cupti):
         assert jax_clocks.kernel_names(self.program(cupti), self.sets()[0]) == ["Memset", "attention", "Memcpy"]

@@ -8,7 +8,7 @@ import pytest
 
 from attnbench.errors import UnknownName, UsageError
 from attnbench.frameworks import get
-from attnbench.frameworks.base import Framework, Inputs, Program
+from attnbench.frameworks.base import Framework, Inputs, Program, Watch
 from attnbench.workloads import masks
 from attnbench.workloads.masks import MaskShape
 
@@ -236,15 +236,31 @@ def test_trace_is_a_chrome_trace(tmp_path):
     assert any("flash_attention" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"])
 
 
-def test_wall_clock_rotates_inputs_and_keeps_the_last_output():
+class Kept(Watch):
+    """Looks at the calls of each sample that a test names."""
+
+    def __init__(self, *picked):
+        self.picked, self.outputs = picked, {}
+
+    def pick(self, calls):
+        return [index for index in self.picked if index < calls]
+
+    def look(self, call, output):
+        self.outputs[call] = FRAMEWORK.snapshot(output)
+
+
+@pytest.mark.parametrize("picked", [(0,), (1,), (2,), (0, 2), (0, 1, 2), ()])
+def test_wall_clock_rotates_inputs_and_shows_the_picked_calls(picked):
     sets = [draw(), draw()]
     program = FRAMEWORK.programs(scores_stored, "train", sets[0]).main
     assert FRAMEWORK.clocks("cpu") == ("wall",)
-    samples = FRAMEWORK.clock("wall", "cpu").sample(program, sets, count=4, calls=2)
+    watch = Kept(*picked)
+    samples = FRAMEWORK.clock("wall", "cpu").sample(program, sets, count=4, calls=3, watch=watch)
     assert len(samples.ns) == 4
     assert min(samples.ns) > 0
-    assert samples.last_input == 1
-    torch.testing.assert_close(samples.last, tuple(x.detach() for x in run(program, sets[1])))
+    assert sorted(watch.outputs) == [3 * sample + index for sample in range(4) for index in picked]
+    for call, output in watch.outputs.items():
+        torch.testing.assert_close(output, tuple(x.detach() for x in run(program, sets[call % 2])))
 
 
 def test_anchors_return_their_operands():
@@ -292,7 +308,6 @@ def test_the_kernel_clock_counts_only_work_between_fences():
 
 
 def test_samples_are_means_over_calls():
-    assert torch_clocks._rotation(2, 3, 2) == [0, 0, 1, 1, 0, 0]
     assert torch_clocks._means([1, 3, 5, 7], 2) == [2, 6]
 
 
@@ -307,10 +322,12 @@ def test_gpu_clocks_agree(pass_):
     run(program, sets[0])
     medians = {}
     for name in FRAMEWORK.clocks("cuda"):
-        samples = FRAMEWORK.clock(name, "cuda").sample(program, sets, 20)
-        medians[name] = np.median(samples.ns)
-        for got, want in zip(samples.last, run(program, sets[samples.last_input])):
-            torch.testing.assert_close(got, want.detach(), rtol=2e-2, atol=2e-2)
+        watch = Kept(0)
+        medians[name] = np.median(FRAMEWORK.clock(name, "cuda").sample(program, sets, 20, watch=watch).ns)
+        assert watch.outputs
+        for call, output in watch.outputs.items():
+            for got, want in zip(output, run(program, sets[call % 2])):
+                torch.testing.assert_close(got, want.detach(), rtol=2e-2, atol=2e-2)
     assert max(medians.values()) < 1.1 * min(medians.values()), medians
 
 

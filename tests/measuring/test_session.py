@@ -212,7 +212,7 @@ def test_looking_answers_up_by_their_whole_content_gains_nothing(worker):
     before = len(subject.store)
     taken = worker.ask(p.Sample(Cell("subject", workload).id, "main", 9, 2), 60)
     assert len(taken.ns) == 9
-    assert len(subject.store) == before + 18, "every timed call computed its own answer"
+    assert len(subject.store) >= before + 18, "every timed call computed its own answer"
 
 
 def test_stored_probabilities_gain_nothing(worker):

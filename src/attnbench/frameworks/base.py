@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter_ns
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,12 +45,29 @@ class Watched(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arrays of one call in the implementation's layout; `dout` is the random cotangent of the output."""
+    """Arrays of one call in the implementation's layout; `dout` is the random cotangent of the output, or a function
+    that makes it, so that a forward pass that comes first cannot know it."""
 
     q: Array
     k: Array
     v: Array
-    dout: Array
+    dout: Any
+
+    def cotangent(self) -> Array:
+        """Return dO, made now if it was not there yet."""
+        return self.dout() if callable(self.dout) else self.dout
+
+    def settled(self) -> Inputs:
+        """Return the same inputs with dO made."""
+        return self._replace(dout=self.cotangent())
+
+
+class InputSets(Protocol):
+    """A list of inputs, or something that makes the one asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Inputs: ...
 
 
 @dataclass(frozen=True)
@@ -82,11 +100,35 @@ OUTPUTS: Mapping[Pass, tuple[str, ...]] = {
 
 
 class Samples(NamedTuple):
-    """What a clock saw. `last` is a snapshot of the final call's output, taken at once, for the honesty check."""
+    """What a clock saw, in ns per call."""
 
     ns: list[float]
-    last: tuple[Array, ...]
-    last_input: int
+
+
+class Watch:
+    """Looks at the outputs of timed calls, never while the clock runs. This one looks at none of them."""
+
+    def pick(self, calls: int) -> Sequence[int]:
+        """Choose which of the next so many calls are looked at, in order; asked when their inputs are prepared."""
+        del calls
+        return ()
+
+    def picks(self, count: int, calls: int) -> frozenset[int]:
+        """Choose among the calls of so many samples at once, counted from the first call of the visit."""
+        return frozenset(calls * sample + index for sample in range(count) for index in self.pick(calls))
+
+    def look(self, call: int, output: tuple[Array, ...]) -> None:
+        """Take what is needed of the output of a picked call, whose inputs were the item `call` of the visit's. By the
+        clocks of an accelerator nothing has waited for the call yet: what is copied is copied in stream order."""
+
+
+UNWATCHED = Watch()
+
+
+def cut_after(prepared: Sequence[Any], picked: Sequence[int]) -> list[Sequence[Any]]:
+    """Cut prepared calls so that each picked one ends a piece: what it returns can be kept without work per call."""
+    edges = [0, *(index + 1 for index in picked), len(prepared)]
+    return [prepared[begin:end] for begin, end in pairwise(edges) if begin < end]
 
 
 class Peak(NamedTuple):
@@ -112,10 +154,14 @@ class Clock(ABC):
     """A way to time a Program."""
 
     name: str
+    repeats_inputs: bool = False
+    """Whether the calls of one visit share a few prepared inputs, so that only the first of `inputs` are used."""
 
     @abstractmethod
-    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
-        """`count` samples of the mean over `calls` calls, in ns per call, rotating through the input sets."""
+    def sample(
+        self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
+    ) -> Samples:
+        """Take `count` samples of the mean over `calls` calls, rotating through the inputs call by call."""
 
 
 class WallClock(Clock):
@@ -126,21 +172,27 @@ class WallClock(Clock):
     def __init__(self, framework: Framework) -> None:
         self._framework = framework
 
-    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+    def sample(
+        self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
+    ) -> Samples:
         wait, now, run = self._framework.wait, perf_counter_ns, program.run
         ns: list[float] = []
         output: tuple[Array, ...] = ()
-        which = 0
-        for sample in range(count):
-            which = sample % len(inputs)
-            prepared = [program.prepare(inputs[which]) for _ in range(calls)]
+        for first in range(0, count * calls, calls):
+            prepared = [program.prepare(inputs[call % len(inputs)]) for call in range(first, first + calls)]
             wait(prepared)
+            picked, kept = watch.pick(calls), []
+            pieces = cut_after(prepared, picked)
             start = now()
-            for state in prepared:
-                output = run(state)
-                wait(output)
+            for piece in pieces:
+                for state in piece:
+                    output = run(state)
+                    wait(output)
+                kept.append(output)
             ns.append((now() - start) / calls)
-        return Samples(ns, self._framework.snapshot(output), which)
+            for index, found in zip(picked, kept):
+                watch.look(first + index, found)
+        return Samples(ns)
 
 
 class Stopwatch:
@@ -163,20 +215,25 @@ class OwnClock(Clock):
     def __init__(self, framework: Framework, stopwatch: Stopwatch) -> None:
         self._framework, self._stopwatch = framework, stopwatch
 
-    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+    def sample(
+        self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
+    ) -> Samples:
         ns: list[float] = []
         output: tuple[Array, ...] = ()
-        which = 0
-        for sample in range(count):
-            which = sample % len(inputs)
-            prepared = [program.prepare(inputs[which]) for _ in range(calls)]
+        for first in range(0, count * calls, calls):
+            prepared = [program.prepare(inputs[call % len(inputs)]) for call in range(first, first + calls)]
             self._framework.wait(prepared)
+            picked, kept = watch.pick(calls), []
             self._stopwatch.take()
-            for state in prepared:
-                output = program.run(state)
-                self._framework.wait(output)
+            for piece in cut_after(prepared, picked):
+                for state in piece:
+                    output = program.run(state)
+                    self._framework.wait(output)
+                kept.append(output)
             ns.append(self._stopwatch.take() / calls)
-        return Samples(ns, self._framework.snapshot(output), which)
+            for index, found in zip(picked, kept):
+                watch.look(first + index, found)
+        return Samples(ns)
 
 
 class Framework(ABC):
@@ -248,6 +305,15 @@ class Framework(ABC):
     @abstractmethod
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
         """Copies taken now, in the order of the current stream, without waiting for other streams or threads."""
+
+    def part(self, array: Array, starts: Sequence[int], sizes: Sequence[int]) -> Array:
+        """Copy a box of the array, in the order of the current stream."""
+        box = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
+        return self.snapshot((array[box],))[0]
+
+    def checksum(self, array: Array) -> bytes:
+        """Digest of the bits of an array that can be changed in place, to tell later whether it was."""
+        raise NotImplementedError(f"arrays of {self.name} cannot be changed")
 
     def on_one_device(self, array: Array) -> Array:
         """The same where it lay on several."""

@@ -144,6 +144,10 @@ class JaxFramework(Framework):
                 copies.append(jnp.array(leaf, copy=True))
         return tuple(copies)
 
+    def part(self, array: Array, starts: Sequence[int], sizes: Sequence[int]) -> Array:
+        with precision_of(array.dtype):  # compiled for the sizes, not for each place
+            return import_jax().lax.dynamic_slice(array, [np.int32(start) for start in starts], sizes)
+
     def on_one_device(self, array: Array) -> Array:
         devices = sorted(array.devices(), key=lambda device: device.id)
         return array if len(devices) == 1 else import_jax().device_put(array, devices[0])

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from attnbench.frameworks import cupti
-from attnbench.frameworks.base import Clock, Framework, Inputs, Program, Samples
+from attnbench.frameworks.base import UNWATCHED, Clock, Framework, Inputs, InputSets, Program, Samples, Watch
 from attnbench.frameworks.cupti import CuptiFailed, Work
 
 FLUSH_BYTES = 256 << 20
 """Twice the largest L2 so far (a B200's 126 MB): JAX does not tell the device's."""
+PREPARED = 2
+"""Inputs that are prepared for a visit: preparing between calls would be seen by the profiler."""
 
 
 class Flush:
@@ -60,29 +62,37 @@ class KernelClock(Clock):
     """Sum of the durations of all device work of one call, each call after an L2 flush."""
 
     name = "kernel"
+    repeats_inputs = True
 
     def __init__(self, framework: Framework, device: Any) -> None:
         self._framework = framework
         self._flush = Flush(device)
         self._flush_names = frozenset(work.name for work in cupti.record(lambda: _flush_then_wait(self._flush)))
 
-    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
-        prepared = [program.prepare(one) for one in inputs]
+    def sample(
+        self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
+    ) -> Samples:
+        prepared = [program.prepare(inputs[which]) for which in range(min(PREPARED, len(inputs), count * calls))]
         # XLA launches its first calls one by one and records a CUDA graph then: let that be over.
-        self._framework.wait([program.run(state) for state in prepared])
-        output: list[Any] = []
+        for state in prepared:
+            self._framework.wait(program.run(state))
+        picked = watch.pick(count * calls)  # their outputs are kept till the end: a copy would count as a kernel
+        kept: list[tuple[Any, ...]] = []
 
         def body() -> None:
             for call in range(count * calls):
                 self._flush()
-                output[:] = program.run(prepared[call // calls % len(prepared)])
+                output = program.run(prepared[call % len(prepared)])
                 self._framework.wait(output)
+                if call in picked:
+                    kept.append(output)
 
         seen = cupti.record(body)
-        last = self._framework.snapshot(tuple(output))
+        for call, output in zip(picked, kept):
+            watch.look(call % len(prepared), output)
         each = split_calls(seen, self._flush_names, count * calls)
         ns = [sum(each[start : start + calls]) / calls for start in range(0, len(each), calls)]
-        return Samples(ns, last, (count - 1) % len(inputs))
+        return Samples(ns)
 
 
 def split_calls(seen: Sequence[Work], flush_names: frozenset[str], calls: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -111,10 +112,10 @@ class NumpyFramework(Framework):
         vjp = getattr(call, "vjp", None)
         if vjp is None:
             raise Unsupported("NumPy has no automatic gradients, and this call brings no vjp of its own")
-        backward = Program(lambda x: tuple(vjp(*x)))
+        backward = Program(lambda x: tuple(vjp(*x)), Inputs.settled)
         if pass_ == "backward":
             return Programs(backward, 0)
-        train = Program(lambda x: (call(x.q, x.k, x.v), *vjp(*x)))
+        train = Program(lambda x: (call(x.q, x.k, x.v), *vjp(*x)), Inputs.settled)
         return Programs(train, 0, {"forward": forward, "backward": backward})
 
     def wait(self, tree: Any) -> None:
@@ -122,6 +123,9 @@ class NumpyFramework(Framework):
 
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(x.copy() for x in tree)
+
+    def checksum(self, array: Array) -> bytes:
+        return hashlib.blake2b(array.tobytes()).digest()
 
     def same_bits(self, a: Array, b: Array) -> bool:
         return a.shape == b.shape and a.tobytes() == b.tobytes()

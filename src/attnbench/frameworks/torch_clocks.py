@@ -1,7 +1,7 @@
 """Clocks of torch accelerators: events around the call, the profiler's kernel times, CUDA-graph replay.
 
-All three write twice the L2 cache before each call, so that every sample starts cold, and take the snapshot of the last
-output in stream order before anything waits: work left behind on another stream shows as a wrong result.
+All three write twice the L2 cache before each call, so that every sample starts cold, and let outputs be looked at in
+stream order before anything waits: work left behind on another stream shows as a wrong result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from attnbench.frameworks.base import Clock, Inputs, Program, Samples
+from attnbench.frameworks.base import UNWATCHED, Clock, Inputs, InputSets, Program, Samples, Watch
 from attnbench.frameworks.torch_profile import device_activity, is_device_work, raw_events, synchronize
 from attnbench.frameworks.torch_programs import ReplayableProgram
 
@@ -23,6 +23,8 @@ UNKNOWN_CACHE_BYTES = 64 << 20
 QUEUED_CALLS = 20
 """Calls enqueued before the host waits."""
 LONGEST_HOLD_NS = 2_000_000
+GRAPHS = 2
+"""Graphs that are captured, each with inputs of its own."""
 CYCLES_PER_NS = 2
 """About 2 GHz; only how long the stream is held depends on it."""
 
@@ -58,12 +60,14 @@ class _DeviceClock(Clock):
         return torch.get_device_module(self._device).Event(enable_timing=True)
 
     def _timed(
-        self, calls: Sequence[Callable[[], tuple[Any, ...]]], prepare: Callable[[int], None]
-    ) -> tuple[list[float], Any]:
-        """ns of each call between events, a few enqueued at a time, and the snapshot of the last output."""
+        self,
+        calls: Sequence[Callable[[], tuple[Any, ...]]],
+        prepare: Callable[[int], None],
+        look: Callable[[int, tuple[Any, ...]], None],
+    ) -> list[float]:
+        """ns of each call between events, a few enqueued at a time; `look` comes after the second event of each."""
         pairs: list[tuple[Any, Any]] = []
         ns: list[float] = []
-        last: Any = ()
         for index, call in enumerate(calls):
             prepare(index)
             start, stop = self._event(), self._event()
@@ -71,13 +75,12 @@ class _DeviceClock(Clock):
             output = call()
             stop.record()
             pairs.append((start, stop))
-            final = index == len(calls) - 1
-            last = self._snapshot(output) if final else last
-            if final or len(pairs) == QUEUED_CALLS:
+            look(index, output)
+            if index == len(calls) - 1 or len(pairs) == QUEUED_CALLS:
                 synchronize(self._device)
                 ns += [begin.elapsed_time(end) * 1e6 for begin, end in pairs]
                 pairs.clear()
-        return ns, last
+        return ns
 
 
 class EventClock(_DeviceClock):
@@ -88,19 +91,25 @@ class EventClock(_DeviceClock):
 
     name = "events"
 
-    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+    def sample(
+        self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
+    ) -> Samples:
         cold, hold = ColdCache(self._device), self._hold(program, inputs[0])
-        order = _rotation(len(inputs), count, calls)
         state: Any = None
 
         def prepare(index: int) -> None:
             nonlocal state
-            state = program.prepare(inputs[order[index]])
+            state = program.prepare(inputs[index % len(inputs)])
             cold.flush()
             hold()
 
-        ns, last = self._timed([lambda: program.run(state)] * len(order), prepare)
-        return Samples(_means(ns, calls), last, order[-1])
+        picked = watch.picks(count, calls)
+
+        def look(index: int, output: tuple[Any, ...]) -> None:
+            if index in picked:
+                watch.look(index, output)
+
+        return Samples(_means(self._timed([lambda: program.run(state)] * (count * calls), prepare, look), calls))
 
     def _hold(self, program: Program, inputs: Inputs) -> Callable[[], None]:
         import torch
@@ -121,22 +130,24 @@ class KernelClock(_DeviceClock):
 
     name = "kernel"
 
-    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+    def sample(
+        self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
+    ) -> Samples:
         from torch.profiler import profile
 
         cold = ColdCache(self._device)
         fences = _fence_names(self._device)
-        order = _rotation(len(inputs), count, calls)
-        last: tuple[Any, ...] = ()
+        picked = watch.picks(count, calls)
         with profile(activities=[device_activity(self._device)]) as profiler:
-            for index, which in enumerate(order):
-                state = program.prepare(inputs[which])
+            for index in range(count * calls):
+                state = program.prepare(inputs[index % len(inputs)])
                 cold.flush()
                 output = program.run(state)
                 cold.mark()
-                last = self._snapshot(output) if index == len(order) - 1 else last
+                if index in picked:
+                    watch.look(index, output)
             synchronize(self._device)
-        return Samples(_means(_between_fences(raw_events(profiler), fences, len(order)), calls), last, order[-1])
+        return Samples(_means(_between_fences(raw_events(profiler), fences, count * calls), calls))
 
 
 @cache
@@ -179,13 +190,21 @@ class GraphClock(_DeviceClock):
     """Replay of a captured CUDA graph between events: what a launch-bound call costs without its launches."""
 
     name = "graph"
+    repeats_inputs = True
 
-    def sample(self, program: Program, inputs: Sequence[Inputs], count: int, calls: int = 1) -> Samples:
+    def sample(
+        self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
+    ) -> Samples:
         cold = ColdCache(self._device)
-        order = _rotation(len(inputs), count, calls)
-        replays = {which: self._capture(program, inputs[which]) for which in dict.fromkeys(order)}
-        ns, last = self._timed([replays[which] for which in order], lambda index: cold.flush())
-        return Samples(_means(ns, calls), last, order[-1])
+        replays = [self._capture(program, inputs[which]) for which in range(min(GRAPHS, len(inputs), count * calls))]
+        picked = watch.picks(count, calls)
+
+        def look(index: int, output: tuple[Any, ...]) -> None:
+            if index in picked:  # a copy, because each replay writes its result where the last one did
+                watch.look(index % len(replays), self._snapshot(output))
+
+        each = [replays[index % len(replays)] for index in range(count * calls)]
+        return Samples(_means(self._timed(each, lambda index: cold.flush(), look), calls))
 
     def _capture(self, program: Program, inputs: Inputs) -> Callable[[], tuple[Any, ...]]:
         import torch
@@ -209,11 +228,6 @@ class GraphClock(_DeviceClock):
             return output
 
         return replay
-
-
-def _rotation(sets: int, count: int, calls: int) -> list[int]:
-    """Input set of each call: one set per sample."""
-    return [sample % sets for sample in range(count) for _ in range(calls)]
 
 
 def _means(ns: Sequence[float], calls: int) -> list[float]:

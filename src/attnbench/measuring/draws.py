@@ -56,6 +56,8 @@ class Draws:
         self.framework, self.device, self.workload, self.seed = framework, device, workload, seed
         self._shelf = Shelf(shared)
         self._arrays: dict[Layout, list[Inputs]] = {}
+        self._sums: dict[Layout, list[bytes]] = {}
+        """Checksums of the arrays, from when they were made."""
         self._truths: dict[tuple[int, bool], list[Truth]] = {}
         self._runs: dict[tuple[bool, bool], Callable[..., tuple[Array, ...]]] = {}
 
@@ -65,6 +67,7 @@ class Draws:
             self._arrays[layout] = [
                 Inputs(*(self.framework.transpose(x, "bshd", layout) for x in inputs)) for inputs in self._canonical
             ]
+            self._sums.setdefault(layout, self._checksums(self._arrays[layout]))
         return self._arrays[layout]
 
     def scaled(self, layout: Layout, scale: float) -> Inputs:
@@ -79,7 +82,18 @@ class Draws:
 
     @cached_property
     def _canonical(self) -> list[Inputs]:
-        return [self._drawn(SETS * self.seed + n) for n in range(SETS)]
+        drawn = [self._drawn(SETS * self.seed + n) for n in range(SETS)]
+        self._sums["bshd"] = self._checksums(drawn)
+        return drawn
+
+    def _checksums(self, sets: list[Inputs]) -> list[bytes]:
+        fw = self.framework
+        return [fw.checksum(array) for inputs in sets for array in inputs] if fw.overwrites else []
+
+    def intact(self, layout: Layout) -> bool:
+        """Whether the input sets in a layout, and as they were drawn, still hold what they held at first."""
+        layouts: set[Layout] = {"bshd", layout}
+        return all(self._checksums(self.inputs(one)) == self._sums[one] for one in layouts)
 
     def _drawn(self, seed: int) -> Inputs:
         """One input set. On an accelerator the host draws one stretch of tokens only: the others are the same numbers,

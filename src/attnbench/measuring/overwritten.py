@@ -1,13 +1,18 @@
-"""Is a result computed from its inputs, or found under their addresses? Other values are written into the same memory:
-the answer must be that of the new ones."""
+"""Memory that is written to: inputs by the harness, earlier results by the implementation.
+
+Is a result computed from its inputs, or found under their addresses? Other values are written into the same memory: the
+answer must be that of the new ones. And is it the caller's to keep? A later call must not write into it.
+"""
 
 from __future__ import annotations
 
-from attnbench.frameworks import OUTPUTS, Inputs
+from attnbench.frameworks import OUTPUTS, Inputs, Program
 from attnbench.measuring.alike import apart, spot
 from attnbench.measuring.subject import Subject, Wrong, run
 from attnbench.measuring.tolerance import Limits
 from attnbench.spec import Array
+
+OVERWRITES = "overwrites the result of its previous call"
 
 
 def check(subject: Subject, good: tuple[Array, ...], limits: dict[str, Limits]) -> tuple[str, ...]:
@@ -31,3 +36,17 @@ def check(subject: Subject, good: tuple[Array, ...], limits: dict[str, Limits]) 
                 f"({spot(differs, subject.layout)} differs by {differs.share:.1e}, {differs.allowed:.1e} allowed)"
             )
     return ("overwritten inputs",)
+
+
+def require_kept(subject: Subject, program: Program) -> None:
+    """Hold the result of a call over later ones, on the other input set and on its own: it must stay as it was."""
+    framework, (first, second) = subject.framework, subject.draws.inputs(subject.layout)[:2]
+    if not framework.overwrites:
+        return
+    held = run(program, first)
+    framework.wait(held)
+    before = framework.snapshot(held)
+    for inputs in (second, first, second):
+        framework.wait(run(program, inputs))
+        if not all(framework.same_bits(old, now) for old, now in zip(before, held)):
+            raise Wrong(OVERWRITES)

@@ -30,6 +30,8 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 FEW_ROUNDS = 3
 """A call so slow that the budget is spent three times over gets no more than this many."""
 MOST_SAMPLES_PER_VISIT = 50
+VARIED = 0.3
+"""Visits are longer or shorter than that by up to this share, at random: which call is the last cannot be known."""
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -169,13 +171,19 @@ class StopRule:
         return series.spent_s >= self.budget_s or series.tight(self.precision)
 
 
+def varied(count: int, rng: random.Random) -> int:
+    """Draw a number around this one, at least 1."""
+    return max(1, round(count * rng.uniform(1 - VARIED, 1 + VARIED)))
+
+
 def interleave(
     sources: Sequence[Source],
     rule: StopRule,
     rng: random.Random,
     always: Sequence[Source] = (),
 ) -> list[Series]:
-    """Visit all sources in a fresh random order each round until each has had enough; `always` ones join each round."""
+    """Visit all sources in a fresh random order each round until each has had enough; `always` ones join each round.
+    Visits of a source differ in length."""
     series = [Series(source) for source in sources]
     companions = [Series(source) for source in always]
     while any(not one.done for one in series):
@@ -183,7 +191,8 @@ def interleave(
         rng.shuffle(waiting)
         for one in waiting:
             try:
-                one.visit(1 if rule.trials is not None and one not in companions else one.count)
+                fixed = rule.trials is not None and one not in companions
+                one.visit(1 if fixed else varied(one.count, rng))
                 one.done = rule.enough(one)
             except Dropped:
                 one.done = True

@@ -11,24 +11,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from attnbench.comparison import Block
-from attnbench.frameworks import OUTPUTS, Framework, Inputs, Program, Programs
+from attnbench.frameworks import OUTPUTS, Clock, Framework, Inputs, Programs
 from attnbench.measuring import continued
-from attnbench.measuring.alike import apart, spot
 from attnbench.measuring.block import take_block
-from attnbench.measuring.disguise import Wardrobe
 from attnbench.measuring.draws import Draws
+from attnbench.measuring.overwritten import require_kept
 from attnbench.measuring.quality import quality_of
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.subject import Subject, Wrong
+from attnbench.measuring.timed_calls import Boxes, TimedCalls
+from attnbench.measuring.timed_checks import TimedChecks
+from attnbench.measuring.transforms import CallInputs, Transforms
 from attnbench.measuring.verify import examine, examine_again
 from attnbench.registry import HERE, origin
 from attnbench.spec import (
-    ONLY_TIMED,
     Array,
     Call,
     Cell,
@@ -50,6 +52,8 @@ WARM_UP_S = {"cpu": 0.05}
 WARM_UP_GPU_S = 0.1
 WARM_UP_LIMIT_S = 2.0
 RECHECKS, SLOW_NS = 4, 1e9
+SAMPLES_PER_KNOWN = 8
+"""A visit of so many samples or more has one of a known result in every second case, a shorter one less often."""
 SEEN_BEFORE = "taken in the first launch"
 PARTS = {"forward": OUTPUTS["forward"], "backward": OUTPUTS["backward"]}
 """What the halves of a training step return."""
@@ -105,14 +109,14 @@ class Session:
         framework = implementation.apparatus(framework, cell.config)
         self._framework, self._environment, self._device = framework, environment, environment.device
         self._implementation, self.cell, self._options = implementation, cell, options
-        layout = implementation.layout
-        self._wardrobe = Wardrobe(framework, cell.workload, layout, np.random.default_rng([options.seed, 1]))
+        self._rng = np.random.default_rng([options.seed, 1])
+        self._transforms = Transforms(framework, self._device, cell.workload, implementation.layout, self._rng)
+        self._compared_whole: set[str] = set()
+        """Parts of which a timed call was compared whole."""
         self.clock_ns = 0
         """What the clock took for the last samples: the part of a visit that is sampling."""
         self.check_ns = 0
-        """What holding the last of them against the verified result took."""
-        self.repeats = True
-        """Whether every checked call so far gave the same bits."""
+        """What checking some of their calls took."""
 
     def open(self, draws: Draws) -> Ok:
         """Everything before timing; raises Unsupported, Wrong, FellBack, or what the implementation raises."""
@@ -120,7 +124,9 @@ class Session:
         stages = Stages()
         with stages.timed("build"):
             self.programs, call_lse = self._build(self.cell.workload, draws)
-            first_call_ns = self._time_first_call()
+            copied = self._copied(self._inputs[0])
+            first_call_ns = self._time_first_call(copied)
+            self._require_unchanged(copied, self._inputs[0])
         with stages.timed("verify"):
             subject = self._subject(self.cell.workload, self.programs, draws, call_lse)
             again = self._options.again
@@ -129,10 +135,15 @@ class Session:
             if self._options.thorough and not again:
                 self._add_properties(continued.check(subject, *self._verified_output(), self._call_for))
             figures = {} if again else quality_of(subject, self._implementation, self.cell.config, self.findings.errors)
+            for program in (self.programs.main, *self.programs.parts.values()):
+                require_kept(subject, program)
         with stages.timed("profile"):
             kernels, kernels_reason = (None, SEEN_BEFORE) if again else self._profiled()
             memory = Memory(peak_bytes=None, reason=SEEN_BEFORE) if again else self._weigh()
             ranks = None if again else self._framework.ranks(self.programs.main, self._inputs[0], self._device)
+        if not draws.intact(self._implementation.layout):
+            raise Wrong("changed its inputs")
+        self._checks = self._checks_of_timed_calls()
         record = Ok(
             implementation=self.cell.implementation,
             workload=self.cell.workload,
@@ -164,36 +175,76 @@ class Session:
         """Whether this cell may be timed."""
         return self._options.measure and not self._implementation.verify_only
 
+    @property
+    def repeats(self) -> bool:
+        """Whether every call that was compared whole so far gave the same bits."""
+        return self._checks.repeats
+
     def sample(self, part: str, count: int, calls: int) -> list[float]:
-        """Samples of one part, then a check that the last call really computed its answer."""
-        program = self.programs.main if part == "main" else self.programs.parts[part]
-        start = time.perf_counter_ns()
-        taken = self._clock.sample(self._wardrobe.disguised(program), self._inputs, count, calls)
-        self.clock_ns = time.perf_counter_ns() - start
-        self._check_last(taken.last, taken.last_input, part)
-        self.check_ns = time.perf_counter_ns() - start - self.clock_ns
-        return taken.ns
+        """Samples of one part, then a check that timed calls drawn at random really computed their answers."""
+        return self._visit(self._clock, part, count, calls)
 
     def sample_other(self, clock: str, count: int) -> list[float]:
         """Samples of the main program by another clock, to lay beside the published one."""
+        return self._visit(self._framework.clock(clock, self._device), "main", count, 1)
+
+    def _visit(self, clock: Clock, part: str, count: int, calls: int) -> list[float]:
+        """Some visits have a sample more, whose calls have a known result that can be compared whole: anywhere between
+        the others, and left out of what is returned, since an implementation could know that result too."""
         start = time.perf_counter_ns()
-        program = self._wardrobe.disguised(self.programs.main)
-        taken = self._framework.clock(clock, self._device).sample(program, self._inputs, count)
-        self.clock_ns, self.check_ns = time.perf_counter_ns() - start, 0
-        return taken.ns
+        program, names = self.programs.main, self.output_names
+        if part != "main":
+            program, names = self.programs.parts[part], PARTS[part]
+        known = self._wants_known(part, count)
+        samples = count + (known and not clock.repeats_inputs)
+        inputs, at = self._call_inputs(samples * calls), int(self._rng.integers(samples))
+        if known:
+            inputs.known = range(samples * calls) if clock.repeats_inputs else range(at * calls, (at + 1) * calls)
+        watch = self._watch(names, inputs, samples, several=not clock.repeats_inputs)
+        ns = clock.sample(program, inputs, samples, calls, watch).ns
+        self.clock_ns = time.perf_counter_ns() - start
+        self._checks.judge(watch, part == "main")
+        self.check_ns = time.perf_counter_ns() - start - self.clock_ns
+        return ns[:at] + ns[at + 1 :] if samples > count else ns
+
+    def _wants_known(self, part: str, count: int) -> bool:
+        """The first visit of each part, and then so rarely that visits take little longer for it."""
+        first = part not in self._compared_whole
+        self._compared_whole.add(part)
+        return first or self._rng.random() < min(0.5, count / SAMPLES_PER_KNOWN)
+
+    def _checks_of_timed_calls(self) -> TimedChecks:
+        boxes = Boxes(self._framework, self.cell.workload, self._implementation.layout)
+        names, transforms = self.output_names, self._transforms
+        return TimedChecks(boxes, self._device, self._inputs, self.findings, names, transforms)
+
+    def _call_inputs(self, calls: int) -> CallInputs:
+        return CallInputs(self._inputs, self._transforms, calls, int(self._rng.integers(len(self._inputs))))
+
+    def _watch(self, names: tuple[str, ...], inputs: CallInputs, samples: int, several: bool = True) -> TimedCalls:
+        return TimedCalls(self._checks.boxes, names, inputs, samples, several, self._rng)
 
     def block(self, calls: int) -> Block:
-        """One turn in a comparison: so many calls by every metric, then the same check as after samples."""
-        program = self._wardrobe.disguised(self.programs.main)
-        block, taken = take_block(self._framework, self._device, self._clock, program, self._inputs, calls)
-        self._check_last(taken.last, taken.last_input)
+        """One turn in a comparison: so many calls by every metric, then the same checks as after samples. A call of
+        known result comes right before or after the turn, at random."""
+        known, first = self._wants_known("main", calls), self._rng.random() < 0.5
+        if known and first:
+            self._compare_known()
+        inputs = self._call_inputs(calls)
+        samples = calls if self._clock.name != "wall" and self._device != "cpu" else 1
+        watch = self._watch(self.output_names, inputs, samples, several=not self._clock.repeats_inputs)
+        block = take_block(self._framework, self._device, self._clock, self.programs.main, inputs, calls, watch)
+        if known and not first:
+            self._compare_known()
+        self._checks.judge(watch)
         return block
 
     def trace(self, folder: Path) -> Path:
         """Hand one call to the framework's profiler."""
         folder.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^\w.-]+", "_", self.cell.id)
-        return self._framework.trace(self.programs.main, self._inputs[0], folder / f"{name}.json", self._device)
+        inputs = self._call_inputs(1)[0]
+        return self._framework.trace(self.programs.main, inputs, folder / f"{name}.json", self._device)
 
     @property
     def clock_name(self) -> str:
@@ -212,7 +263,9 @@ class Session:
 
     def _build(self, workload: Workload, draws: Draws):  # noqa: ANN202
         call = self._implementation.build(workload, self.cell.config)
-        programs = self._framework.programs(call, workload.pass_, draws.inputs(self._implementation.layout)[0])
+        programs = self._framework.programs(
+            call, workload.pass_, self._copied(draws.inputs(self._implementation.layout)[0])
+        )
         lse = None if workload.pass_ == "backward" else self._implementation.build_lse(workload, self.cell.config)
         return programs, lse
 
@@ -240,8 +293,16 @@ class Session:
         errors = msgspec.structs.replace(errors, properties=(*errors.properties, *held))
         self.findings = replace(self.findings, errors=errors)
 
-    def _time_first_call(self) -> int:
-        prepared = self.programs.main.prepare(self._inputs[0])
+    def _copied(self, inputs: Inputs) -> Inputs:
+        """What a call gets that is not watched, such as the first one: it could change its inputs."""
+        return Inputs(*self._framework.snapshot(tuple(inputs))) if self._framework.overwrites else inputs
+
+    def _require_unchanged(self, copied: Inputs, inputs: Inputs) -> None:
+        if copied is not inputs and not all(self._framework.same_bits(a, b) for a, b in zip(copied, inputs)):
+            raise Wrong("changed its inputs")
+
+    def _time_first_call(self, inputs: Any) -> int:
+        prepared = self.programs.main.prepare(inputs)
         self._framework.wait(prepared)
         start = time.perf_counter_ns()
         output = self.programs.main.run(prepared)
@@ -309,12 +370,12 @@ class Session:
         names = self._framework.clocks(self._device)
         chosen = clock or self._options.clock
         self._clock = self._framework.clock(chosen or names[0], self._device)
-        program = self._wardrobe.disguised(self.programs.main)
+        program = self.programs.main
         least = WARM_UP_S.get(self._device, WARM_UP_GPU_S)
         start, windows = time.perf_counter(), []
         while True:
             count = 1 if not windows else max(1, min(20, int(least / 4 * 1e9 / max(windows[-1], 1))))
-            windows.append(float(np.median(self._clock.sample(program, self._inputs, count).ns)))
+            windows.append(float(np.median(self._clock.sample(program, self._call_inputs(count), count).ns)))
             spent = time.perf_counter() - start
             settled = len(windows) > 2 and abs(windows[-1] / windows[-2] - 1) < 0.02
             if brief or (settled and spent >= least) or spent > WARM_UP_LIMIT_S:
@@ -323,39 +384,22 @@ class Session:
         if chosen is None and self._clock.name == "events" and self.call_ns < SHORT_NS and "kernel" in names:
             self._clock = self._framework.clock("kernel", self._device)
         if not brief:
-            self._recheck(program)
+            self._recheck()
         self.slow_clock = self._clock.name in ("kernel", "graph")
         self.parts = ("main", *self.programs.parts)
 
-    def _recheck(self, program: Program) -> None:
+    def _recheck(self) -> None:
         """A few calls whose inputs lie where the last ones lay: an answer stored under an address is stale here."""
         for _ in range(RECHECKS if self.call_ns < SLOW_NS else 1):
-            output = program.run(program.prepare(self._inputs[0]))
-            self._framework.wait(output)
-            self._check_last(self._framework.snapshot(output), 0)
-            del output
+            self._compare_known()
 
-    def _check_last(self, output: tuple[Array, ...], which: int, part: str = "main") -> None:
-        """The last timed call's results, freed of their disguise, against the verified ones."""
-        worn, verified = self._inputs[which], dict(zip(self.output_names, self.findings.good[which]))
-        names = self.output_names if part == "main" else PARTS[part]
-        for name, array in zip(names, output):
-            found, good = self._wardrobe.undressed(name, array, worn), verified[name]
-            if self._framework.same_bits(found + 0.0, good + 0.0):
-                continue
-            self.repeats = self.repeats and part != "main"
-            self._require_close(name, found, good)
-
-    def _require_close(self, name: str, found: Array, good: Array) -> None:
-        """Other bits are fine when every row agrees as well as the verified error lets it."""
-        dtype = self.cell.workload.dtype
-        differs = apart(self._framework, found, good, self.findings.limits(name, dtype), dtype)
-        if differs is not None:
-            where = spot(differs, self._implementation.layout)
-            raise Wrong(
-                f"{ONLY_TIMED} {name}, right when checked: {where} differs by {differs.share:.1e}, "
-                f"{differs.allowed:.1e} allowed"
-            )
+    def _compare_known(self) -> None:
+        """One call that is not timed, of known result."""
+        inputs = self._call_inputs(1)
+        inputs.known = range(1)
+        output = self.programs.main.run(self.programs.main.prepare(inputs[0]))
+        self._framework.wait(output)
+        self._checks.compare_whole(*inputs.used[0], dict(zip(self.output_names, output)))
 
 
 def refusal(implementation: Implementation, workload: Workload, environment: Environment) -> str | None:

@@ -7,28 +7,38 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnbench.frameworks import Framework, Program, Programs
+from attnbench.frameworks import Framework, Programs
 from attnbench.measuring.draws import SETS, Draws
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.session import Options, Session, Stages
 from attnbench.measuring.subject import Wrong
 from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
+from attnbench.measuring.transforms import Transform, Transforms
 from attnbench.measuring.verify import Findings
 from attnbench.spec import Array, Cell, Environment, Errors, Ok, VerifiedAt, Workload
 from attnbench.steps import StepImplementation, kind_of
 from attnbench.steps.base import Values
 
+NOTHING = np.ones(1, np.float32)
 
-class PlainClothes:
-    """Inputs as they were drawn: nothing is known of what a step would make of disguised ones."""
 
-    def disguised(self, program: Program) -> Program:
-        """The program itself."""
-        return program
+class Unchanged(Transforms):
+    """Leaves inputs as they were drawn: nothing is known of what a step would make of others."""
 
-    def undressed(self, name: str, array: Array, inputs: Any) -> Array:
-        """The output itself."""
-        del name, inputs
+    def fresh(self) -> Transform:
+        """Draw nothing."""
+        return Transform(NOTHING, NOTHING, NOTHING, NOTHING, known=True)
+
+    known = fresh
+
+    def apply(self, inputs: Any, transform: Transform) -> Any:
+        """Return the state itself."""
+        del transform
+        return inputs
+
+    def undo(self, name: str, array: Array, transform: Transform) -> Array:
+        """Return the output itself."""
+        del name, transform
         return array
 
 
@@ -52,7 +62,7 @@ class StepSession(Session):
     ) -> None:
         super().__init__(framework, environment, implementation, cell, options)
         self._maker, self._kind = implementation, kind_of(cell.workload.step)
-        self._wardrobe = PlainClothes()
+        self._transforms = Unchanged(framework, self._device, cell.workload, implementation.layout, self._rng)
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -70,8 +80,8 @@ class StepSession(Session):
         with stages.timed("build"):
             values = [self._kind.draw(workload, SETS * self._options.seed + n) for n in range(SETS)]
             self._states = [self._state(workload, one) for one in values]
-            self.programs = self._programs(workload, self._states[0])
-            first_call_ns = self._time_first_call()
+            self.programs = self._programs(workload, self._state(workload, values[0]))
+            first_call_ns = self._time_first_call(self._state(workload, values[0]))
         with stages.timed("verify"):
             small = self._kind.small(workload)
             if small == workload:
@@ -83,6 +93,7 @@ class StepSession(Session):
             good = [self._finished(self.programs, state) for state in self._states]
             deterministic = self._same(good[0], self._finished(self.programs, self._states[0]))
             self.findings = Findings(errors, _verified_at(small), deterministic, good, *limits)
+        self._checks = self._checks_of_timed_calls()
         with stages.timed("profile"):
             kernels, kernels_reason = self._profiled()
             memory = self._weigh()

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from attnbench.comparison import FLOOR, LOOKS, Block, Comparison, Launch
 from attnbench.measuring.paired import Decision, decide, published
+from attnbench.measuring.sampling import varied
 from attnbench.run.arms import Side
 from attnbench.run.fighter import Fighter, Lost
 from attnbench.run.remote import WorkerDied
@@ -184,7 +185,7 @@ class Duel:
         limit_s = min(self._terms.launch_s, LAUNCH_GPU_S) if self._kept else self._terms.launch_s
         while not taken["a"] or time.monotonic() - started < limit_s:
             for pair in self._rng.choice((("ab", "ba"), ("ba", "ab"))):
-                for side, block in self._pair(pair, fighters, calls).items():
+                for side, block in self._pair(pair, fighters, varied(calls, self._rng)).items():
                     taken[side].append(block)
         return taken["a"], taken["b"]
 

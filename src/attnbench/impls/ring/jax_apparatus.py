@@ -47,7 +47,7 @@ class MeshApparatus(JaxFramework):
 
         def prepare(inputs: Inputs) -> Any:
             with precision_of(inputs.q.dtype):
-                return inner.prepare(call.place(inputs)), inputs.q
+                return inner.prepare(call.place(inputs.settled())), inputs.q
 
         return Program(run=run, prepare=prepare)
 

@@ -1,0 +1,124 @@
+"""Calls of a visit that are looked at, drawn at random, and what is kept of their outputs until the clock is over.
+
+Of a call with a fresh transform a few rows of one head are copied as soon as its sample is timed. One call of a visit
+is held as it is until the visit is over; in a visit that has a call with a known transform it is that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from attnbench.frameworks import Framework
+from attnbench.frameworks.base import Watch
+from attnbench.measuring.transforms import CallInputs, Transform
+from attnbench.spec import Array, Layout, Workload
+
+LOOKS = 16
+"""Calls of a visit that are looked at, if it has so few samples that several calls of each are."""
+ROWS, PAIRS = 64, 1 << 15
+"""Rows of a visit that are compared at most, and pairs of a query and a key that they may have together."""
+COPIED = ("out", "dq")
+"""Outputs whose rows depend on one query each."""
+
+
+class Box(NamedTuple):
+    """Tokens of one key/value head, or of the query heads that share it."""
+
+    batch: int
+    head: int
+    row: int
+    rows: int
+
+
+class Look(NamedTuple):
+    """What was copied of one call: rows of its outputs. `which` is its input set."""
+
+    which: int
+    transform: Transform
+    box: Box
+    parts: Mapping[str, Array]
+
+
+class Held(NamedTuple):
+    """The outputs of one call, and what was copied of them when its sample was timed, if anything."""
+
+    which: int
+    transform: Transform
+    outputs: Mapping[str, Array]
+    look: Look | None
+
+
+class Boxes:
+    """Cuts boxes out of arrays of one layout."""
+
+    def __init__(self, framework: Framework, workload: Workload, layout: Layout) -> None:
+        self.framework, self.workload = framework, workload
+        self.layout: Layout = layout
+        self.token_axis, self.head_axis = (1, 2) if layout == "bshd" else (2, 1)
+
+    def cut(self, array: Array, box: Box, of_keys: bool = False) -> Array:
+        """Copy a box of an input or output, in its layout."""
+        group = 1 if of_keys else self.workload.group
+        heads, tokens = (box.head * group, group), (box.row, box.rows)
+        order = (tokens, heads) if self.token_axis == 1 else (heads, tokens)
+        starts, sizes = zip((box.batch, 1), *order, (0, array.shape[-1]))
+        return self.framework.part(array, starts, sizes)
+
+    def factors(self, factors: np.ndarray, box: Box, of_keys: bool = False) -> np.ndarray:
+        """Cut the factors of a box, which are the same for all its tokens."""
+        group = 1 if of_keys else self.workload.group
+        heads = slice(box.head * group, (box.head + 1) * group)
+        one = factors[box.batch : box.batch + 1]
+        return one[:, :, heads] if self.head_axis == 2 else one[:, heads]
+
+    def host(self, box: Array) -> np.ndarray:
+        """Return [heads, tokens, width] in float64."""
+        one = box if isinstance(box, np.ndarray) else self.framework.numpy(box)
+        return (one[0].transpose(1, 0, 2) if self.head_axis == 2 else one[0]).astype(np.float64)
+
+
+def most_rows(workload: Workload) -> int:
+    """Rows that may be compared after each visit."""
+    return max(1, min(ROWS, PAIRS // (workload.kv_len * workload.group)))
+
+
+class TimedCalls(Watch):
+    """Looks at the calls of one visit."""
+
+    def __init__(
+        self,
+        boxes: Boxes,
+        names: Sequence[str],
+        inputs: CallInputs,
+        samples: int,
+        several: bool,
+        rng: np.random.Generator,
+    ) -> None:
+        self._boxes, self._names, self._inputs, self._rng, workload = boxes, names, inputs, rng, boxes.workload
+        self.at = int(rng.integers(workload.batch)), int(rng.integers(workload.kv_heads))
+        """Batch row and key/value head whose rows are compared."""
+        self._per_sample = max(1, LOOKS // samples) if several else 1
+        looks = samples * min(self._per_sample, max(1, len(inputs) // samples))
+        self._rows = max(1, min(most_rows(workload) // looks, workload.q_len))
+        self._last_row = workload.q_len - self._rows
+        self._hold_at, self._seen = int(rng.integers(looks)), 0
+        self.looks: list[Look] = []
+        self.held: Held | None = None
+
+    def pick(self, calls: int) -> Sequence[int]:
+        return sorted(self._rng.choice(calls, min(self._per_sample, calls), replace=False).tolist())
+
+    def look(self, call: int, output: tuple[Array, ...]) -> None:
+        which, transform = self._inputs.used[call]
+        outputs, look = dict(zip(self._names, output)), None
+        if not transform.known:
+            box = Box(*self.at, int(self._rng.integers(self._last_row + 1)), self._rows)
+            parts = {name: self._boxes.cut(array, box) for name, array in outputs.items() if name in COPIED}
+            look = Look(which, transform, box, parts)
+            self.looks.append(look)
+        if transform.known if self._inputs.mixed else self._seen == self._hold_at:
+            self.held = Held(which, transform, outputs, look)
+        self._seen += 1

@@ -1,0 +1,255 @@
+"""Are timed calls right? What was kept of the calls of a visit is judged when its clock is over.
+
+Rows of calls with a fresh transform are compared with the float64 reference of each call's own inputs. The gradients of
+K and V, whose rows depend on all queries, are checked by sums that hold for any attention. The whole of a call with a
+known transform is compared with the verified result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from attnbench import reference
+from attnbench.measuring.alike import LARGE_ROW, MISSING, apart, spot
+from attnbench.measuring.overwritten import OVERWRITES
+from attnbench.measuring.subject import Wrong
+from attnbench.measuring.timed_calls import Box, Boxes, Held, Look, TimedCalls, most_rows
+from attnbench.measuring.tolerance import EPS, ROUNDED, SLACK, SMALL_ROW, ZERO_ROW, typical_row
+from attnbench.measuring.transforms import Transform, Transforms
+from attnbench.measuring.verify import Findings
+from attnbench.spec import ONLY_TIMED, Array, Workload
+
+MANY_ROWS = 16
+"""From so many rows on, their error as a whole is judged too."""
+NOTHING_LIKE = 0.9
+"""Relative error that no approximation may have, whatever it declares: zeros have 1."""
+TYPICAL_ROWS = 1024
+"""Rows of the verified output that tell how large a row is."""
+BLOCK_VALUES = 1 << 24
+"""Values of one array that are summed at once."""
+
+
+class TimedChecks:
+    """Judges the timed calls of one cell; raises Wrong."""
+
+    def __init__(
+        self,
+        boxes: Boxes,
+        device: str,
+        sets: Sequence[Any],
+        findings: Findings,
+        names: Sequence[str],
+        transforms: Transforms,
+    ) -> None:
+        self._framework, self._workload = boxes.framework, boxes.workload
+        self.boxes, self._device, self._sets, self._names = boxes, device, sets, names
+        self._findings, self._transforms, self._rng = findings, transforms, transforms.rng
+        self._on_host = device in ("cpu", "mps") or self._framework.compiles
+        self._typical: dict[str, float] = {}
+        self.repeats = True
+        """Whether every call of the main program that was compared whole gave the same bits."""
+
+    def judge(self, calls: TimedCalls, main: bool = True) -> None:
+        """Compare what was kept of a visit to the main program, or to a part of it."""
+        held = calls.held
+        if held is not None and held.look is not None:
+            for name, part in held.look.parts.items():
+                if not self._framework.same_bits(part, self.boxes.cut(held.outputs[name], held.look.box)):
+                    raise Wrong(OVERWRITES)
+        for which in sorted({look.which for look in calls.looks}):
+            self._compare_rows(which, calls.at, [look for look in calls.looks if look.which == which])
+        if held is None:
+            return
+        if held.transform.known:
+            self.compare_whole(held.which, held.transform, held.outputs, main)
+        elif "dk" in held.outputs:
+            self._compare_sums(held, calls.at)
+
+    def compare_whole(self, which: int, transform: Transform, outputs: Mapping[str, Array], main: bool = True) -> None:
+        """Compare all outputs of a call with a known transform with the verified ones."""
+        good, dtype = dict(zip(self._names, self._findings.good[which])), self._workload.dtype
+        for name, array in outputs.items():
+            found = self._transforms.undo(name, array, transform)
+            if self._framework.same_bits(found + 0.0, good[name] + 0.0):
+                continue
+            self.repeats = self.repeats and not main
+            limits = self._findings.limits(name, dtype)
+            limits = limits._replace(relative=min(limits.relative, NOTHING_LIKE / SLACK))
+            if differs := apart(self._framework, found, good[name], limits, dtype):
+                raise _wrong(name, spot(differs, self.boxes.layout), differs.share, differs.allowed)
+
+    def _compare_rows(self, which: int, at: tuple[int, int], looks: Sequence[Look]) -> None:
+        """Compare copied rows with the truth. The signs of K and V are moved to the queries and the results, so that
+        all calls on one input set share its K and V, and their rows are one computation."""
+        most = max(1, most_rows(self._workload) // looks[0].box.rows)
+        if len(looks) > most:
+            looks = [looks[n] for n in self._rng.choice(len(looks), most, replace=False)]
+        rows = np.concatenate([look.box.row + np.arange(look.box.rows) for look in looks])
+        signs = {"dq": self._signs(looks, "k"), "out": self._signs(looks, "v")}
+        q = self._gathered([self._queries(look.which, look.transform, look.box) for look in looks]) * signs["dq"]
+        names, dout = looks[0].parts, None
+        if "dq" in names:
+            made = [self._cotangents(look.which, look.transform, look.box) for look in looks]
+            dout = self._gathered(made) * signs["out"]
+        for name, (right, least) in self._truth(which, at, rows, q, dout, "out" in names).items():
+            got = self._gathered([look.parts[name] for look in looks]) * signs[name]
+            self._require_rows(name, got, right, least, at, rows)
+
+    def _gathered(self, boxes: Sequence[Array]) -> np.ndarray:
+        return np.concatenate([self.boxes.host(box) for box in boxes], axis=1)
+
+    def _signs(self, looks: Sequence[Look], of: str) -> np.ndarray:
+        """Factors [1, rows, width] of K or V for each copied row."""
+        each = [self.boxes.host(self.boxes.factors(getattr(x.transform, of), x.box, of_keys=True)) for x in looks]
+        return np.concatenate([np.repeat(one, look.box.rows, axis=1) for one, look in zip(each, looks)], axis=1)
+
+    def _truth(
+        self, which: int, at: tuple[int, int], rows: np.ndarray, q: np.ndarray, dout: np.ndarray | None, forward: bool
+    ) -> dict[str, tuple[np.ndarray, np.ndarray | float]]:
+        """Output and dQ [g, rows, width] of queries [g, rows, d] at these rows, and what the error of each row of dQ is
+        measured against at least; in NumPy, or on the device."""
+        fw, w, whole = self._framework, self._workload, Box(*at, 0, self._workload.kv_len)
+        k, v = (self.boxes.cut(x, whole, of_keys=True) for x in (self._sets[which].k, self._sets[which].v))
+        namespace: Any = np if self._on_host else fw.namespace(self._device)
+        wide: Any = np.float64 if self._on_host else fw.dtype("float64")
+        head = reference.Head(self._put(q), self._wide(k)[0], self._wide(v)[0], *at)
+        truth: dict[str, tuple[np.ndarray, np.ndarray | float]] = {}
+        if forward:
+            truth["out"] = self._number(reference.forward_rows(w, head, rows, namespace, wide, cut=True)[0]), 0.0
+        if dout is not None:
+            own = self._put(dout)
+            found = reference.backward_rows(w, head, own, rows, namespace, wide, terms=True, cut=True)
+            truth["dq"] = self._number(found.dq), ROUNDED * EPS[w.dtype] * self._number(found.cancelling)
+        return truth
+
+    def _put(self, values: np.ndarray) -> Array:
+        return values if self._on_host else self._framework.array(values, "float64", self._device)
+
+    def _number(self, array: Array) -> np.ndarray:
+        return np.asarray(array) if self._on_host else self._framework.numpy(array)
+
+    def _wide(self, box: Array) -> Array:
+        """[heads, tokens, width] in float64, where the truth is computed."""
+        if self._on_host:
+            return self.boxes.host(box)
+        one = self._framework.cast(box[0], "float64")
+        swap = self.boxes.head_axis == 2
+        return array_api_compat.array_namespace(one).permute_dims(one, (1, 0, 2)) if swap else one
+
+    def _queries(self, which: int, transform: Transform, box: Box) -> Array:
+        """Rows of Q as a call got them."""
+        array = self.boxes.cut(self._sets[which].q, box)
+        noise = None if transform.noise is None else self.boxes.factors(transform.noise, box)
+        return self._transforms.queries(array, self.boxes.factors(transform.q, box), noise, (box.row, box.rows))
+
+    def _cotangents(self, which: int, transform: Transform, box: Box) -> Array:
+        """Rows of dO as a call got them; where the roll ends they lie in two pieces."""
+        total, dout = self._workload.q_len, self._sets[which].cotangent()
+        start = (box.row + transform.roll) % total
+        pieces = [(start, min(box.rows, total - start)), (0, start + box.rows - total)]
+        cuts = [self.boxes.cut(dout, box._replace(row=row, rows=rows)) for row, rows in pieces if rows > 0]
+        joined = array_api_compat.array_namespace(*cuts).concat(cuts, axis=self.boxes.token_axis)
+        return self._framework.multiply(joined, self.boxes.factors(transform.dout, box))
+
+    def _require_rows(
+        self,
+        name: str,
+        got: np.ndarray,
+        right: np.ndarray,
+        least: np.ndarray | float,
+        at: tuple[int, int],
+        rows: np.ndarray,
+    ) -> None:
+        limits = self._findings.limits(name, self._workload.dtype).widened(SLACK)
+        off, size = (np.linalg.norm(x, axis=-1) for x in (got - right, right))
+        typical = self._typical_row(name)
+        scale = np.where(size < ZERO_ROW * typical, typical, np.maximum(size, SMALL_ROW * typical))
+        share = off / np.maximum(scale, least)
+        large = (size >= LARGE_ROW * typical) & np.isfinite(limits.row)
+        allowed = np.where(large, min(limits.row, MISSING), limits.row)
+        if (over := ~(share <= allowed)).any():
+            member, index = (int(n) for n in np.argwhere(over)[0])
+            where = f"batch {at[0]}, head {at[1] * self._workload.group + member}, row {rows[index]}"
+            raise _wrong(name, where, float(share[member, index]), float(allowed[member, index]))
+        if name == "out" and off.size >= MANY_ROWS:
+            relative, most = float(np.linalg.norm(off) / (np.linalg.norm(size) or 1.0)), limits.relative
+            if not relative <= min(most, NOTHING_LIKE):
+                raise _wrong(name, f"batch {at[0]}, the whole of {off.size} rows,", relative, most)
+
+    def _typical_row(self, name: str) -> float:
+        """Norm of a row of the verified output, from the middle of one head."""
+        if name not in self._typical:
+            rows = min(self._workload.q_len, TYPICAL_ROWS)
+            box = Box(0, 0, (self._workload.q_len - rows) // 2, rows)
+            good = dict(zip(self._names, self._findings.good[0]))[name]
+            self._typical[name] = typical_row(np.linalg.norm(self.boxes.host(self.boxes.cut(good, box)), axis=-1))
+        return self._typical[name]
+
+    def _compare_sums(self, held: Held, at: tuple[int, int]) -> None:
+        """Compare sums over all tokens of a head that must agree. K^T dK is dQ^T Q, because both are the sum of
+        dS[i, j] k[j] q[i]^T over all pairs; dV summed over keys is dO summed over the queries that see a key."""
+        w, outputs, of = self._workload, held.outputs, held.transform
+        keys, queries = _Sum(), _Sum()
+        values, cotangents, seen = _Sum(), _Sum(), _rows_that_see(w, at[0])
+        for box in _blocks(at, w.kv_len, max(w.head_dim, w.value_dim)):
+            factors = self.boxes.factors(of.k, box, of_keys=True)
+            k = self._framework.multiply(self.boxes.cut(self._sets[held.which].k, box, of_keys=True), factors)
+            dk, dv = (self._wide(self.boxes.cut(outputs[name], box, of_keys=True)) for name in ("dk", "dv"))
+            keys.add_outer(self._wide(k), dk, self._number)
+            values.add(self._number(dv.sum(0)))
+        for box in _blocks(at, w.q_len, max(w.head_dim, w.value_dim) * w.group):
+            dq, q = self.boxes.cut(outputs["dq"], box), self._queries(held.which, of, box)
+            queries.add_outer(self._wide(dq), self._wide(q), self._number)
+            if seen is not None:
+                dout = self._number(self._wide(self._cotangents(held.which, of, box)).sum(0))
+                cotangents.add(dout * seen[box.row : box.row + box.rows, None])
+        self._require_sum("dk", keys, queries, at)
+        if seen is not None:
+            self._require_sum("dv", values, cotangents, at)
+
+    def _require_sum(self, name: str, found: _Sum, right: _Sum, at: tuple[int, int]) -> None:
+        size = found.squares**0.5 + right.squares**0.5 + float(np.linalg.norm(right.total))
+        share = float(np.linalg.norm(found.total - right.total)) / (size or 1.0)
+        most = min(SLACK * self._findings.limits(name, self._workload.dtype).relative, NOTHING_LIKE)
+        if not share <= most:
+            raise _wrong(name, f"batch {at[0]}, key/value head {at[1]}, the sum over its tokens,", share, most)
+
+
+class _Sum:
+    """A sum of many terms, and the sum of their squares: about how large it is if they are unlike each other."""
+
+    def __init__(self) -> None:
+        self.total, self.squares = np.zeros(()), 0.0
+
+    def add(self, terms: np.ndarray) -> None:
+        """Add rows [tokens, width]."""
+        self.total, self.squares = self.total + terms.sum(0), self.squares + float((terms * terms).sum())
+
+    def add_outer(self, a: Array, b: Array, number: Any) -> None:
+        """Add the outer products of the rows of two arrays [heads, tokens, width]."""
+        a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+        self.total = self.total + number(a.T @ b)
+        self.squares += float(number(((a * a).sum(-1) * (b * b).sum(-1)).sum()))
+
+
+def _blocks(at: tuple[int, int], tokens: int, width: int) -> Iterator[Box]:
+    step = max(1, BLOCK_VALUES // width)
+    return (Box(*at, row, min(step, tokens - row)) for row in range(0, tokens, step))
+
+
+def _rows_that_see(workload: Workload, batch: int) -> np.ndarray | None:
+    """Whether each query of a batch row sees a key; None if the mask is not a run of keys per query."""
+    interval = workload.visible_mask.interval(workload.mask_shape)
+    if interval is None:
+        return None
+    low, high = (np.clip(edge, 0, workload.kv_len) for edge in interval)
+    sees = np.broadcast_to(high > low, (workload.batch, workload.q_len))
+    return sees[batch]
+
+
+def _wrong(name: str, where: str, share: float, allowed: float) -> Wrong:
+    return Wrong(f"{ONLY_TIMED} {name}, right when checked: {where} differs by {share:.1e}, {allowed:.1e} allowed")
