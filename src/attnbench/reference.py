@@ -51,15 +51,28 @@ def head_of(q: Array, k: Array, v: Array, batch: int, index: int) -> Head:
     return Head(xp.permute_dims(heads, (1, 0, 2)), k[batch, :, index, :], v[batch, :, index, :], batch, index)
 
 
-def visible_bias(workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace) -> tuple[Array, Array | None]:
-    """Visibility [g or 1, rows, s] and log-weights (or None) of one head's rows."""
+class Rows(NamedTuple):
+    """Of some query rows of one head: output [g, rows, dv], LSE [g, rows], and the largest weight of one key."""
+
+    out: Array
+    lse: Array
+    top: Array
+
+
+ALL = slice(None)
+
+
+def visible_bias(
+    workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace, keys: slice = ALL
+) -> tuple[Array, Array | None]:
+    """Visibility [g or 1, rows, keys] and log-weights (or None) of one head's rows."""
     mask, shape = workload.visible_mask, workload.mask_shape
     members = np.arange(workload.group if mask.per_head else 1).reshape(-1, 1, 1)
     index = (
         namespace.asarray(np.zeros((1, 1, 1), np.int64)) + head.batch,
         namespace.asarray(members) + head.kv_head * workload.group,
         namespace.asarray(np.asarray(rows).reshape(1, -1, 1)),
-        namespace.asarray(np.arange(workload.kv_len).reshape(1, 1, -1)),
+        namespace.asarray(np.arange(workload.kv_len)[keys].reshape(1, 1, -1)),
     )
     weight = mask.log_weight(shape, namespace)
     return mask.predicate(shape, namespace)(*index), None if weight is None else weight(*index)
@@ -68,6 +81,7 @@ def visible_bias(workload: Workload, head: Head, rows: np.ndarray, namespace: Na
 class _Probabilities(NamedTuple):
     normal: Array
     lse: Array
+    top: Array
     slope: Array | None
     """Derivative of the soft cap, or None."""
 
@@ -90,11 +104,9 @@ def _probabilities(
     weights = xp.exp(logits - top)
     total = xp.sum(weights, axis=-1, keepdims=True)
     empty = total == 0
-    normal = weights / xp.where(empty, xp.ones_like(total), total)
-    lse = xp.where(
-        empty, xp.zeros_like(total) - float("inf"), top + xp.log(xp.where(empty, xp.ones_like(total), total))
-    )
-    return _Probabilities(normal, lse[..., 0], slope)
+    divisor = xp.where(empty, xp.ones_like(total), total)
+    lse = xp.where(empty, xp.zeros_like(total) - float("inf"), top + xp.log(divisor))
+    return _Probabilities(weights / divisor, lse[..., 0], (1 / divisor)[..., 0], slope)
 
 
 def _contained(xp: Any, probabilities: Array, v: Array) -> Array:
@@ -113,19 +125,21 @@ def forward_rows(
     rows: np.ndarray,
     namespace: Namespace,
     wide: Any,
+    keys: slice = ALL,
     *,
     contain: bool = False,
     cut: bool = False,
-) -> tuple[Array, Array]:
-    """Output [g, rows, dv] and LSE [g, rows] of some query rows of one head; softmax in `wide`, products as given.
-    `cut`: head.q holds these rows alone, in their order."""
+) -> Rows:
+    """Attend from some query rows of one head; softmax in `wide`, products as given. No row may see a key outside
+    `keys`. `cut`: head.q holds these rows alone, in their order."""
     xp = array_api_compat.array_namespace(head.q)
-    visible, weight = visible_bias(workload, head, rows, namespace)
+    visible, weight = visible_bias(workload, head, rows, namespace, keys)
     taken = head.q if cut else xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=1)
-    p = _probabilities(workload, taken, head.k, visible, weight, wide)
-    narrow = xp.astype(p.normal, head.v.dtype)
-    out = _contained(xp, narrow, head.v) if contain else xp.matmul(narrow, head.v)
-    return out, p.lse
+    p = _probabilities(workload, taken, head.k[keys], visible, weight, wide)
+    v = head.v[keys]
+    narrow = xp.astype(p.normal, v.dtype)
+    out = _contained(xp, narrow, v) if contain else xp.matmul(narrow, v)
+    return Rows(out, p.lse, p.top)
 
 
 def backward_rows(
@@ -136,15 +150,18 @@ def backward_rows(
     namespace: Namespace,
     wide: Any,
     terms: bool = False,
+    keys: slice = ALL,
     *,
     cut: bool = False,
 ) -> Gradients:
-    """What some query rows of one head contribute: dq of those rows, dk and dv summed over them and the group; with
-    `terms` also what cancels. `cut`: head.q and dout hold these rows alone, in their order."""
+    """What some query rows of one head contribute: dq of those rows, dk and dv of `keys` summed over them and the
+    group; with `terms` also what cancels. No row may see a key outside `keys`. `cut`: head.q and dout hold these rows
+    alone, in their order."""
     xp = array_api_compat.array_namespace(head.q)
+    head = head._replace(k=head.k[keys], v=head.v[keys])
     index = namespace.asarray(np.asarray(rows))
     q, dout = (head.q, dout) if cut else (xp.take(x, index, axis=1) for x in (head.q, dout))
-    visible, weight = visible_bias(workload, head, rows, namespace)
+    visible, weight = visible_bias(workload, head, rows, namespace, keys)
     p = _probabilities(workload, q, head.k, visible, weight, wide)
     narrow = xp.astype(p.normal, head.v.dtype)
     out = xp.matmul(narrow, head.v)
@@ -159,7 +176,7 @@ def backward_rows(
         products = xp.linalg.vector_norm(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1)
         cancelling = workload.softmax_scale * products * xp.astype(mean_key, wide)
     dlogits = xp.astype(dlogits * workload.softmax_scale, head.q.dtype)
-    flat = (-1, workload.kv_len)
+    flat = (-1, head.k.shape[0])
     dk = xp.matmul(xp.matrix_transpose(xp.reshape(dlogits, flat)), xp.reshape(q, (-1, q.shape[-1])))
     dv = xp.matmul(xp.matrix_transpose(xp.reshape(narrow, flat)), xp.reshape(dout, (-1, dout.shape[-1])))
     return Gradients(xp.matmul(dlogits, head.k), dk, dv, cancelling)
@@ -185,7 +202,7 @@ def attention(
             head = head_of(q, k, v, batch, index)
             heads = slice(index * workload.group, (index + 1) * workload.group)
             for rows in row_blocks(workload, np.arange(q.shape[1])):
-                part, part_lse = forward_rows(workload, head, rows, np, q.dtype, contain=True)
+                part, part_lse, _ = forward_rows(workload, head, rows, np, q.dtype, contain=True)
                 out[batch, rows[0] : rows[-1] + 1, heads] = part.transpose(1, 0, 2)
                 lse[batch, heads, rows[0] : rows[-1] + 1] = part_lse
     return out, lse

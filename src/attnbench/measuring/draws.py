@@ -5,10 +5,10 @@ All implementations of a workload in one worker share the draws, so that the flo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import array_api_compat
 import msgspec
@@ -16,7 +16,8 @@ import numpy as np
 
 from attnbench import reference
 from attnbench.frameworks import Framework, Inputs
-from attnbench.measuring.truths import Shelf, Truth
+from attnbench.measuring import probes
+from attnbench.measuring.truths import Shelf, Truth, Whole
 from attnbench.spec import Array, Layout, Workload
 from attnbench.workloads import inputs as drawing
 from attnbench.workloads.masks.block_layout import split_blocks
@@ -35,8 +36,15 @@ ALL_HEADS = {"cpu": 64}
 DEVICE_BLOCK_PAIRS = 1 << 27
 HOST_VALUES = 1 << 26
 """Of each input, what the host draws for an accelerator at most."""
+WHOLE_PAIRS = {"cpu": (1 << 28, 1 << 27)}
+DEVICE_WHOLE_PAIRS = 1 << 34, 1 << 33
+"""Pairs of a query and a key that the comparison of whole outputs, and of whole gradients, may look at per input set:
+a few seconds in NumPy, and about as long as one call of a plain implementation takes."""
 PROOF = 8
 EDGE_ROWS = (0, 1, 63, 64, 127, 128)
+Mode = Literal["exact", "plain", "wide"]
+"""How a head is computed: in float64, as the plain implementation does in the dtype under test, or in float32 (float64
+for float64), which is exact beside 16 bits."""
 
 
 class Sample(NamedTuple):
@@ -58,8 +66,12 @@ class Draws:
         self._arrays: dict[Layout, list[Inputs]] = {}
         self._sums: dict[Layout, list[bytes]] = {}
         """Checksums of the arrays, from when they were made."""
+        self._probes: dict[str, Inputs] = {}
+        self._probed: dict[str, list[Truth]] = {}
+        self._slopes: dict[tuple[Any, ...], list[tuple[np.ndarray, ...]]] = {}
         self._truths: dict[tuple[int, bool], list[Truth]] = {}
-        self._runs: dict[tuple[bool, bool], Callable[..., tuple[Array, ...]]] = {}
+        self._wholes: dict[tuple[str, bool], list[Whole]] = {}
+        self._runs: dict[tuple[Any, ...], Callable[..., tuple[Array, ...]]] = {}
 
     def inputs(self, layout: Layout) -> list[Inputs]:
         """The input sets in a layout."""
@@ -95,10 +107,10 @@ class Draws:
         layouts: set[Layout] = {"bshd", layout}
         return all(self._checksums(self.inputs(one)) == self._sums[one] for one in layouts)
 
-    def _drawn(self, seed: int) -> Inputs:
+    def _drawn(self, seed: int, workload: Workload | None = None) -> Inputs:
         """One input set. On an accelerator the host draws one stretch of tokens only: the others are the same numbers,
         each turned by an offset of its own, since drawing and sending gigabytes takes longer than all else."""
-        w = self.workload
+        w = workload or self.workload
         q_len, kv_len = (min(n, max(1, HOST_VALUES // width)) for n, width in zip((w.q_len, w.kv_len), _widths(w)))
         whole = w.batch == 1 and (q_len, kv_len) == (w.q_len, w.kv_len)
         if self.device == "cpu" or whole or w.inputs != "normal" or w.dtype == "float64":
@@ -165,9 +177,107 @@ class Draws:
             )
         return self._truths[key]
 
-    def truths_of(self, inputs: Inputs) -> list[Truth]:
-        """Truth of each head of the sample for other inputs, bshd."""
-        return [self._truth(inputs, head, self.sample.rows, gradients=False) for head in self.sample.heads]
+    def truths_of(self, probe: str) -> list[Truth]:
+        """Truth of each head of the sample for the inputs of a probe."""
+        if probe not in self._probed:
+            inputs = self._probe(probe)
+            heads = self.sample.heads
+            self._probed[probe] = [self._truth(inputs, head, self.sample.rows, gradients=False) for head in heads]
+        return self._probed[probe]
+
+    def probe(self, name: str, layout: Layout) -> Inputs:
+        """The input set of attnbench.measuring.probes with that name."""
+        made = self._probe(name)
+        return Inputs(*(self.framework.transpose(x, "bshd", layout) for x in made))
+
+    def _probe(self, name: str) -> Inputs:
+        if self.device != "cpu":  # held only as long as it is used
+            return self._made_probe(name)
+        if name not in self._probes:
+            self._probes[name] = self._made_probe(name)
+        return self._probes[name]
+
+    def _made_probe(self, name: str) -> Inputs:
+        first = self._canonical[0]
+        if name == "counted":
+            return probes.counted(self.framework, self.device, self.workload, first, self.seed)
+        normal = msgspec.structs.replace(self.workload, inputs="normal")
+        drawn = first if self.workload.inputs == "normal" else self._drawn(SETS * self.seed, normal)
+        return probes.pointed(self.framework, self.device, self.workload, drawn, self.seed)
+
+    def covered(self, gradients: bool) -> Sample:
+        """Heads and rows of the comparison of whole outputs: all that fit the budget, of gradients only whole heads."""
+        return self._covered[gradients]
+
+    @cached_property
+    def _covered(self) -> tuple[Sample, Sample]:
+        forward, backward = self._fitting(False), self._fitting(True)
+        return (forward, forward if backward.share == 1 else backward)
+
+    def _fitting(self, gradients: bool) -> Sample:
+        w, rng = self.workload, np.random.default_rng([self.seed, 13])
+        low, high = self.reach
+        per_head = max(1, int((high - low).sum())) * w.group
+        most = WHOLE_PAIRS.get(self.device, DEVICE_WHOLE_PAIRS)[gradients] // per_head
+        rows, total = np.arange(w.q_len), w.batch * w.kv_heads
+        if most >= total:
+            return Sample(tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads)), rows, 1.0)
+        if not most and gradients:
+            return Sample((), rows, 0.0)
+        if not most:
+            share = WHOLE_PAIRS.get(self.device, DEVICE_WHOLE_PAIRS)[0] / per_head
+            rows = np.sort(rng.permutation(w.q_len)[: max(1, int(share * w.q_len))])
+        heads = tuple(_choose_heads(w, rng, max(1, most)))
+        return Sample(heads, rows, len(heads) * len(rows) / (total * w.q_len))
+
+    def whole(self, name: str, gradients: bool) -> Iterator[Whole]:
+        """What is right of each head of `covered`, of the first input set ("first") or of a probe, as NumPy on a CPU
+        and on the device elsewhere."""
+        key = (name, gradients)
+        sample, inputs = self.covered(gradients), self._canonical[0] if name == "first" else self._probe(name)
+        heads = (self._whole(inputs, at, sample.rows, gradients) for at in sample.heads)
+        if self.device != "cpu":
+            yield from heads
+            return
+        if key not in self._wholes:
+            proof = np.stack([self._first_values(inputs, head) for head in sample.heads])
+            self._wholes[key] = self._shelf.get(
+                f"{self.device}-{self.seed}-{name}-{gradients}", proof, lambda: list(heads), Whole
+            )
+        yield from self._wholes[key]
+
+    def _whole(self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool) -> Whole:
+        found = self._results(inputs, at, rows, gradients, "wide")
+        return Whole(*found[:3], found[3:6] or None, found[6] if gradients else None)
+
+    def shifted(self, which: int, gradients: bool, step: float, **changed: float) -> list[tuple[np.ndarray, ...]]:
+        """The derivative of each sampled head's exact (out, dq, dk, dv) by the logarithm of a parameter of the workload
+        (scale or softcap), as far as they are computed."""
+        key = (which, gradients, step, *changed.items())
+        if key in self._slopes:
+            return self._slopes[key]
+        other = msgspec.structs.replace(self.workload, **{name: (1 + step) * value for name, value in changed.items()})
+        heads = self.gradient_heads if gradients else self.sample.heads
+        rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
+        found = []
+        for at, truth in zip(heads, self.truths(which, gradients)):
+            moved = self._compute(self._canonical[which], at, rows, gradients, "exact", other)
+            exact = (truth.out, *(truth.grads or ()))
+            found.append(tuple((a - b) / step for a, b in zip((moved[0], *moved[3:6]), exact)))
+        self._slopes[key] = found
+        return found
+
+    @cached_property
+    def reach(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and one-past-last key that a query row may see in any batch row, [q_len] each, by the parts of the mask
+        that leave a row one run of keys."""
+        w = self.workload
+        low, high = np.zeros(w.q_len, np.int64), np.full(w.q_len, w.kv_len)
+        for part in w.visible_mask.split():
+            if (interval := part.interval(w.mask_shape)) is not None:
+                low = np.maximum(low, np.clip(interval[0], 0, w.kv_len).min(axis=0))
+                high = np.minimum(high, np.clip(interval[1], 0, w.kv_len).max(axis=0))
+        return low, np.maximum(low, high)
 
     @cached_property
     def without_blocks(self) -> Draws | None:
@@ -186,43 +296,64 @@ class Draws:
         return np.concatenate([self.framework.numpy(corner).ravel() for corner in corners])
 
     def _truth(self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool) -> Truth:
-        exact = self._compute(inputs, at, rows, gradients, plain=False)
-        plain = self._compute(inputs, at, rows, gradients, plain=True)
-        cancelling = exact[5] if gradients else None
-        return Truth(exact[0], exact[1], plain[0], plain[1], exact[2:5] or None, plain[2:5] or None, cancelling)
+        exact = self._compute(inputs, at, rows, gradients, "exact")
+        plain = self._compute(inputs, at, rows, gradients, "plain")
+        cancelling = exact[6] if gradients else None
+        return Truth(exact[0], exact[1], plain[0], plain[1], exact[3:6] or None, plain[3:6] or None, cancelling)
 
     def _compute(
-        self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool, plain: bool
+        self,
+        inputs: Inputs,
+        at: tuple[int, int],
+        rows: np.ndarray,
+        gradients: bool,
+        mode: Mode,
+        workload: Workload | None = None,
     ) -> tuple[np.ndarray, ...]:
-        """(out, lse[, *Gradients]) of one head, in float64 (NumPy on a CPU, else on the device) or in its own dtype."""
-        fw, on_host = self.framework, not plain and self._exact_on_host(len(rows), gradients)
+        """The results of one head as float64 NumPy, under another workload with the same inputs where one is given."""
+        found = self._results(inputs, at, rows, gradients, mode, workload)
+        return tuple((x if isinstance(x, np.ndarray) else self.framework.numpy(x)).astype(np.float64) for x in found)
+
+    def _results(
+        self,
+        inputs: Inputs,
+        at: tuple[int, int],
+        rows: np.ndarray,
+        gradients: bool,
+        mode: Mode,
+        workload: Workload | None = None,
+    ) -> tuple[Array, ...]:
+        """(out, lse, top[, *Gradients]) of one head, in NumPy or on the device."""
+        fw, w = self.framework, workload or self.workload
         group = self.workload.group
         narrow = [x[at[0]][:, at[1] * n : (at[1] + 1) * n] for x, n in zip(inputs, (group, 1, 1, group))]
-        if on_host:
-            arrays = [fw.numpy(x).astype(np.float64) for x in narrow]
-            return _head_results(self.workload, arrays, at, rows, gradients, np, np.float64, terms=True)
-        run = self._compiled(rows, gradients, plain)
-        return tuple(fw.numpy(x).astype(np.float64) for x in run(*at, *narrow))
+        wide = "float32" if mode != "exact" and w.dtype != "float64" else "float64"
+        if mode != "plain" and self._on_host(mode, len(rows), gradients):
+            arrays = [fw.numpy(x).astype(wide) for x in narrow]
+            return _head_results(w, arrays, at, rows, self.reach, gradients, np, np.dtype(wide), terms=True)
+        return self._compiled(rows, gradients, mode, w, wide)(*at, *narrow)
 
-    def _exact_on_host(self, rows: int, gradients: bool) -> bool:
-        """NumPy on a CPU, and for a small head where compiling the port would take longer than NumPy does."""
-        w = self.workload
-        flops = (10 if gradients else 2) * (w.head_dim + w.value_dim) * w.kv_len * rows * w.group
-        return self.device == "cpu" or (self.framework.compiles and flops < HOST_HEAD_FLOPS)
-
-    def _compiled(self, rows: np.ndarray, gradients: bool, plain: bool) -> Callable[..., tuple[Array, ...]]:
+    def _compiled(
+        self, rows: np.ndarray, gradients: bool, mode: Mode, w: Workload, wide: str
+    ) -> Callable[..., tuple[Array, ...]]:
         """The same computation for every head, so that a framework that compiles does it once."""
-        fw, key = self.framework, (gradients, plain)
-        wide = "float32" if plain and self.workload.dtype != "float64" else "float64"
+        fw, key = self.framework, (gradients, mode, w.scale, w.softcap, rows.tobytes())
 
         def compute(batch: Array, index: Array, *own: Array) -> tuple[Array, ...]:
-            arrays = own if plain else [fw.cast(x, "float64") for x in own]
-            namespace, at = fw.namespace(self.device), (batch, index)
-            return _head_results(self.workload, arrays, at, rows, gradients, namespace, fw.dtype(wide), terms=not plain)
+            arrays = own if mode == "plain" else [fw.cast(x, wide) for x in own]
+            namespace, at, terms = fw.namespace(self.device), (batch, index), mode != "plain"
+            return _head_results(w, arrays, at, rows, self.reach, gradients, namespace, fw.dtype(wide), terms)
 
         if key not in self._runs:
             self._runs[key] = fw.exact(compute)
         return self._runs[key]
+
+    def _on_host(self, mode: Mode, rows: int, gradients: bool) -> bool:
+        """NumPy on a CPU, and of a reference for a small head where compiling the port would take longer."""
+        w = self.workload
+        flops = (10 if gradients else 2) * (w.head_dim + w.value_dim) * w.kv_len * rows * w.group
+        small = mode == "exact" and self.framework.compiles and flops < HOST_HEAD_FLOPS
+        return self.device == "cpu" or small
 
 
 def _widths(w: Workload) -> tuple[int, int]:
@@ -242,8 +373,9 @@ def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> l
     return sorted((int(row), int(head)) for row, head in zip(rows, heads))
 
 
-def _head_results(workload, arrays, at, rows, gradients, namespace, wide, terms):  # noqa: ANN001, ANN202
-    """Forward of the rows, and gradients over all, with `terms` what cancels in dq.
+def _head_results(workload, arrays, at, rows, reach, gradients, namespace, wide, terms):  # noqa: ANN001, ANN202
+    """(out, lse, top) of the rows, and gradients over all, with `terms` what cancels in dq. `reach` bounds the keys
+    that each row may see.
 
     q [t, g, d], k [s, 1, d], v [s, 1, e], dout [t, g, e]
     """
@@ -252,14 +384,32 @@ def _head_results(workload, arrays, at, rows, gradients, namespace, wide, terms)
     head = reference.Head(xp.permute_dims(q, (1, 0, 2)), k[:, 0], v[:, 0], *at)
     on_host = isinstance(q, np.ndarray)
     blocks = reference.row_blocks(workload, rows, reference.BLOCK_PAIRS if on_host else DEVICE_BLOCK_PAIRS)
-    parts = [reference.forward_rows(workload, head, block, namespace, wide) for block in blocks]
-    out, lse = (xp.concat([part[n] for part in parts], axis=1) for n in range(2))
+    keys = [_reached(workload, reach, block) for block in blocks]
+    parts = [reference.forward_rows(workload, head, block, namespace, wide, some) for block, some in zip(blocks, keys)]
+    found = tuple(xp.concat([part[n] for part in parts], axis=1) for n in range(3))
     if not gradients:
-        return out, lse
+        return found
     own = xp.permute_dims(dout, (1, 0, 2))
-    pieces = [reference.backward_rows(workload, head, own, block, namespace, wide, terms) for block in blocks]
+    pieces = [
+        reference.backward_rows(workload, head, own, block, namespace, wide, terms, some)
+        for block, some in zip(blocks, keys)
+    ]
     dq, *cancelling = (xp.concat([piece[n] for piece in pieces], axis=1) for n in ((0, 3) if terms else (0,)))
-    dk, dv = pieces[0].dk, pieces[0].dv
-    for piece in pieces[1:]:
-        dk, dv = dk + piece.dk, dv + piece.dv
-    return out, lse, dq, dk, dv, *cancelling
+    dk, dv = xp.zeros_like(k[:, 0]), xp.zeros_like(v[:, 0])
+    for piece, some in zip(pieces, keys):
+        dk, dv = (_added(xp, whole, part, some) for whole, part in ((dk, piece.dk), (dv, piece.dv)))
+    return *found, dq, dk, dv, *cancelling
+
+
+def _reached(workload: Workload, reach: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> slice:
+    """Keys that one of the rows may see; any one where there is none."""
+    low = min(int(reach[0][rows].min()), workload.kv_len - 1)
+    return slice(low, max(int(reach[1][rows].max()), low + 1))
+
+
+def _added(xp: Any, whole: Array, part: Array, keys: slice) -> Array:
+    if isinstance(whole, np.ndarray):
+        whole[keys] += part
+        return whole
+    before, behind = whole[: keys.start], whole[keys.stop :]
+    return xp.concat([before, whole[keys] + part, behind], axis=0)

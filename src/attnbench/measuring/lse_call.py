@@ -9,10 +9,10 @@ import array_api_compat
 import numpy as np
 
 from attnbench.frameworks import Inputs
-from attnbench.measuring import turned
+from attnbench.measuring import turned, whole
 from attnbench.measuring.alike import apart, spot
 from attnbench.measuring.subject import Subject, Wrong, run
-from attnbench.measuring.tolerance import SLACK, Compared, Limits, compare_lse
+from attnbench.measuring.tolerance import FORWARD_FACTOR, LSE_FLOOR, SLACK, Compared, Limits, compare_lse
 from attnbench.spec import Array, Call
 
 Joined = Callable[[Inputs], Array]
@@ -28,6 +28,7 @@ def check(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limits) -
     for array, outputs in zip(found, good):
         _require_output(subject, array, outputs[0], limits)
     worst = max((_judged(subject, array, which) for which, array in enumerate(found)), key=lambda one: one.error)
+    _check_counted(subject, joined)
     bound = SLACK * worst.allowed
     if (places := turned.draw_places(subject)) is not None:
         moved = Inputs(*(turned.moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), sets[0])))
@@ -99,6 +100,22 @@ def _judged(subject: Subject, array: Array, which: int) -> Compared:
     if result.fault:
         raise Wrong(result.fault + (" (on the second input set only: a stored result?)" if which else ""))
     return result
+
+
+def _check_counted(subject: Subject, joined: Joined) -> None:
+    """Judge both on inputs of which every row, and its LSE, is known to a small share of one key's weight."""
+    draws, w = subject.draws, subject.workload
+    array = joined(draws.probe("counted", subject.layout))
+    whole.require_counted(subject, array[..., :-1], "output of the call that returns the LSE")
+    truths, sample = draws.truths_of("counted"), draws.covered(False)
+    exact = [truth.lse for truth in truths]
+    rounding = FORWARD_FACTOR * compare_lse([truth.plain_lse for truth in truths], exact, exact).error
+    for at, truth in zip(sample.heads, draws.whole("counted", False)):
+        heads = slice(at[1] * w.group, (at[1] + 1) * w.group)
+        got = subject.head_rows(array[..., -1:], at[0], heads, sample.rows)[..., 0]
+        right = truth.lse if isinstance(truth.lse, np.ndarray) else subject.framework.numpy(truth.lse)
+        bound = rounding + LSE_FLOOR * (1 + float(np.abs(right[np.isfinite(right)]).max(initial=0)))
+        _require_same(got, right.astype(np.float64), bound, "in some rows where all keys weigh alike")
 
 
 def _lse(subject: Subject, array: Array) -> np.ndarray:

@@ -28,6 +28,7 @@ flash kernel is now and then called wrong (tests/measuring/test_few_keys.py)."""
 ROW_FLOORS = 8
 FORWARD_FACTOR = 2.0
 BACKWARD_FACTOR = 3.0
+LSE_FLOOR = 1e-5
 SLACK = 4
 """Times the allowed error, between two results of one call: both may be right at twice it; a wrong one is far off."""
 
@@ -169,7 +170,7 @@ def compare_lse(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], plain: S
         return Compared(0.0, 0.0, 0.0, "")
     mine, truth, yardstick = mine[seen], truth[seen], yardstick[seen]
     error = float(np.abs(mine - truth).max())
-    floor = 1e-5 * (1 + float(np.abs(truth).max()))
+    floor = LSE_FLOOR * (1 + float(np.abs(truth).max()))
     allowed = FORWARD_FACTOR * float(np.abs(yardstick - truth).max()) + floor
     fault = "" if error <= allowed else f"lse: off by {error:.2e}, {allowed:.2e} allowed"
     return Compared(error, allowed, error, fault)

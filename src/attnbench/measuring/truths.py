@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,13 +25,33 @@ class Truth(NamedTuple):
     """Of each row of dq, see `reference.Gradients`."""
 
 
+class Whole(NamedTuple):
+    """Near-exact results of one head of a whole output: NumPy on a CPU, else arrays of the device."""
+
+    out: Any
+    lse: Any
+    top: Any
+    """Largest weight of one key, of each row."""
+    grads: tuple[Any, ...] | None
+    cancelling: Any = None
+
+
+Kind = TypeVar("Kind", Truth, Whole)
+
+
 class Shelf:
     """A folder that the workers of one workload share; without one, everybody computes."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def get(self, key: str, proof: np.ndarray, compute: Callable[[], list[Truth]]) -> list[Truth]:
+    def get(
+        self,
+        key: str,
+        proof: np.ndarray,
+        compute: Callable[[], list[Kind]],
+        kind: type[Kind] = Truth,  # pyright: ignore[reportArgumentType]
+    ) -> list[Kind]:
         """The truths under a key, if they were computed from inputs with this `proof`."""
         if self._folder is None:
             return compute()
@@ -40,7 +60,7 @@ class Shelf:
             if path.exists():
                 with np.load(path) as stored:
                     if np.array_equal(stored["proof"], proof):
-                        return _unpacked(stored)
+                        return _unpacked(stored, kind)
                 return compute()
             truths = compute()
             half_done = path.with_suffix(".part")
@@ -58,7 +78,7 @@ class Shelf:
             yield
 
 
-def _packed(truths: list[Truth]) -> dict[str, np.ndarray]:
+def _packed(truths: Sequence[Truth | Whole]) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for number, truth in enumerate(truths):
         for name, value in truth._asdict().items():
@@ -68,14 +88,14 @@ def _packed(truths: list[Truth]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _unpacked(stored: np.lib.npyio.NpzFile) -> list[Truth]:
+def _unpacked(stored: np.lib.npyio.NpzFile, kind: type[Kind]) -> list[Kind]:
     found: dict[int, dict[str, list[np.ndarray]]] = {}
     for key in stored.files:
         if key != "proof":
             number, name, _ = key.split("/")
             found.setdefault(int(number), {}).setdefault(name, []).append(stored[key])
     return [
-        Truth(*(_field(name, found[number].get(name)) for name in Truth._fields))  # pyright: ignore[reportArgumentType]
+        kind(*(_field(name, found[number].get(name)) for name in kind._fields))  # pyright: ignore[reportArgumentType]
         for number in sorted(found)
     ]
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Inputs
-from attnbench.measuring import lse_call, overwritten, properties, turned
+from attnbench.measuring import lse_call, overwritten, parameters, properties, turned, whole
 from attnbench.measuring.subject import Subject, Wrong, run
 from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 from attnbench.measuring.whereabouts import Compass, describe
@@ -24,8 +24,6 @@ SETTLE_S = 0.004
 """How long an output is watched for changes after its call has returned."""
 STABILITY_SCALES = (0.1, 1.0, 10.0, 100.0)
 OUTLIER = 1e4
-SHARPER = 4.0
-"""Times the inputs: logits of 16 times the size."""
 UNLIKE = 4
 """An error of so many times the allowed one belongs to another result, not to a worse one."""
 
@@ -56,12 +54,11 @@ def examine(subject: Subject, thorough: bool) -> Findings:
     dtype, names = subject.workload.dtype, OUTPUTS[subject.workload.pass_]
     written = overwritten.check(subject, found.good[1], {name: found.limits(name, dtype) for name in names})
     moved = _check_places(subject, found)
+    probed = _check_probes(subject, found)
     lse = lse_call.check(subject, found.good, found.limits("out", dtype))
     scales = STABILITY_SCALES if thorough else STABILITY_SCALES[-1:]
     _check_stability(subject, scales)
-    if thorough and subject.workload.inputs == "normal":
-        _check_sharper(subject)
-    held = (*properties.check(subject, thorough), *moved, *written)
+    held = (*properties.check(subject, thorough), *moved, *written, *probed)
     errors = msgspec.structs.replace(
         found.errors,
         lse=lse and lse.error,
@@ -148,7 +145,7 @@ def _check_forward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared:
     sample, worst = subject.draws.sample, None
     for which, named in enumerate(outputs):
         truths = subject.draws.truths(which, gradients=False)
-        got = [subject.head_rows(named["out"], at[0], _groups(subject, at)[0], sample.rows) for at in sample.heads]
+        got = _sampled(subject, "out", named["out"])
         result = compare(
             "output", got, [t.out for t in truths], [t.plain_out for t in truths],
             subject.workload.dtype, FORWARD_FACTOR, subject.declared_error,
@@ -169,7 +166,7 @@ def _check_backward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared
         for n, name in enumerate(("dq", "dk", "dv")):
             if not heads:
                 continue
-            got = [subject.head_rows(named[name], at[0], _groups(subject, at)[min(n, 1)], None) for at in heads]
+            got = _sampled(subject, name, named[name])
             exact = [_grads(t.grads, n) for t in truths]
             plain = [_grads(t.plain_grads, n) for t in truths]
             what = f"gradient of {name[1].upper()}"
@@ -233,18 +230,38 @@ def _check_stability(subject: Subject, scales: tuple[float, ...]) -> None:
             raise Wrong(f"unstable: NaN or Inf with {case}, where the reference is finite")
 
 
-def _check_sharper(subject: Subject) -> None:
-    """Values, too, where logits are far from 0 and few keys take all the weight, so that none may be clamped."""
-    if subject.workload.pass_ == "backward" or subject.declared_error is not None:
-        return
+def _check_probes(subject: Subject, found: Findings) -> tuple[str, ...]:
+    """Whole outputs, inputs made to show a wrong kernel, and the parameters: what samples and norms may miss. An error
+    that was declared is not looked into."""
+    if subject.declared_error is not None:
+        return ()
+    dtype, good = subject.workload.dtype, _named(subject.workload, found.good[0])
+    whole.check_first(subject, good, {name: found.limits(name, dtype) for name in good})
+    held = (*whole.check_counted(subject), *whole.check_pointed(subject))
+    if subject.workload.pass_ == "forward":
+        _check_pointed_rows(subject)
+    parameters.check(subject, {name: _sampled(subject, name, array) for name, array in good.items()})
+    return held
+
+
+def _sampled(subject: Subject, name: str, array: Array) -> list[np.ndarray]:
+    """[members, rows, width] of each head whose truth is known in float64."""
     sample, draws = subject.draws.sample, subject.draws
-    out = run(subject.programs.main, draws.scaled(subject.layout, SHARPER))[0]
+    if name == "out":
+        return [subject.head_rows(array, at[0], _groups(subject, at)[0], sample.rows) for at in sample.heads]
+    part = 0 if name == "dq" else 1
+    return [subject.head_rows(array, at[0], _groups(subject, at)[part], None) for at in draws.gradient_heads]
+
+
+def _check_pointed_rows(subject: Subject) -> None:
+    """Sampled rows where logits are far from 0 and few keys take all the weight, so that none may be clamped."""
+    sample, draws = subject.draws.sample, subject.draws
+    out = run(subject.programs.main, draws.probe("pointed", subject.layout))[0]
     subject.framework.wait(out)
-    truths = draws.truths_of(draws.scaled("bshd", SHARPER))
-    got = [subject.head_rows(out, at[0], _groups(subject, at)[0], sample.rows) for at in sample.heads]
+    truths = draws.truths_of("pointed")
+    got = _sampled(subject, "out", out)
     exact, plain = [t.out for t in truths], [t.plain_out for t in truths]
-    what = f"output of inputs scaled by {SHARPER:g}"
-    result = compare(what, got, exact, plain, subject.workload.dtype, FORWARD_FACTOR)
+    result = compare("output (queries that point at edges)", got, exact, plain, subject.workload.dtype, FORWARD_FACTOR)
     _require(result, 0, got, exact, Compass(sample.heads, sample.rows, subject.workload.group))
 
 

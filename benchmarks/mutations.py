@@ -1,0 +1,326 @@
+"""Does verification find wrong kernels, and only those? `python benchmarks/mutations.py [--device cuda] [-o FILE]`.
+
+Wrong kernels of every kind (a mask parameter off by one, a scale off by 0.5 %, a soft cap that is missing, one row, one
+key or one head wrong, a term of a gradient left out, an LSE in another base) are examined as `attnbench run` examines
+what it times, over masks, sizes, dtypes and passes; each must be called incorrect. Right kernels, ours of the same form
+and every installed implementation, are examined on the same workloads; each must pass. The result has one row per wrong
+kernel: in how many cases it was found, and the smallest and largest size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from attnbench import masks, registry
+from attnbench.run import protocol as p
+from attnbench.run.instructions import isa_cap
+from attnbench.run.remote import Local
+from attnbench.spec import Call, Cell, Config, Environment, Implementation, Workload
+
+os.environ.update(isa_cap())  # before torch is imported
+
+import torch
+
+from attnbench.frameworks.torch_plain import TorchNamespace
+
+DTYPES = ("float32", "float16", "bfloat16")
+SIZES = {"cpu": (64, 256, 1024, 4096), "cuda": (512, 2048, 8192)}
+HEADS, KV_HEADS, DIM = 4, 2, 64
+BUDGET_S = {"cpu": 600.0, "cuda": 230.0}
+Tweak = Callable[..., torch.Tensor]
+"""(b, h, q, kv, visible) -> visible."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Attention in float32, written out, of a workload that may not be the one that was asked for."""
+
+    workload: Workload
+    backward: Workload | None = None
+    """What the gradients are of, where that is another."""
+    tweak: Tweak | None = None
+    clamp: float | None = None
+    slope: bool = True
+    delta: bool = True
+    dq_scale: float = 1.0
+    dk_scale: float = 1.0
+    lost: dict[str, int] = field(default_factory=dict)
+    """Rows of a gradient that are left 0."""
+    group_sum: bool = True
+    lse: Callable[[torch.Tensor], torch.Tensor] = lambda lse: lse
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _Attention.apply(q, k, v, self)
+
+    def with_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse)."""
+        parts = self.parts(self.workload, q, k, v)
+        return parts["out"].to(q.dtype).transpose(1, 2).contiguous(), self.lse(parts["lse"])
+
+    def parts(self, w: Workload, *arrays: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Everything in between, bhsd and float32."""
+        q, k, v = (x.transpose(1, 2).float() for x in arrays)
+        k, v = (x.repeat_interleave(w.group, 1) for x in (k, v))
+        raw = q @ k.mT * w.softmax_scale
+        logits, slope = raw, torch.ones(())
+        if w.softcap is not None:
+            squashed = torch.tanh(raw / w.softcap)
+            logits, slope = w.softcap * squashed, 1 - squashed * squashed
+        if self.clamp is not None:
+            logits = logits.clamp(-self.clamp, self.clamp)
+        index = [
+            torch.arange(size, device=q.device).view([-1 if n == axis else 1 for n in range(4)])
+            for axis, size in enumerate(w.mask_shape)
+        ]
+        space = TorchNamespace(q.device)
+        visible = w.visible_mask.predicate(w.mask_shape, space)(*index)
+        if (weight := w.visible_mask.log_weight(w.mask_shape, space)) is not None:
+            logits = logits + weight(*index)
+        if self.tweak is not None:
+            visible = self.tweak(*index, visible)
+        logits = logits.masked_fill(~visible, float("-inf"))
+        lse = logits.logsumexp(-1)
+        weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        return {"q": q, "k": k, "v": v, "p": weights, "out": weights @ v, "lse": lse, "slope": slope}
+
+    def gradients(self, *arrays: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """dq, dk and dv, bshd."""
+        w = self.backward or self.workload
+        parts = self.parts(w, *arrays)
+        dout = dout.transpose(1, 2).float()
+        shared = (dout * parts["out"]).sum(-1, keepdim=True) if self.delta else 0.0
+        dlogits = parts["p"] * (dout @ parts["v"].mT - shared)
+        if self.slope:
+            dlogits = dlogits * parts["slope"]
+        dlogits = dlogits * w.softmax_scale
+        found = {
+            "dq": dlogits @ parts["k"] * self.dq_scale,
+            "dk": dlogits.mT @ parts["q"] * self.dk_scale,
+            "dv": parts["p"].mT @ dout,
+        }
+        for name in ("dk", "dv"):
+            grouped = found[name].unflatten(1, (w.kv_heads, w.group))
+            found[name] = grouped.sum(2) if self.group_sum else grouped[:, :, 0]
+        for name, row in self.lost.items():
+            found[name][:, :, row] = 0
+        return tuple(found[name].to(arrays[0].dtype).transpose(1, 2).contiguous() for name in ("dq", "dk", "dv"))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.kernel = kernel
+        return kernel.parts(kernel.workload, q, k, v)["out"].to(q.dtype).transpose(1, 2).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return *ctx.kernel.gradients(*ctx.saved_tensors, dout=grads[0]), None
+
+
+class Mutant(Implementation):
+    """A kernel under a name."""
+
+    framework = "torch"
+
+    def __init__(self, name: str, kernel: Kernel, lse: bool = False) -> None:
+        self.name, self._kernel, self._lse = name, kernel, lse
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return None
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        return self._fitted(workload)
+
+    def build_lse(self, workload: Workload, config: Config) -> Call | None:
+        return self._fitted(workload).with_lse if self._lse else None
+
+    def _fitted(self, workload: Workload) -> Kernel:
+        """The kernel, made small where gradients are proved on a smaller shape: right there, so that only what is
+        found at the shape itself counts."""
+        same = workload.mask_shape == self._kernel.workload.mask_shape
+        return self._kernel if same else Kernel(workload)
+
+
+def changed(w: Workload, **fields: Any) -> Workload:
+    return msgspec.structs.replace(w, **fields)
+
+
+def _moved(ids: np.ndarray, at: int) -> np.ndarray:
+    ids = ids.copy()
+    ids[..., at] = ids[..., at - 1]
+    return ids
+
+
+def _blocks(n: int, flip: bool) -> np.ndarray:
+    count = -(-n // 16)
+    kept = np.random.default_rng(0).random((count, count)) < 0.5
+    np.fill_diagonal(kept, True)
+    if flip:
+        kept[count - 1, count // 2] ^= True
+    return kept
+
+
+def mask_cases(n: int) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Mask -> {mutation: another mask, or a Tweak}."""
+    rng = np.random.default_rng(1)
+    ids, left = np.sort(rng.integers(0, max(2, n // 20), n)), n // 3
+    cut = int(np.flatnonzero(np.diff(ids))[len(np.flatnonzero(np.diff(ids))) // 2]) + 1
+    holes = rng.random((2, n)) < 0.8
+    holes[:, 0] = True
+    hidden = np.argwhere(~holes)[len(np.argwhere(~holes)) // 2]
+    solid = np.argwhere(holes)[len(np.argwhere(holes)) // 2]
+    more, less = holes.copy(), holes.copy()
+    more[tuple(hidden)], less[tuple(solid)] = True, False
+    lengths = np.array([n - n // 3, n])
+    segment = max(8, n // 4)
+    return {
+        "full": (masks.full(), {"middle key dropped": lambda b, h, q, kv, seen: seen & (kv != n // 2)}),
+        "causal": (masks.causal(), {
+            "diagonal + 1": lambda b, h, q, kv, seen: seen | (kv == q + 1),
+            "diagonal - 1": lambda b, h, q, kv, seen: seen & ((kv != q) | (q == 0)),
+        }),
+        "window": (masks.window(left, 0), {
+            "left - 1": masks.window(left - 1, 0), "left + 1": masks.window(left + 1, 0),
+            "right + 1": masks.window(left, 1),
+        }),
+        "two-sided window": (masks.window(left, 5), {"right - 1": masks.window(left, 4)}),
+        "prefix": (masks.prefix(left), {"n - 1": masks.prefix(left - 1), "n + 1": masks.prefix(left + 1)}),
+        "documents": (masks.documents(ids), {"one boundary moved": masks.documents(_moved(ids, cut))}),
+        "block_causal": (masks.block_causal(ids), {"one boundary moved": masks.block_causal(_moved(ids, cut))}),
+        "lengths": (masks.lengths(lengths), {
+            "one length - 1": masks.lengths(lengths - [1, 0]), "one length + 1": masks.lengths(lengths + [1, 0])
+        }),
+        "valid": (masks.valid(holes), {"one hole open": masks.valid(more), "one hole more": masks.valid(less)}),
+        "dilated": (masks.dilated([segment, n], [1, 4]), {
+            "segment + 1": masks.dilated([segment + 1, n], [1, 4]),
+            "rate + 1": masks.dilated([segment, n], [1, 5]),
+            "offset by group": masks.dilated([segment, n], [1, 4], "group")
+            if HEADS > 4 else masks.dilated([segment, n], [1, 3]),
+        }),
+        "blocks": (masks.blocks(_blocks(n, False), 16), {"one block flipped": masks.blocks(_blocks(n, True), 16)}),
+        "causal documents": (masks.causal() & masks.documents(ids), {
+            "one boundary moved": masks.causal() & masks.documents(_moved(ids, cut))
+        }),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on one workload: `right` where it computes what is asked."""
+
+    mutation: str
+    workload: Workload
+    kernel: Kernel
+    lse: bool = False
+    right: bool = False
+
+
+def cases(n: int, dtype: str, pass_: str) -> Iterator[Case]:
+    """All of a size, a dtype and a pass; the first of each workload is right."""
+    base = Workload(batch=2, q_len=n, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, pass_=pass_)  # pyright: ignore
+    for name, (mask, others) in mask_cases(n).items():
+        w = changed(base, mask=mask)
+        yield Case(f"right: {name}", w, Kernel(w), lse=pass_ == "forward", right=True)
+        for what, other in others.items():
+            wrong = Kernel(w, tweak=other) if callable(other) else Kernel(changed(w, mask=other))
+            yield Case(f"{name}: {what}", w, wrong)
+            if pass_ != "forward" and not callable(other):
+                yield Case(f"{name}: {what}, in the backward pass", w, Kernel(w, backward=changed(w, mask=other)))
+    yield from _parameters(changed(base, mask=masks.causal()))
+    yield from _places(changed(base, mask=masks.causal()), n)
+    yield from _places(base, n)
+    if pass_ != "forward":
+        yield from _gradients(changed(base, mask=masks.causal()), n)
+    if pass_ == "forward":
+        yield from _lses(changed(base, mask=masks.causal()))
+        rectangle = changed(base, q_len=n // 2, mask=masks.causal())
+        yield Case("right: rectangle", rectangle, Kernel(rectangle), right=True)
+        yield Case("causal: aligned top-left", rectangle, Kernel(changed(rectangle, mask=masks.causal("top-left"))))
+        decode = changed(base, q_len=1)
+        yield Case("right: decode", decode, Kernel(decode), right=True)
+        yield Case("decode: one key dropped", decode, Kernel(decode, tweak=lambda b, h, q, kv, seen: seen & (kv != n // 2)))
+        yield Case("decode: scale x 1.005", decode, Kernel(changed(decode, scale=1.005 * DIM**-0.5)))
+
+
+def _parameters(w: Workload) -> Iterator[Case]:
+    for factor in (1.005, 0.995):
+        other = changed(w, scale=factor * w.softmax_scale)
+        yield Case(f"scale x {factor:g}", w, Kernel(other))
+        if w.needs_gradients:
+            yield Case(f"scale x {factor:g}, in the backward pass", w, Kernel(w, backward=other))
+    yield Case("logits clamped to 8", w, Kernel(w, clamp=8.0))
+    for cap in (30.0, 50.0):
+        capped = changed(w, softcap=cap)
+        yield Case(f"right: softcap {cap:g}", capped, Kernel(capped), right=True)
+        yield Case(f"softcap {cap:g} dropped", capped, Kernel(w))
+        yield Case(f"softcap {cap:g} x 1.1", capped, Kernel(changed(capped, softcap=1.1 * cap)))
+        if w.needs_gradients:
+            yield Case(f"softcap {cap:g}: derivative dropped", capped, Kernel(capped, slope=False))
+            yield Case(
+                f"softcap {cap:g} x 1.1, in the backward pass",
+                capped,
+                Kernel(capped, backward=changed(capped, softcap=1.1 * cap)),
+            )
+
+
+def _places(w: Workload, n: int) -> Iterator[Case]:
+    kind = w.visible_mask.id
+    first = max(4, n // 4 + 3)
+
+    def half(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return kv > q // 2 if kind == "causal" else kv < n // 2
+
+    yield Case(f"{kind}: four rows of every head see half of the keys", w, Kernel(w, tweak=lambda b, h, q, kv, seen: (
+        seen & (half(q, kv) | (q < first) | (q >= first + 4))
+    )))  # fmt: skip
+    yield Case(f"{kind}: one row of one head sees half of the keys", w, Kernel(w, tweak=lambda b, h, q, kv, seen: (
+        seen & (half(q, kv) | (q != first) | (h != 1) | (b != 1))
+    )))  # fmt: skip
+    yield Case(f"{kind}: one head misses its first key", w, Kernel(w, tweak=lambda b, h, q, kv, seen: (
+        seen & ((kv != 0) | (h != 1) | (b != 0) | (q == 0))
+    )))  # fmt: skip
+    yield Case(f"{kind}: last row misses a key", w, Kernel(w, tweak=lambda b, h, q, kv, seen: (
+        seen & ((kv != n // 3) | (q != n - 1))
+    )))  # fmt: skip
+
+
+def _gradients(w: Workload, n: int) -> Iterator[Case]:
+    right = Kernel(w)
+    yield Case("delta term dropped", w, replace(right, delta=False))
+    yield Case("scale missing in dQ", w, replace(right, dq_scale=1 / w.softmax_scale))
+    yield Case("scale missing in dK", w, replace(right, dk_scale=1 / w.softmax_scale))
+    yield Case("dQ x 1.005", w, replace(right, dq_scale=1.005))
+    yield Case("one row of dK lost", w, replace(right, lost={"dk": n // 2}))
+    yield Case("one row of dV lost", w, replace(right, lost={"dv": n // 2}))
+    yield Case("one row of dQ lost", w, replace(right, lost={"dq": n // 2}))
+    yield Case("grouped heads not summed", w, replace(right, group_sum=False))
+
+
+def _lses(w: Workload) -> Iterator[Case]:
+    right = Kernel(w)
+    yield Case("LSE off by 1e-3", w, replace(right, lse=lambda lse: lse + 1e-3), lse=True)
+    yield Case("LSE off by log 2", w, replace(right, lse=lambda lse: lse + float(np.log(2))), lse=True)
+    yield Case("LSE in base 2", w, replace(right, lse=lambda lse: lse / float(np.log(2))), lse=True)
+
+
+def examined(worker: Local, name: str, workload: Workload, seed: int = 1) -> Any:
+    """The record of one cell, verified as a run does it before timing."""
+    return worker.ask(p.Open(Cell(name, workload), False, False, None, seed), 600).record
+
+
+def examine_case(worker: Local, case: Case, seed: int = 1) -> Any:
+    """The record of one case."""
+    with registry.restored():
+        registry.register(Mutant("mutant", case.kernel, case.lse))
+        return examined(worker, "mutant", case.workload, seed)

@@ -1,0 +1,165 @@
+"""Inputs made to show a wrong kernel: small mistakes change their outputs far more than rounding does.
+
+`counted`: all keys of a row weigh the same up to a known ratio and their values cancel, whatever run of keys a row
+sees. What is left of a row is the size of one key, so that one key more or less changes it by as much, at any length
+and in any precision; the logits are large (near the soft cap where there is one) and exact in 16 bits.
+
+`pointed`: each query points at two keys, one of them at an edge of what it sees, just inside or just outside, so that a
+single pair carries the row and its gradients.
+"""
+
+from __future__ import annotations
+
+from math import ceil, floor, lcm, log, log2, tanh
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from attnbench.frameworks import Framework, Inputs
+from attnbench.spec import Workload
+from attnbench.workloads.masks import Dilated, Mask, MaskShape
+
+LARGE_LOGIT = 20.0
+NEAR_CAP = 0.9
+"""Share of the soft cap that logits of `counted` reach."""
+RUNS = (1, 2, 3, 5)
+"""Keys of one sign in a row, by channel: a block of keys that is left out does not cancel in all of them."""
+STEPS = (4, 5, 6, 7)
+"""Sizes of queries, in quarters; few bits, so that 16 bits hold every logit exactly."""
+RATIOS = (16, 64, 128)
+WIDEST_GAP = 2.0
+"""Between the logits of the two kinds of keys, at most where a finer ratio has a smaller one."""
+LONGEST_RUN = 64
+POINTED = 12.0
+"""Least logit of the keys that `pointed` queries point at, beyond any clamp that would pass unseen."""
+SHARP_ENOUGH = 24.0
+LOOKED_UP_PAIRS = 1 << 26
+"""Pairs of a mask without a formula for its edges that are looked at to find them."""
+
+
+def counted(framework: Framework, device: str, workload: Workload, like: Inputs, seed: int) -> Inputs:
+    """Draw the input set, bshd; dO is that of `like`."""
+    w, rng = workload, np.random.default_rng([seed, 11])
+
+    def put(values: np.ndarray) -> Any:
+        return framework.array(values.astype(np.float32), w.dtype, device)
+
+    def signs(*shape: int) -> np.ndarray:
+        return rng.choice(np.array([-1, 1], np.float32), shape)
+
+    order = _key_order(w.visible_mask, w.mask_shape)
+    kind = order // 2 % 2
+    rank = 2 * (order // 4) + order % 2
+    width = np.array([RUNS[n % len(RUNS)] for n in range(w.value_dim)])
+    code = 1 - 2 * ((rank[..., None] + rng.integers(2 * width)) // width % 2)
+    ratio, power = _sizes(w)
+    up, down = 2.0 ** ceil(power / 2), 2.0 ** floor(power / 2)
+    axis = signs(w.batch, w.kv_heads, w.head_dim)
+    axis[..., rng.permutation(w.head_dim)[_channels(w) :]] = 0
+    lengths = rng.integers(len(STEPS), size=(w.q_len, w.heads), dtype=np.int8)
+    q = put(np.array(STEPS, np.float32)[lengths] / 4)[None, :, :, None] * put(
+        up * np.repeat(axis, w.group, axis=1)
+    )[:, None]  # fmt: skip
+    k = put((ratio - kind) / ratio)[:, :, None, None] * put(down * axis)[:, None]
+    v = put(code)[:, :, None] * put(signs(w.batch, w.kv_heads, w.value_dim))[:, None]
+    return Inputs(q, k, v, like.dout)
+
+
+def _sizes(w: Workload) -> tuple[int, int]:
+    """(ratio, power): the two kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 ** power."""
+    target = LARGE_LOGIT if w.softcap is None else NEAR_CAP * w.softcap
+    slope = 1.0 if w.softcap is None else 1 - tanh(NEAR_CAP) ** 2
+    ratio = next((n for n in RATIOS if target * slope / n <= WIDEST_GAP), RATIOS[-1])
+    unit = abs(w.softmax_scale) * _channels(w) * sum(STEPS) / len(STEPS) / 4
+    return ratio, round(log2(target / unit)) if unit else 0
+
+
+def _channels(w: Workload) -> int:
+    """How many of them are used: a power of two, so that sums over them stay exact."""
+    return 1 << (w.head_dim.bit_length() - 1)
+
+
+def _key_order(mask: Mask, shape: MaskShape) -> np.ndarray:
+    """[batch or 1, kv_len] ranks of the keys, so that what a row sees is a run of them as far as that can be: keys that
+    a mask names one by one apart from the hidden ones, strides in steps of their common multiple."""
+    stride = 1
+    filters = []
+    for part in mask.split():
+        if isinstance(part, Dilated):
+            stride = min(LONGEST_RUN, lcm(stride, *part.dilation_rates))
+        elif (keys := part.key_filter(shape)) is not None:
+            filters.append(keys)
+    if not filters:
+        return np.arange(shape.kv_len)[None] // stride
+    kept = np.logical_and.reduce(np.broadcast_arrays(*filters))
+    return np.where(kept, np.cumsum(kept, axis=1), np.cumsum(~kept, axis=1)) // stride
+
+
+def pointed(framework: Framework, device: str, workload: Workload, normal: Inputs, seed: int) -> Inputs:
+    """Make the input set, bshd, of a normal one: K, V and dO are its own."""
+    w = workload
+    first, second = (_places(w, keys) for keys in targets(w, seed))
+    xp = array_api_compat.array_namespace(normal.k)
+    flat = xp.reshape(normal.k, (-1, w.head_dim))
+    length = pointed_logit(w) / (abs(w.softmax_scale) * w.head_dim or 1.0)
+    sign = -1.0 if w.softmax_scale < 0 else 1.0
+    picked = [flat[framework.namespace(device).asarray(keys)] for keys in (first, second)]
+    q = framework.multiply(picked[0] + picked[1], np.array(sign * length))
+    return normal._replace(q=framework.cast(q, w.dtype))
+
+
+def pointed_logit(w: Workload) -> float:
+    """Of the keys that a query points at: enough that all others together weigh less, as far as head_dim allows."""
+    need, room = log(w.kv_len) + 3, w.head_dim / 2
+    inside = 1 - 2 * need / room
+    least = SHARP_ENOUGH if inside <= 0 else min(SHARP_ENOUGH, room * (1 - inside**0.5))
+    return max(POINTED, least, 0.0 if w.softcap is None else NEAR_CAP * w.softcap)
+
+
+def _places(w: Workload, keys: np.ndarray) -> np.ndarray:
+    """[batch, q, heads] row numbers among all keys of all key/value heads."""
+    batch = np.arange(w.batch)[:, None, None]
+    return (batch * w.kv_len + keys) * w.kv_heads + np.arange(w.heads) // w.group
+
+
+def targets(w: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """[batch or 1, q, heads] the key at an edge and another visible one, of every query."""
+    rng = np.random.default_rng([seed, 12])
+    mask, shape = w.visible_mask, w.mask_shape
+    interval = mask.interval(shape)
+    if interval is not None:
+        low, high = (np.clip(edge, 0, w.kv_len)[..., None] for edge in np.broadcast_arrays(*interval))
+        return _of_intervals(low, np.maximum(low, high), w, rng)
+    batch = w.batch if mask.per_batch else 1
+    first, second = (rng.integers(w.kv_len, size=(batch, w.q_len, w.heads)) for _ in range(2))
+    heads = w.heads if mask.per_head else 1
+    per_row = batch * heads * w.kv_len
+    rows = rng.permutation(w.q_len)[: max(1, LOOKED_UP_PAIRS // per_row)]
+    step = max(1, (1 << 22) // per_row)
+    for some in (np.sort(rows[n : n + step]) for n in range(0, len(rows), step)):
+        seen = mask.array(shape, some)
+        first[:, some], second[:, some] = (
+            np.broadcast_to(x.transpose(0, 2, 1), (batch, len(some), w.heads)) for x in _of_array(seen, rng)
+        )
+    return first, second
+
+
+def _of_intervals(low: np.ndarray, high: np.ndarray, w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    sizes = (len(low), w.q_len, w.heads)
+    choice = rng.integers(4, size=sizes, dtype=np.int8)
+    edges = np.choose(choice, np.broadcast_arrays(low, high - 1, low - 1, high))
+    edges = np.where((edges >= 0) & (edges < w.kv_len), edges, np.where(choice % 2, high - 1, low))
+    inside = low + (rng.random(sizes) * (high - low)).astype(np.int64)
+    return np.clip(edges, 0, w.kv_len - 1), np.clip(inside, 0, w.kv_len - 1)
+
+
+def _of_array(seen: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """[b, h, rows] of visibility [b, h, rows, keys]: a key beside a change of visibility, and a visible one."""
+    noise = rng.random(seen.shape, np.float32) + 0.5
+    visible = np.argmax(noise * seen, axis=-1)
+    if seen.shape[-1] == 1:
+        return visible, visible
+    change = seen[..., 1:] != seen[..., :-1]
+    beside = np.argmax(noise[..., 1:] * change, axis=-1) + rng.integers(2, size=visible.shape)
+    return np.where(change.any(axis=-1), beside, visible), visible

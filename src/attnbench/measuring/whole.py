@@ -1,0 +1,161 @@
+"""Every row of every head, not only the sampled ones: whole outputs and gradients against near-exact ones, on the first
+input set and on the probes (attnbench.measuring.probes), as far as the budget of `Draws.covered` goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from attnbench.frameworks import OUTPUTS
+from attnbench.measuring import probes
+from attnbench.measuring.subject import Subject, Wrong, run
+from attnbench.measuring.tolerance import EPS, ROUNDED, Limits, row_scales, typical_row
+from attnbench.measuring.truths import Whole
+from attnbench.spec import Array, Errors
+
+KEY_SHARE, KEY_ULPS = 0.03, 2
+"""What a row of `counted` may be off by: a share of one key's weight, and ulp of the row itself."""
+POINTED_ULPS, POINTED_PER_LOGIT, POINTED_FLOOR, POINTED_ROW = 3, 0.25, 1e-4, 0.4
+"""What `pointed` results may be off by as a whole: ulp, more of them for larger logits, which a plain implementation
+rounds too; and one row of them, as a share of it or of half of a typical one."""
+MORE_ROWS, MISSING = 2, 0.75
+"""Times what a sampled row may be off by, since the worst of many more rows is worse; a row that is off by most of
+itself is another one."""
+LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
+
+
+class Rows(NamedTuple):
+    """Norms of the compared rows of one output, [heads, members, rows]."""
+
+    size: np.ndarray
+    off: np.ndarray
+    least: np.ndarray
+    """What a row's error is at least measured against."""
+
+
+def check_first(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> None:
+    """Hold the outputs on the first input set against near-exact ones, row by row."""
+    for name, rows in _compared(subject, "first", good).items():
+        allowed = min(MORE_ROWS * limits[name].row, MISSING)
+        share = rows.off / np.maximum(row_scales(rows.size), rows.least)
+        _require(subject, f"{LONG_NAMES[name]} (all rows)", name, share, np.full_like(share, allowed))
+
+
+def check_counted(subject: Subject) -> tuple[str, ...]:
+    """Require of `counted` inputs that no row is off by more than a share of one key's weight."""
+    if subject.workload.pass_ == "backward":
+        return ()
+    outputs = run(subject.programs.main, subject.draws.probe("counted", subject.layout))
+    subject.framework.wait(outputs)
+    require_counted(subject, outputs[0], "output")
+    return ("one key more or less",)
+
+
+def require_counted(subject: Subject, out: Array, what: str) -> None:
+    """Judge an output of `counted` inputs."""
+    rows = _compared(subject, "counted", {"out": out})["out"]
+    unit = np.where(rows.least > 0, rows.least, 1.0)
+    allowed = KEY_SHARE + KEY_ULPS * EPS[subject.workload.dtype] * rows.size / unit
+    _require(subject, f"{what} (keys counted)", "out", rows.off / unit, allowed, " of one key's weight")
+
+
+def check_pointed(subject: Subject) -> tuple[str, ...]:
+    """Require of `pointed` inputs, each row of which hangs on one pair, that gradients are right in every row; None are
+    where the pass has no gradients or none fit the budget."""
+    if not subject.draws.covered(True).heads or not subject.workload.needs_gradients:
+        return ()
+    outputs = run(subject.programs.main, subject.draws.probe("pointed", subject.layout))
+    subject.framework.wait(outputs)
+    limit = POINTED_FLOOR + EPS[subject.workload.dtype] * (
+        POINTED_ULPS + POINTED_PER_LOGIT * probes.pointed_logit(subject.workload)
+    )
+    for name, rows in _compared(subject, "pointed", dict(zip(OUTPUTS[subject.workload.pass_], outputs))).items():
+        what = f"{LONG_NAMES[name]} (queries that point at edges)"
+        typical = typical_row(rows.size)
+        share = rows.off / np.maximum(rows.size, typical / 2)
+        _require(subject, what, name, share, np.full_like(share, POINTED_ROW))
+        size = float(np.linalg.norm(rows.size))
+        relative = float(np.linalg.norm(rows.off)) / (size or 1.0)
+        if not relative <= limit:
+            raise Wrong(
+                f"{what}: {relative / limit:.1f} x the relative error allowed ({relative:.2e} against {limit:.2e})",
+                Errors(backward=relative, backward_allowed=limit),
+            )
+    return ("gradients at edges",)
+
+
+def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> dict[str, Rows]:
+    """Norms of all covered rows, of each output of which some are covered."""
+    found: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in outputs}
+    backward = [name for name in outputs if name != "out"]
+    together = not backward or subject.draws.covered(True) == subject.draws.covered(False)
+    passes = [(bool(backward), list(outputs))] if together else [(False, ["out"]), (True, backward)]
+    for gradients, names in passes:
+        sample = subject.draws.covered(gradients)
+        names = [name for name in names if name in outputs]
+        for at, truth in zip(sample.heads, subject.draws.whole(inputs, gradients)) if names else ():
+            for name in names:
+                mine = _head(subject, outputs[name], name, at)
+                if name == "out" and len(sample.rows) < subject.workload.q_len:
+                    mine = mine[:, sample.rows]
+                found[name].append(_norms(subject, name, mine, truth, inputs))
+    return {name: Rows(*(np.stack(parts) for parts in zip(*norms))) for name, norms in found.items() if norms}
+
+
+def _head(subject: Subject, array: Array, name: str, at: tuple[int, int]) -> Array:
+    """[members, rows, width] of one key/value head: NumPy on a CPU, else on the device."""
+    members = subject.workload.group if name in ("out", "dq") else 1
+    heads = slice(at[1] * members, (at[1] + 1) * members)
+    if subject.device == "cpu":
+        return subject.head_rows(array, at[0], heads, None)
+    part = array[at[0]]
+    part = part[:, heads] if subject.layout == "bshd" else part[heads]
+    xp = array_api_compat.array_namespace(part)
+    wide = "float64" if subject.workload.dtype == "float64" else "float32"
+    return subject.framework.cast(xp.permute_dims(part, (1, 0, 2)) if subject.layout == "bshd" else part, wide)
+
+
+def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) -> tuple[np.ndarray, ...]:
+    if name == "out":
+        right, least = truth.out, None
+    else:
+        assert truth.grads is not None
+        right = truth.grads[("dq", "dk", "dv").index(name)]
+        right, least = (right, truth.cancelling) if name == "dq" else (right[None], None)
+    size, off = (_host(subject, _row_norms(x)) for x in (right, mine - right))
+    if least is not None:
+        floor = ROUNDED * EPS[subject.workload.dtype] * _host(subject, least)
+    elif inputs == "counted":
+        floor = _host(subject, truth.top) * subject.workload.value_dim**0.5
+    else:
+        floor = np.zeros_like(size)
+    return size, off, floor
+
+
+def _row_norms(array: Array) -> Array:
+    xp = array_api_compat.array_namespace(array)
+    return xp.sqrt(xp.sum(array * array, axis=-1))
+
+
+def _host(subject: Subject, array: Array) -> np.ndarray:
+    return (array if isinstance(array, np.ndarray) else subject.framework.numpy(array)).astype(np.float64)
+
+
+def _require(subject: Subject, what: str, name: str, share: np.ndarray, allowed: np.ndarray, of: str = "") -> None:
+    over = ~(share <= allowed)
+    if not over.any():
+        return
+    which, member, row = place = tuple(int(n) for n in np.unravel_index(int(np.argmax(over)), over.shape))
+    sample = subject.draws.covered(share.shape[0] != len(subject.draws.covered(False).heads))
+    members = subject.workload.group if name in ("out", "dq") else 1
+    batch, index = sample.heads[which]
+    token = int(sample.rows[row]) if name == "out" else row
+    raise Wrong(
+        f"{what}: {np.count_nonzero(over)} of {over.size} rows are wrong, first at batch {batch}, "
+        f"{'head' if name in ('out', 'dq') else 'key/value head'} {index * members + member}, row {token} "
+        f"(off by {share[place]:.1e}{of}, {allowed[place]:.1e} allowed)",
+        Errors(forward=float(share.max()), forward_allowed=float(allowed[place])),
+    )
