@@ -106,9 +106,14 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _end_tidily() -> None:
-    """A cancelled CI job sends SIGTERM: end as Ctrl-C does, so that workers and worktrees go too."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """End as Ctrl-C does, so that workers and worktrees go too, when a cancelled CI job sends SIGTERM or a terminal that
+    closes SIGHUP. What the caller lets the process ignore (nohup) stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 def _leave_stdout() -> None:

@@ -14,6 +14,7 @@ from attnbench.errors import UsageError
 from attnbench.report.annotations import workflow_commands
 from attnbench.report.gate_markdown import markdown
 from attnbench.report.junit import junit
+from attnbench.store.drafts import write_texts
 
 
 def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
@@ -21,18 +22,7 @@ def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.e
 
     Annotations go to stderr, where GitHub reads them as well, so that `--json` keeps stdout to itself.
     """
-    page = markdown(report)
-    files = {
-        "gate.json": msgspec.json.format(msgspec.json.encode(report), indent=2).decode(),
-        "gate.md": page,
-        "gate.xml": junit(report),
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --ci another folder.") from error
+    page = write_files(report, folder)
     if summary := environ.get("GITHUB_STEP_SUMMARY"):
         try:
             with Path(summary).open("a", encoding="utf-8") as file:
@@ -42,3 +32,18 @@ def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.e
     if environ.get("GITHUB_ACTIONS") == "true":
         for line in workflow_commands(report):
             print(line, file=sys.stderr)
+
+
+def write_files(report: GateReport, folder: Path) -> str:
+    """Write the three files, all of them or none; returns the Markdown."""
+    page = markdown(report)
+    files = {
+        "gate.json": msgspec.json.format(msgspec.json.encode(report), indent=2).decode(),
+        "gate.md": page,
+        "gate.xml": junit(report),
+    }
+    try:
+        write_texts({folder / name: text for name, text in files.items()})
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --ci another folder.") from error
+    return page
