@@ -18,10 +18,14 @@ from attnbench.run import git
 from attnbench.run.arms import Arm, LocalSide, NurserySide, Side, arm_of
 from attnbench.run.duel import Duel, Terms, Watch
 from attnbench.run.launch import CannotTravel, check_seconds, refuse_distortion
+from attnbench.run.lock import measuring
+from attnbench.run.origin import Origin, other_places
 from attnbench.run.refs import Ref, checkout
 from attnbench.spec import Implementation, Workload
 
 Subject = str | Callable[..., Any] | Implementation
+LOCK_PATIENCE_S = 600.0
+"""A comparison asked for in Python waits so long for another measurement on this machine to end."""
 IN_PROCESS = "in the calling process: one of the two cannot be sent to another, so launches share one memory layout"
 
 
@@ -45,14 +49,15 @@ def compare(
     check(workload, budget_s)
     if not 0 <= floor < 1:
         raise UsageError(f"floor is a share such as 0.03, not {floor!r}.")
-    terms = Terms(workload=workload, budget_s=budget_s, floor=floor)
+    terms = Terms(workload=workload, budget_s=budget_s, floor=floor, confirm=True)
     device = None if device is None else str(device).partition(":")[0]
     try:
         arms = [arm_of(what, framework) for what in (a, b)]
     except CannotTravel:
-        return _in_process((a, b), framework, device, terms, watch)
-    with sides(arms, device, threads) as (first, second):
-        return Duel(first, second, terms, watch or _silent).fight()
+        with measuring("comparison", LOCK_PATIENCE_S) as notes:
+            return _with_notes(_in_process((a, b), framework, device, terms, watch), notes)
+    with measuring("comparison", LOCK_PATIENCE_S) as notes, sides(arms, device, threads) as (first, second):
+        return _with_notes(Duel(first, second, terms, watch or _silent).fight(), notes)
 
 
 def compare_refs(
@@ -70,13 +75,30 @@ def compare_refs(
 ) -> Comparison:
     """One implementation as two git refs have it."""
     check(workload, budget_s)
-    with refs(baseline, current, folder) as (old, new):
+    with measuring("comparison", LOCK_PATIENCE_S) as lock, refs(baseline, current, folder) as (old, new):
         arms = [ref_arm(implementation, ref, folder, framework) for ref in (old, new)]
         with sides(arms, device, threads) as (first, second):
-            terms = Terms(workload=workload, budget_s=budget_s)
+            terms = Terms(workload=workload, budget_s=budget_s, confirm=True)
             found = Duel(first, second, terms, watch or _silent).fight()
-    notes = (*old.notes, *new.notes, *_dirty_notes(old, new), *found.notes)
+        if altered := altered_notes(old, new):
+            # What was verified and what was timed may be two different things.
+            found = msgspec.structs.replace(found, verdict=found.verdict and "inconclusive")
+    notes = (*lock, *old.notes, *new.notes, *_dirty_notes(old, new), *altered, *found.notes)
     return msgspec.structs.replace(found, dirty_a=old.dirty, dirty_b=new.dirty, notes=notes)
+
+
+def _with_notes(found: Comparison, notes: Sequence[str]) -> Comparison:
+    return msgspec.structs.replace(found, notes=(*found.notes, *notes))
+
+
+def altered_notes(*refs: Ref) -> list[str]:
+    """Say of each ref which of its files were changed while it was measured."""
+    changed = {ref.name: ref.altered() for ref in refs}
+    return [
+        f"{', '.join(files[:3])} of {name} changed while it was measured, so no verdict holds"
+        for name, files in changed.items()
+        if files
+    ]
 
 
 def _dirty_notes(*refs: Ref) -> list[str]:
@@ -86,12 +108,17 @@ def _dirty_notes(*refs: Ref) -> list[str]:
 
 @contextmanager
 def refs(baseline: str, current: str, folder: Path | None = None) -> Iterator[tuple[Ref, Ref]]:
-    """Both refs, checked out and built as `[tool.attnbench]` says."""
+    """Both refs, checked out and built as `[tool.attnbench]` says; raises UsageError if a build touched the other."""
     where = folder or Path.cwd()
     settings = config.load_settings(cwd=where)
     with ExitStack() as stack:
-        old, new = (checkout(name, where, settings.build, settings.pythonpath) for name in (baseline, current))
-        yield stack.enter_context(old), stack.enter_context(new)
+        old, new = (
+            stack.enter_context(checkout(name, where, settings.build, settings.pythonpath))
+            for name in (baseline, current)
+        )
+        for ref in (old, new):
+            ref.require_intact()
+        yield old, new
 
 
 def ref_arm(implementation: str, ref: Ref, folder: Path | None = None, framework: str | None = None) -> Arm:
@@ -99,14 +126,18 @@ def ref_arm(implementation: str, ref: Ref, folder: Path | None = None, framework
     label = f"{implementation} at {ref.name}"
     path, home = tuple(str(folder) for folder in ref.pythonpath), git.root(folder or Path.cwd())
     hidden = "" if ref.path == home else str(home)
+    origin = Origin(tree=str(ref.path), within=path, others=other_places(ref.path, home))
     if ":" not in implementation:
-        framework = implementation.partition(".")[0]
-        return Arm(label=label, name=implementation, framework=framework, path=path, hidden=hidden, commit=ref.commit)
+        name, config_of = registry.asked(implementation) if "[" in implementation else (implementation, {})
+        framework = name.partition(".")[0]
+        facts = {"path": path, "hidden": hidden, "commit": ref.commit, "origin": origin}
+        return Arm(label=label, name=name, framework=framework, config=config_of, **facts)
     where, _, attribute = implementation.rpartition(":")
     is_file = where.endswith(".py")
     reference = f"{ref.path / where}:{attribute}" if is_file else implementation
     framework = framework or config.load_settings(cwd=home).framework or "torch"
-    return arm_of(reference, framework, label, (*path, str(ref.path)) if is_file else path, hidden, ref.commit)
+    within = (*path, str(ref.path)) if is_file else path
+    return arm_of(reference, framework, label, within, hidden, ref.commit, origin)
 
 
 @contextmanager

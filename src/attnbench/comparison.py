@@ -83,6 +83,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     record_a: Record | None = None
     """How the arm was verified and weighed; its `time` is null: times are in `launches`."""
     record_b: Record | None = None
+    died: tuple[Literal["a", "b"], ...] = ()
+    """Arms whose process was lost (crashed, killed, without an answer), if that ended it."""
     commit_a: str = ""
     commit_b: str = ""
     dirty_a: bool = False
@@ -97,7 +99,8 @@ CaseStatus = Literal[
 ]  # fmt: skip
 """pass: same, or slower once but not confirmed. wrong: b gives wrong numbers (or no result) where a was right. memory:
 b needs over 1 % more at its peak. missing: right in the stored baseline, not in the current run at
-all. no_baseline: a cannot do this case, or was not measured. not_measured: neither."""
+all. no_baseline: a refuses this case, or does not have it. inconclusive: cannot be told, or a was lost (failed, no
+answer, no memory). not_measured: neither."""
 FAILING: tuple[CaseStatus, ...] = ("regression", "wrong", "memory")
 OPEN: tuple[CaseStatus, ...] = ("inconclusive", "missing")
 """Neither passed nor failed: the job is inconclusive."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
@@ -14,20 +14,22 @@ from msgspec.structs import replace
 
 from attnbench.analyse.gate import OnInconclusive, confirm, geomean, judge
 from attnbench.analyse.gate_case import case_of, grew
-from attnbench.comparing import check, ref_arm, refs
+from attnbench.comparing import altered_notes, check, ref_arm, refs
 from attnbench.comparison import FLOOR, Case, Comparison, Control, GateReport, Launch
 from attnbench.errors import UsageError
 from attnbench.measuring.paired import Decision
 from attnbench.run import protocol as p
-from attnbench.run.arms import NurserySide, Side
+from attnbench.run.arms import Arm, DiedLoading, NurserySide, Side
 from attnbench.run.duel import Duel, Terms
 from attnbench.run.git import commits_between, merge_base
 from attnbench.run.launch import refuse_distortion
 from attnbench.run.lock import machine_lock
+from attnbench.run.origin import NotInRef
 from attnbench.run.refs import Ref
 from attnbench.run.remote import WorkerDied
-from attnbench.spec import Failed, Ok, OutOfMemory, Timeout, Workload
+from attnbench.spec import Failed, OutOfMemory, Timeout, Workload
 
+CONTROLS = ("a/a", "+5 %")
 SECOND_STAGE = (16,)
 """Launches of stage two."""
 SECOND_BUDGET = 2
@@ -69,6 +71,8 @@ class GateOrder(Struct, frozen=True, kw_only=True):
     """At most, per comparison."""
     floors: Callable[[str, str], float] = lambda implementation, workload: FLOOR
     on_inconclusive: OnInconclusive = "inconclusive"
+    on_progress: Callable[[GateReport], None] = lambda report: None
+    """Given what there is after each case, as if the gate were interrupted then: whatever ends it, that is not lost."""
 
 
 def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
@@ -76,55 +80,74 @@ def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
     refuse_distortion()
     for workload in order.workloads:
         check(workload, order.budget_s)
-    started = time.monotonic()
     with machine_lock(), refs(order.baseline, order.current, order.folder) as (old, new):
         gate = _Gate(order, old, new, watch)
-        measured, interrupted = _until_interrupted(gate.cases())
-        cases = _with_culprit(confirm(measured), old, new, order.folder)
-        timed = any(case.first is not None and case.first.verdict is not None for case in cases)
-        controls = gate.controls() if timed and not interrupted else []
-    judgement = judge(cases, controls, order.on_inconclusive)
-    notes = [note for ref in (old, new) for note in ref.notes] + _search_hint(cases, old, new)
-    outcome = judgement.outcome
-    if interrupted:
-        wanted = len(order.implementations) * len(order.workloads)
-        notes.append(f"interrupted after {len(cases)} of {wanted} cases, before the controls")
-        outcome = "interrupted"
-    elif timed and {control.name for control in controls} != {"a/a", "+5 %"}:
-        notes.append(NO_CONTROL if not controls else NO_POWER_CONTROL)
-        outcome = outcome if controls or outcome == "fail" else "untrusted"
-    return GateReport(
-        baseline=_named(old),
-        current=_named(new),
-        suite=order.suite,
-        outcome=outcome,
-        cases=tuple(cases),
-        controls=tuple(controls),
-        geomean=geomean(cases),
-        elapsed_s=time.monotonic() - started,
-        warnings=(*notes, *judgement.warnings),
-        attnbench=version("attnbench"),
-    )
-
-
-def _until_interrupted(cases: Iterator[Case]) -> tuple[list[Case], bool]:
-    """Whatever was finished before Ctrl-C, and whether that came; with nothing finished it goes its way."""
-    finished: list[Case] = []
-    try:
-        for case in cases:
-            finished.append(case)
-    except KeyboardInterrupt:
-        if not finished:
-            raise
-        return finished, True
-    return finished, False
+        try:
+            gate.measure()
+        except KeyboardInterrupt:
+            if not gate.finished:
+                raise
+            report = gate.report(interrupted=True)
+        else:
+            report = gate.report(interrupted=False)
+        order.on_progress(report)
+    return report
 
 
 class _Gate:
     def __init__(self, order: GateOrder, old: Ref, new: Ref, watch: GateWatch) -> None:
         self._order, self._old, self._new, self._watch = order, old, new, watch
+        self._started = time.monotonic()
+        self._notes: list[str] = []
+        self._altered: list[str] = []
+        self.finished: list[Case] = []
+        self._controls_done: list[Control] = []
 
-    def controls(self) -> list[Control]:
+    def measure(self) -> None:
+        """All cases, then the controls if anything was timed; what is finished stays whatever ends it."""
+        for case in self.cases():
+            self.finished.append(case)
+            self._order.on_progress(self.report(interrupted=True))
+        self._altered = altered_notes(self._old, self._new)
+        if not _any_timed(self.finished):
+            return
+        try:
+            for control in self.controls():
+                self._controls_done.append(control)
+        except UsageError as error:
+            self._notes.append(f"the controls ended early: {error}")
+
+    def report(self, interrupted: bool) -> GateReport:
+        """What was found so far."""
+        order, old, new, controls = self._order, self._old, self._new, self._controls_done
+        cases = _with_culprit(confirm(self.finished), old, new, order.folder)
+        judgement = judge(cases, controls, order.on_inconclusive)
+        outcome = judgement.outcome
+        notes = [*old.notes, *new.notes, *_search_hint(cases, old, new), *self._notes, *self._altered]
+        if interrupted:
+            wanted = len(order.implementations) * len(order.workloads)
+            before = "before the controls" if len(controls) < len(CONTROLS) else "after the controls"
+            notes.append(f"interrupted after {len(cases)} of {wanted} cases, {before} were finished")
+            outcome = "interrupted"
+        elif self._altered:
+            outcome = "untrusted"
+        elif _any_timed(cases) and {control.name for control in controls} != set(CONTROLS):
+            notes.append(NO_CONTROL if not controls else NO_POWER_CONTROL)
+            outcome = outcome if controls or outcome == "fail" else "untrusted"
+        return GateReport(
+            baseline=_named(old),
+            current=_named(new),
+            suite=order.suite,
+            outcome=outcome,
+            cases=tuple(cases),
+            controls=tuple(controls),
+            geomean=geomean(cases),
+            elapsed_s=time.monotonic() - self._started,
+            warnings=(*notes, *judgement.warnings),
+            attnbench=version("attnbench"),
+        )
+
+    def controls(self) -> Iterator[Control]:
         """A/A, and 5 % more real work, with the first implementation of the baseline that can be timed at all."""
         for name in self._order.implementations:
             try:
@@ -133,18 +156,17 @@ class _Gate:
                         terms = Terms(workload=work, budget_s=self._order.budget_s)
                         same = self._duel(first, second, terms, "control A/A")
                         if same.verdict is not None:
-                            return self._controls(first, second, same, more)
-            except _CannotLoad:
+                            yield from self._controls(first, second, same, more)
+                            return
+            except (_CannotLoad, NotInRef):
                 continue
-        return []
 
-    def _controls(self, first: Side, second: Side, same: Comparison, more: Workload | None) -> list[Control]:
-        controls = [Control(name="a/a", passed=same.verdict == "same", comparison=same)]
-        if more is None:
-            return controls
-        terms = Terms(workload=same.workload, other=more, budget_s=self._order.budget_s)
-        slower = self._duel(first, second, terms, "control +5 %")
-        return [*controls, Control(name="+5 %", passed=slower.verdict == "slower", comparison=slower)]
+    def _controls(self, first: Side, second: Side, same: Comparison, more: Workload | None) -> Iterator[Control]:
+        yield Control(name="a/a", passed=same.verdict == "same", comparison=same)
+        if more is not None:
+            terms = Terms(workload=same.workload, other=more, budget_s=self._order.budget_s)
+            slower = self._duel(first, second, terms, "control +5 %")
+            yield Control(name="+5 %", passed=slower.verdict == "slower", comparison=slower)
 
     def cases(self) -> Iterator[Case]:
         """Implementation by implementation."""
@@ -164,18 +186,32 @@ class _Gate:
     def _case(self, name: str, workload: Workload, first: Side, second: Side) -> Case:
         terms = Terms(workload=workload, floor=self._order.floors(name, workload.id), budget_s=self._order.budget_s)
         title = f"{name} {workload.id}"
-        stage_one = self._duel(first, second, terms, title)
-        if _broke_down(stage_one):
-            # Not wrong numbers but a crash, a hang or no memory: on a shared machine that may be someone else's doing.
-            stage_one = self._duel(first, second, terms, f"{title}, once more")
+        try:
+            return self._stages(name, workload, first, second, terms, title)
+        except NotInRef as error:
+            return Case(implementation=name, workload=workload, status="inconclusive", reason=str(error))
+
+    def _stages(self, name: str, workload: Workload, first: Side, second: Side, terms: Terms, title: str) -> Case:
+        stage_one = self._settled(first, second, terms, title)
         if stage_one.verdict == "slower":
             fresh = replace(terms, looks=SECOND_STAGE, budget_s=SECOND_BUDGET * terms.budget_s)
-            return case_of(name, workload, stage_one, self._duel(first, second, fresh, f"{title}, once more"))
+            # What all workers of one process share, the layout of its libraries in memory, must not confirm itself.
+            _restart(first, second)
+            return case_of(name, workload, stage_one, self._settled(first, second, fresh, f"{title}, once more"))
         if grew(stage_one):
             once = replace(terms, looks=(1,), launch_s=0.0)
-            weighed = case_of(name, workload, stage_one, self._duel(first, second, once, f"{title}, weighed again"))
+            weighed = case_of(name, workload, stage_one, self._settled(first, second, once, f"{title}, weighed again"))
             return replace(weighed, second=None)
         return case_of(name, workload, stage_one)
+
+    def _settled(self, first: Side, second: Side, terms: Terms, title: str) -> Comparison:
+        """A comparison, made again in new processes if one was lost: a crash, a hang or no memory may be someone else's
+        doing on a shared machine, whichever side it hits."""
+        found = self._duel(first, second, terms, title)
+        if not _broke_down(found):
+            return found
+        _restart(first, second)
+        return self._duel(first, second, terms, f"{title}, once more")
 
     def _duel(self, first: Side, second: Side, terms: Terms, title: str) -> Comparison:
         self._watch.begin(title)
@@ -194,8 +230,14 @@ class _Gate:
             record_a=failed if is_old else None,
             record_b=None if is_old else failed,
         )
-        status = "no_baseline" if is_old else "wrong"
+        status = "inconclusive" if problem.is_open else "no_baseline" if is_old else "wrong"
         return Case(implementation=name, workload=workload, status=status, reason=str(problem), first=comparison)
+
+    def _side(self, arm: Arm) -> NurserySide:
+        try:
+            return NurserySide(arm, self._order.device, self._order.threads)
+        except DiedLoading:  # once may be the machine's doing
+            return NurserySide(arm, self._order.device, self._order.threads)
 
     @contextmanager
     def _sides(self, name: str, *refs: Ref) -> Iterator[list[Side]]:
@@ -204,23 +246,35 @@ class _Gate:
             for place, ref in enumerate(refs):
                 try:
                     arm = ref_arm(name, ref, self._order.folder)
-                    live.append(stack.enter_context(NurserySide(arm, self._order.device, self._order.threads)))
+                    live.append(stack.enter_context(self._side(arm)))
                 except UsageError as error:
-                    raise _CannotLoad(place, str(error)) from error
+                    is_open = isinstance(error, NotInRef) or (isinstance(error, DiedLoading) and place == 0)
+                    raise _CannotLoad(place, str(error), is_open) from error
             yield live
 
 
 class _CannotLoad(UsageError):
-    """The code of one side does not load."""
+    """The code of one side does not load; `is_open`: that says nothing about the code of its ref."""
 
-    def __init__(self, place: int, reason: str) -> None:
+    def __init__(self, place: int, reason: str, is_open: bool) -> None:
         super().__init__(reason)
-        self.place = place
+        self.place, self.is_open = place, is_open
 
 
 def _broke_down(comparison: Comparison) -> bool:
-    """Whether b gave no answer at all where a did."""
-    return isinstance(comparison.record_a, Ok) and isinstance(comparison.record_b, Failed | Timeout | OutOfMemory)
+    """Whether a side gave no answer at all."""
+    return any(isinstance(one, Failed | Timeout | OutOfMemory) for one in (comparison.record_a, comparison.record_b))
+
+
+def _restart(*sides: Side) -> None:
+    """New processes for both; a side that cannot be had any more is told by the comparison that follows."""
+    for side in reversed(sides):
+        with suppress(WorkerDied):
+            side.restart()
+
+
+def _any_timed(cases: Sequence[Case]) -> bool:
+    return any(case.first is not None and case.first.verdict is not None for case in cases)
 
 
 def _own_controls(workload: Workload) -> list[tuple[Workload, Workload | None]]:

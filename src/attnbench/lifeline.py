@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import signal
+import sys
 import threading
 from collections.abc import Callable
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(socket: int, last: Callable[[], object] = lambda: None) -> None:
@@ -20,3 +25,12 @@ def die_with_parent(socket: int, last: Callable[[], object] = lambda: None) -> N
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def keep_children_together() -> None:
+    """Let orphans among this process's descendants become its children, so that whoever ends it finds them; and wake
+    this process if its parent dies while it is stopped, so that it can see the hang-up. Linux only."""
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)

@@ -141,6 +141,12 @@ def origin(name: str) -> str:
     return point.dist.name if point is not None and point.dist is not None else HERE
 
 
+def module_of(name: str) -> str:
+    """Module that brings an implementation; empty for one that was registered by hand."""
+    point = None if name in _registered else _entry_points().get(name)
+    return "" if point is None else point.module
+
+
 class Function(Implementation):
     """A bare function of (q, k, v) in layout bshd: what it computes is judged by the workload's mask and scale."""
 

@@ -10,7 +10,7 @@ import pytest
 from launch_factory import METRICS, flat, launch, poisoned, sequence, swapped
 
 from attnbench.comparison import LOOKS, Launch
-from attnbench.measuring.paired import decide, estimate
+from attnbench.measuring.paired import Decision, after_fresh_launches, decide, estimate, is_overwhelming
 
 HITS = [(arm, factor) for arm in "ab" for factor in (2.0, 3.0)]
 
@@ -108,3 +108,80 @@ def test_power_without_any_disturbance(effect: float, found: int):
     rng = np.random.default_rng(21)
     seen = Counter(verdict_of([launch(rng, effect=effect, pairs=8) for _ in range(24)]) for _ in range(40))
     assert seen["slower"] >= found
+
+
+def confirmed(first: list[Launch], fresh: list[Launch]) -> Decision:
+    decision = decide(first, METRICS)
+    assert decision.verdict in ("slower", "faster"), "or there is nothing to confirm"
+    return after_fresh_launches(decision, [*first, *fresh], len(first))
+
+
+def test_a_difference_that_fresh_processes_do_not_show_is_no_verdict():
+    """All launches of the first processes lean one way by 2.5 %, as a layout in memory would make them."""
+    rng = np.random.default_rng(30)
+    lucky = flat(*rng.normal(0.025, 0.001, 6))
+    for word, made in (("slower", lucky), ("faster", swapped(lucky))):
+        fresh = flat(*rng.normal(0.0, 0.001, 6))
+        decision = confirmed(made, fresh)
+        assert decision.verdict in ("same", "inconclusive")
+        assert any(f"{word} in the first 6 launches, not confirmed by 6" in note for note in decision.notes)
+        assert confirmed(made, made).verdict == word
+        assert confirmed(made, swapped(made)).verdict in ("same", "inconclusive")
+
+
+def test_a_budget_that_leaves_no_room_to_confirm_is_inconclusive():
+    first = flat(0.05, 0.051, 0.052, 0.049, 0.05, 0.048)
+    decision = confirmed(first, first[:2])
+    assert decision.verdict == "inconclusive"
+    assert any("the budget ended before that could be confirmed" in note for note in decision.notes)
+
+
+def test_only_large_and_sure_differences_need_no_confirmation():
+    assert is_overwhelming(decide(flat(*[0.5, 0.51, 0.52, 0.5, 0.49, 0.5]), METRICS))
+    assert is_overwhelming(decide(flat(*[-0.5, -0.51, -0.52, -0.5, -0.49, -0.5]), METRICS))
+    assert is_overwhelming(decide(flat(*[0.0] * 6), METRICS)), "nothing is claimed"
+    assert not is_overwhelming(decide(flat(*[0.05, 0.051, 0.052, 0.05, 0.049, 0.05]), METRICS)), "sure but small"
+    unsure = decide(flat(0.3, 0.7, 0.4, 0.6, 0.5, 0.9), METRICS, last=True)
+    assert unsure.verdict == "slower"
+    assert not is_overwhelming(unsure)
+
+
+def beside_a_neighbour(rng: np.random.Generator, effect: float, bias: float) -> Launch:
+    """A launch beside a busy process: a third of the blocks lose up to half of their time to it, CPU time suffers from
+    the shared cache, each launch is off by 2 %, and all that come of one parent process by `bias`."""
+
+    def hit(rng: np.random.Generator, count: int) -> np.ndarray:
+        return 0.03 * rng.standard_normal(count) + np.where(rng.random(count) < 0.33, rng.uniform(0, 0.7, count), 0)
+
+    return launch(rng, effect=(1 + effect) * np.exp(bias) - 1, noise=hit, pairs=15, launch_sd=0.02)
+
+
+def told(rng: np.random.Generator, effect: float) -> str | None:
+    """What `compare` says: launches until a verdict, then as many of fresh processes if it claims a difference."""
+    bias, made = 0.007 * rng.standard_normal(), []
+
+    def make() -> Launch:
+        made.append(beside_a_neighbour(rng, effect, bias))
+        return made[-1]
+
+    decision = sequence(make)
+    if is_overwhelming(decision):
+        return decision.verdict
+    bias, first = 0.007 * rng.standard_normal(), len(made)
+    for _ in range(first):
+        make()
+    return after_fresh_launches(decision, made, first).verdict
+
+
+def test_identical_code_beside_a_busy_process_is_called_different_in_less_than_one_percent():
+    """Of 150; without the fresh processes it is 3."""
+    rng = np.random.default_rng(31)
+    seen = Counter(told(rng, 0.0) for _ in range(150))
+    assert seen["slower"] + seen["faster"] <= 1
+
+
+def test_five_percent_is_found_beside_a_busy_process():
+    rng = np.random.default_rng(32)
+    seen = Counter(told(rng, 0.05) for _ in range(40))
+    assert seen["slower"] >= 36
+    assert not seen["faster"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,11 +82,20 @@ def test_the_working_tree_as_it_is(repository: Repository):
 
 
 def test_a_dirty_tree_is_told_of(repository: Repository):
-    repository.write("untracked.py", "")
     assert not is_dirty(repository.path)
+    repository.write("__pycache__/code.pyc", "")
+    assert not is_dirty(repository.path)
+    repository.write("kernels/new kernel.py", "")
+    assert is_dirty(repository.path), "a new file is imported like any other"
+    with checkout(".", repository.path) as ref:
+        assert ref.dirty
+    unknown = 'kernels/new kernel.py of the working tree, which git does not know, is not in HEAD: "." takes it'
+    with checkout("HEAD", repository.path) as ref:
+        assert ref.notes == (unknown,)
     repository.write("code.py", "value = 3\n")
     with checkout("HEAD", repository.path) as ref:
-        assert ref.notes == ('the uncommitted changes of the working tree are not in HEAD: "." takes them',)
+        known = 'the uncommitted changes of the working tree are not in HEAD: "." takes them'
+        assert ref.notes == (known, unknown)
         assert not ref.dirty
     with checkout("HEAD~1", repository.path) as ref:
         assert ref.notes == ()
@@ -217,3 +229,98 @@ def test_submodules_come_from_the_clone_beside(repository: Repository, tmp_path:
         (note,) = made.notes
     assert note.startswith("submodule third_party/lib is left empty: it is not checked out here")
     assert repository.worktrees() == 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from attnbench.run.refs import checkout
+
+with checkout("HEAD", Path(sys.argv[1])) as ref:
+    print(ref.path, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed_checkout(repository: Repository) -> Path:
+    """A process that is killed while it has a ref checked out; returns the worktree that it leaves."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(repository.path)], capture_output=True, text=True)
+    left = Path(done.stdout.strip())
+    assert left.is_dir(), done.stderr
+    assert repository.worktrees() == 2
+    return left
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    left = killed_checkout(repository)
+    with checkout("HEAD~1", repository.path) as live:
+        assert not left.parent.exists()
+        assert repository.worktrees() == 2
+        with checkout("HEAD", repository.path):
+            assert live.path.is_dir(), "its owner lives"
+    assert repository.worktrees() == 1
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_worktree_whose_folder_is_gone_is_unregistered_and_no_one_elses(repository: Repository, tmp_path: Path):
+    shutil.rmtree(killed_checkout(repository).parent)
+    theirs = tmp_path / "theirs"
+    repository.git("worktree", "add", "--quiet", "--detach", str(theirs))
+    shutil.rmtree(theirs)
+    with checkout("HEAD", repository.path):
+        pass
+    assert repository.worktrees() == 2, "the main one, and one that the user may bring back"
+
+
+def test_a_file_that_a_later_build_touches_is_noticed(repository: Repository):
+    with checkout("HEAD", repository.path, "echo 1 > built") as old:
+        old.require_intact()
+        assert old.altered() == []
+        (old.path / "unforeseen.py").write_text("")
+        with pytest.raises(UsageError, match=r"unforeseen.py of HEAD changed after it was built"):
+            old.require_intact()
+        assert old.altered() == [], "a cache beside the sources, say"
+        (old.path / "built").write_text("2\n")
+        (old.path / "code.py").unlink()
+        assert old.altered() == ["built", "code.py"]
+        with pytest.raises(UsageError, match=r"built, code.py, unforeseen.py of HEAD"):
+            old.require_intact()
+
+
+def test_a_worktree_that_is_moved_to_another_commit_is_noticed(repository: Repository):
+    with checkout("HEAD", repository.path) as ref:
+        repository.git("-C", str(ref.path), "checkout", "--quiet", "--detach", "HEAD~1")
+        with pytest.raises(UsageError, match="HEAD was moved to another commit"):
+            ref.require_intact()
+
+
+def test_the_working_tree_is_watched_too(repository: Repository):
+    with checkout(".", repository.path) as ref:
+        ref.require_intact()
+        repository.write("code.py", "value = 9\n")
+        assert ref.altered() == ["code.py"]
+        with pytest.raises(UsageError, match=r"code.py of \. changed"):
+            ref.require_intact()
+
+
+def test_a_build_that_changes_its_own_sources_is_told(repository: Repository):
+    with checkout("HEAD", repository.path, "echo 3 > code.py") as ref:
+        assert ref.notes == ("the build of HEAD has changed code.py, which git knows",)
+        ref.require_intact()
+
+
+def test_folders_outside_the_ref_are_not_its_code(repository: Repository, tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir()
+    for outside in (str(repository.path), "..", str(tmp_path / "elsewhere")):
+        with pytest.raises(UsageError, match="is not in HEAD, and its code would count as that of every ref"):
+            checkout("HEAD", repository.path, None, [outside]).__enter__()
+    (repository.path / "lib").symlink_to(tmp_path / "elsewhere")
+    repository.git("add", "lib")
+    repository.git("commit", "--quiet", "--message", "a link out of the repository")
+    with pytest.raises(UsageError, match="is not in HEAD"):
+        checkout("HEAD", repository.path, None, ["lib"]).__enter__()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnbench.comparison import Case, CaseStatus, Comparison
-from attnbench.spec import Ok, Record, Workload
+from attnbench.measuring.paired import CONTRADICTION
+from attnbench.spec import Failed, Ok, OutOfMemory, Record, Timeout, Workload
 
 MOST_MEMORY = 1.01
 LEAST_BYTES = 64 * 1024
@@ -47,6 +48,11 @@ def _by_numbers(stages: Sequence[Comparison]) -> tuple[CaseStatus, str] | None:
     a, b = (stages[0].record_a, stages[0].record_b) if stages else (None, None)
     if a is None or isinstance(a, Ok):
         return None
+    if isinstance(a, Failed | Timeout | OutOfMemory):
+        # Nobody refused: the baseline was lost, and with it what the current one should be compared with.
+        if b is not None and (b.status, b.reason) == (a.status, a.reason) and not stages[0].died:
+            return "not_measured", f"neither gives an answer: {_why(a)}"
+        return "inconclusive", f"the baseline was lost: {_why(a)}"
     if isinstance(b, Ok):
         return "no_baseline", f"the baseline: {_why(a)}"
     return "not_measured", _why(a)
@@ -77,6 +83,8 @@ def _open_reason(comparison: Comparison) -> str:
     if comparison.verdict != "inconclusive" or seen is None:
         return comparison.reason
     count = len(comparison.launches)
+    if contradiction := next((note for note in comparison.notes if note.startswith(CONTRADICTION)), ""):
+        return f"{contradiction} ({_by_metric(comparison)})"
     parts = [f"after {count} launch{'' if count == 1 else 'es'}"] if count else []
     if comparison.reason:
         parts.append(comparison.reason)
@@ -85,6 +93,10 @@ def _open_reason(comparison: Comparison) -> str:
     else:
         parts.append("too few to tell anything, raise --budget" if count else TOO_WIDE)
     return ": ".join(parts)
+
+
+def _by_metric(comparison: Comparison) -> str:
+    return ", ".join(f"{one.metric} {one.ratio:.3f}" for one in comparison.estimates.values())
 
 
 def _how_much(comparison: Comparison) -> str:

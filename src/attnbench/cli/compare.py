@@ -50,17 +50,21 @@ def compare(
     from attnbench.config import load_settings
     from attnbench.report.comparison import print_comparison
     from attnbench.report.duel_progress import DuelProgress
+    from attnbench.run.lock import measuring
 
     _check(a, b, baseline, current)
     settings = load_settings({"device": device, "framework": framework, "threads": threads})
     _, workloads = select_workloads(suite, False, OWN_SHAPE if suite is None and shape == Shape() else shape, Choice())
     found: list[Comparison] = []
-    for workload in workloads:
-        with DuelProgress(stderr_console(), quiet or json) as progress:
-            asked = _Question(a, b, baseline, current or "HEAD", settings.framework)
-            found.append(asked.answer(workload, settings.device, settings.threads, budget, progress))
-        if not json:
-            print_comparison(stdout_console(), found[-1])
+    with measuring("compare") as notes:
+        for note in notes:
+            stderr_console().print(f"warning: {note}", highlight=False, markup=False, soft_wrap=True)
+        for workload in workloads:
+            with DuelProgress(stderr_console(), quiet or json) as progress:
+                asked = _Question(a, b, baseline, current or "HEAD", settings.framework)
+                found.append(asked.answer(workload, settings.device, settings.threads, budget, progress))
+            if not json:
+                print_comparison(stdout_console(), found[-1])
     if json:
         print_json(found[0] if len(found) == 1 else found)
     return _exit_code(found, fail_on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -57,9 +58,7 @@ def gate(
     if _is_stored(current) or _is_stored(baseline):
         report = _gate_stored(baseline, current, settings, on_inconclusive)
     else:
-        report = _gate_refs(
-            baseline, current, suite, _names(impl, settings), words, budget, settings, on_inconclusive, quiet or json
-        )
+        report = _gate_refs(baseline, current, suite, impl, words, budget, settings, on_inconclusive, ci, quiet or json)
     with suppress(BrokenPipeError):  # the exit code counts, whoever reads
         if json:
             print_json(report)
@@ -119,28 +118,54 @@ def _names(impl: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
     from attnbench.cli.selection import expand, swept_names
 
     asked, known = impl or settings.implementations, registry.names()
-    return tuple(dict.fromkeys(name for one in asked for name in expand(one, known))) or tuple(swept_names())
+    named = tuple(dict.fromkeys(name for one in asked for name in expand(one, known)))
+    return named or _of_this_repository(swept_names())
+
+
+def _of_this_repository(names: Sequence[str]) -> tuple[str, ...]:
+    """Those that a gate without a list can measure: attnbench's own are the same in all refs of another repository."""
+    from attnbench import registry
+    from attnbench.run import git
+
+    if any((git.root() / folder / "attnbench").is_dir() for folder in ("src", ".")):
+        return tuple(names)
+    mine = tuple(name for name in names if registry.module_of(name).partition(".")[0] != "attnbench")
+    if not mine:
+        raise UsageError(
+            "no implementation of this repository is known, so nothing of it would be measured: name functions with "
+            "--impl file.py:function or package.module:function, or in `implementations` of [tool.attnbench]."
+        )
+    return mine
 
 
 def _gate_refs(
     baseline: str,
     current: str,
     suite: str,
-    names: tuple[str, ...],
+    impl: tuple[str, ...],
     words: str,
     budget: float,
     settings: Settings,
     on_inconclusive: str,
+    ci: Path | None,
     quiet: bool,
 ) -> GateReport:
     from attnbench.cli.output import stderr_console
     from attnbench.cli.selection import filter_words, select_workloads
     from attnbench.gating import GateOrder, gate_refs
+    from attnbench.report.ci import write_files
     from attnbench.report.duel_progress import DuelProgress
     from attnbench.store.thresholds import load_thresholds
 
     name, workloads = select_workloads(suite, False, Shape(), Choice())
-    workloads, names = filter_words(words, workloads, names)
+    floors = load_thresholds(settings.thresholds)
+    workloads, names = filter_words(words, workloads, _names(impl, settings))
+
+    def keep(report: GateReport) -> None:
+        if ci is not None:
+            with suppress(UsageError):  # if the disk is still full at the end, that is told
+                write_files(report, ci)
+
     with DuelProgress(stderr_console(), quiet) as progress:
         order = GateOrder(
             baseline=baseline,
@@ -152,7 +177,8 @@ def _gate_refs(
             device=settings.device,
             threads=settings.threads,
             budget_s=budget,
-            floors=load_thresholds(settings.thresholds),
+            floors=floors,
             on_inconclusive=OUTCOMES[on_inconclusive],  # pyright: ignore[reportArgumentType]
+            on_progress=keep,
         )
         return gate_refs(order, progress)

@@ -1,16 +1,17 @@
 """Launches of two arms -> time of b / time of a with intervals, and the rule that says when the evidence is enough.
 
 Everything is worked out on ln(b / a) of neighbouring blocks. Swapping the arms negates each figure to the last bit and
-so mirrors the verdict. Only metrics that contradict each other do not mirror: slower on any of them is slower.
+so mirrors the verdict. Metrics that contradict each other decide nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, log1p
+from math import exp, log, log1p
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from attnbench.comparison import ALPHA, FLOOR, LARGEST_SAME, LOOKS, WIDEST_SAME, Block, Estimate, Launch, Verdict
 from attnbench.errors import UsageError
@@ -22,6 +23,10 @@ ENDLESS = 50.0
 FEW_LAUNCHES = 6
 """Below this a bootstrap over launches is far too narrow; Student's t takes its place."""
 SES_TO_DETECT = 4.0
+LARGE, SURE_P = 0.10, 1e-4
+"""A difference beyond LARGE at a p-value below SURE_P needs no second look: neither chance nor layout makes it."""
+CONFIRM_ALPHA, FEWEST_FRESH = 0.05, 3
+CONTRADICTION = "the metrics contradict each other"
 _WORDS = {1: "slower", -1: "faster", 0: "neither slower nor faster"}
 
 
@@ -76,7 +81,8 @@ def decide(
 ) -> Decision:
     """Judge at a look, or when this is the `last` chance; between looks go on. The floor may only be raised.
 
-    Slower on any metric is slower; faster on any and slower on none is faster; same is the published metric's to say.
+    Slower on any metric is slower and faster on any is faster, unless another metric's interval lies on the other side
+    of 1; same is the published metric's to say.
     """
     if floor < FLOOR:
         raise UsageError(f"a floor of {floor:g} is below {FLOOR:g}, what layout alone makes: it may only be raised.")
@@ -104,6 +110,53 @@ def decide(
     )
 
 
+def is_overwhelming(decision: Decision) -> bool:
+    """Whether a decision needs no confirmation: it claims no difference, or one that is large and beyond doubt.
+
+    A device's time does not depend on how a process happens to lie in memory, and is not asked for one either.
+    """
+    if decision.verdict not in ("slower", "faster") or "device" in decision.estimates:
+        return True
+    return any(
+        abs(log(one.ratio)) > log1p(LARGE)
+        and (one.p_slower if decision.verdict == "slower" else one.p_faster) < SURE_P
+        and (one.ratio > 1) == (decision.verdict == "slower")
+        for one in decision.estimates.values()
+    )
+
+
+def after_fresh_launches(decision: Decision, launches: Sequence[Launch], first: int, floor: float = FLOOR) -> Decision:
+    """A verdict after launches that had no part in it (all but the `first` ones): it stays if they show the difference.
+
+    They do if Student's t over them lies on the same side of 1 at 5 % by a metric that made the verdict, and by no
+    metric on the other. The figures are those of all launches together.
+    """
+    fresh, word = launches[first:], decision.verdict
+    sign, judged = (1 if word == "slower" else -1), list(decision.estimates)
+    pooled = decide(launches, judged, floor=floor, last=True)
+    claim = f"{word} in the first {first} launches"
+    if len(fresh) < FEWEST_FRESH:
+        note = f"{claim}, but the budget ended before that could be confirmed by fresh processes: raise it"
+        return replace(pooled, verdict="inconclusive", notes=(*pooled.notes, note))
+    again = {name: _evidence(fresh, name, CONFIRM_ALPHA) for name in judged}
+    shown = any(
+        (one.t_low > 0 if sign > 0 else one.t_high < 0) and _is_beyond(decision.estimates[name], sign, floor)
+        for name, one in again.items()
+    )
+    denied = any(one.t_high < 0 if sign > 0 else one.t_low > 0 for one in again.values())
+    if shown and not denied and pooled.verdict == word:
+        return pooled
+    note = f"{claim}, not confirmed by {len(fresh)} launches of fresh processes"
+    verdict = "same" if pooled.verdict == "same" else "inconclusive"
+    return replace(pooled, verdict=verdict, notes=(*pooled.notes, note))
+
+
+def _is_beyond(one: Estimate, sign: int, floor: float) -> bool:
+    """Whether a metric's interval alone makes that verdict."""
+    low, high = one.interval
+    return low > 1 + floor if sign > 0 else high < 1 / (1 + floor)
+
+
 def _judged_metrics(launches: Sequence[Launch], metrics: Sequence[str]) -> tuple[list[str], list[str]]:
     """Metrics that can be judged, and why the others cannot; the published one always has to."""
     blind = [
@@ -126,13 +179,12 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
         for name in doubtful
     ]
     certain = {sign for name, sign in signs.items() if name not in doubtful}
-    if 1 in signs.values() and -1 in signs.values():
-        doubts.append(
-            "the metrics contradict each other: " + ", ".join(f"{_WORDS[s]} by {n} time" for n, s in signs.items())
-        )
-        # More threads, say: what people wait for decides.
-        if signs[main] and main not in doubtful:
-            return ("slower" if signs[main] > 0 else "faster"), doubts
+    # Wall time beside device time is the host's: it contradicts only beyond the floor.
+    sides = signs if main == "device" else {name: _sign(one, 0.0) for name, one in found.items()}
+    if any(signs[name] and -signs[name] in sides.values() for name in found):
+        # More threads, say, or something else that took the processor in one arm's turns: nobody knows which.
+        told = ", ".join(f"{_WORDS[side]} by {name} time" for name, side in sides.items())
+        return None, [*doubts, f"{CONTRADICTION}: {told}"]
     if 1 in certain:
         return "slower", doubts
     if -1 in certain and 1 not in signs.values():

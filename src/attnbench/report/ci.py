@@ -22,6 +22,20 @@ def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.e
 
     Annotations go to stderr, where GitHub reads them as well, so that `--json` keeps stdout to itself.
     """
+    page = write_files(report, folder)
+    if summary := environ.get("GITHUB_STEP_SUMMARY"):
+        try:
+            with Path(summary).open("a", encoding="utf-8") as file:
+                file.write(page)
+        except OSError as error:
+            print(f"warning: cannot write the job's summary: {error.strerror or error}", file=sys.stderr)
+    if environ.get("GITHUB_ACTIONS") == "true":
+        for line in workflow_commands(report):
+            print(line, file=sys.stderr)
+
+
+def write_files(report: GateReport, folder: Path) -> str:
+    """Write the three files, all of them or none; returns the Markdown."""
     page = markdown(report)
     files = {
         "gate.json": msgspec.json.format(msgspec.json.encode(report), indent=2).decode(),
@@ -32,12 +46,4 @@ def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.e
         write_texts({folder / name: text for name, text in files.items()})
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --ci another folder.") from error
-    if summary := environ.get("GITHUB_STEP_SUMMARY"):
-        try:
-            with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(page)
-        except OSError as error:
-            print(f"warning: cannot write the job's summary: {error.strerror or error}", file=sys.stderr)
-    if environ.get("GITHUB_ACTIONS") == "true":
-        for line in workflow_commands(report):
-            print(line, file=sys.stderr)
+    return page

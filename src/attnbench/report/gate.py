@@ -111,6 +111,8 @@ def figures(case: Case) -> str:
 def remark(case: Case) -> str:
     """Everything else a reader should know, on one line."""
     parts = [one_line(case.reason) or _usual_reason(case)]
+    if case.status in ("improved", "regression", "inconclusive") and case.comparison is not None:
+        parts += [note for note in map(one_line, case.comparison.notes) if note not in parts[0]]
     if case.status == "regression" and case.p_holm is not None:
         parts.append(f"p = {case.p_holm:.1g} after Holm")
     if case.culprit:
@@ -148,7 +150,9 @@ def verdict(report: GateReport) -> str:
     told = counts_text(report)
     if report.outcome == "untrusted":
         failed = ", ".join(control.name for control in report.controls if not (control.passed or control.silent))
-        why = f"the {failed} control failed" if failed else "no control could be timed"
+        why = f"the {failed} control failed" if failed else "see the warnings"
+        if not report.controls:
+            why = "no control could be timed"
         return f"Untrusted: {why}, so nothing here counts ({told})"
     if report.outcome == "interrupted":
         return f"Interrupted, so this is no verdict ({told})"

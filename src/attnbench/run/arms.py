@@ -18,6 +18,8 @@ from attnbench.errors import UsageError
 from attnbench.run import nursery as n
 from attnbench.run import protocol as p
 from attnbench.run.launch import CannotTravel
+from attnbench.run.origin import NotInRef, Origin
+from attnbench.run.process_tree import ProcessTree, descendants
 from attnbench.run.remote import STEADY_MEMORY, Local, Remote, WorkerDied, start
 from attnbench.run.travel import Traveller, from_object, from_reference
 from attnbench.spec import Implementation
@@ -40,7 +42,14 @@ class Arm(Struct, frozen=True, kw_only=True):
     """Folders before all others on the import path of its workers: a git ref's. Its code must come from them."""
     hidden: str = ""
     """Folder whose code its workers must not see: the repository that the ref was checked out of."""
+    origin: Origin | None = None
+    """Where the code of the git ref lies, and where other code of its repository does."""
     commit: str = ""
+
+    def describe(self) -> p.Describe:
+        """The first message to each of its processes."""
+        by_name = self.origin is not None and self.traveller is None
+        return p.Describe(self.import_path, self.origin, self.name if by_name else "")
 
     @property
     def import_path(self) -> list[str]:
@@ -51,13 +60,19 @@ class Arm(Struct, frozen=True, kw_only=True):
 
 
 def arm_of(
-    what: Any, framework: str, label: str = "", path: tuple[str, ...] = (), hidden: str = "", commit: str = ""
+    what: Any,
+    framework: str,
+    label: str = "",
+    path: tuple[str, ...] = (),
+    hidden: str = "",
+    commit: str = "",
+    origin: Origin | None = None,
 ) -> Arm:
     """An arm from a name, a `file.py:function` or `module:function` reference, a function or an Implementation.
 
     A reference or a name under another import path is looked up by the workers, not here.
     """
-    facts = {"path": path, "hidden": hidden, "commit": commit}
+    facts = {"path": path, "hidden": hidden, "commit": commit, "origin": origin}
     if isinstance(what, str) and ":" in what:
         traveller = from_reference(what, framework, set())
         return Arm(label=label or what, name=traveller.name, framework=framework, traveller=traveller, **facts)
@@ -76,6 +91,10 @@ def arm_of(
     return Arm(label=label, name=traveller.name, framework=traveller.framework, traveller=traveller, **facts)
 
 
+class DiedLoading(UsageError):
+    """A process was lost while it loaded an arm's code: perhaps the code's doing, perhaps the machine's."""
+
+
 class Side(Protocol):
     """A live arm."""
 
@@ -83,6 +102,18 @@ class Side(Protocol):
 
     def hatch(self, seed: int) -> Remote | Local:
         """A fresh worker."""
+        ...
+
+    def pause(self) -> None:
+        """Stop all its processes while it is the other side's turn."""
+        ...
+
+    def resume(self) -> None:
+        """Let them go on."""
+        ...
+
+    def restart(self) -> None:
+        """Begin again with new processes."""
         ...
 
     def close(self) -> None:
@@ -111,23 +142,36 @@ class NurserySide:
 
     def __init__(self, arm: Arm, device: str | None, threads: int | None) -> None:
         self.arm, self._device, self._threads = arm, device, threads
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the side)
+        try:
+            self._start()
+        except BaseException:
+            self._output.close()
+            raise
+
+    def _start(self) -> None:
+        """Start the nursery and load the arm's code in it; raises UsageError if that cannot be."""
         self._forks = True
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the nursery)
-        module = "attnbench.run.nursery"
-        started = start(module, arm.framework, device, threads, self._output, arm.path, STEADY_MEMORY)
+        arm, module = self.arm, "attnbench.run.nursery"
+        started = start(module, arm.framework, self._device, self._threads, self._output, arm.path, STEADY_MEMORY)
         self._process, self._connection = started
+        self._tree = ProcessTree(self._process.pid)
         # What it says when it dies is told as a worker's last words are.
         self._nursery = Remote(arm.framework, *started, self._output)
         try:
-            self._demand(p.Describe(arm.import_path))
+            self._demand(arm.describe())
             if arm.traveller is not None:
                 self._demand(arm.traveller.enlist(arm.path))
         except WorkerDied as died:
-            self.close()
-            raise UsageError(f"{arm.label} could not be loaded: {died.reason}") from died
+            self._end_nursery()
+            raise DiedLoading(f"{arm.label} could not be loaded: {died.reason}") from died
         except BaseException:
-            self.close()
+            self._end_nursery()
             raise
+        self._helpers = descendants(self._process.pid)
+        """What loading has started, for all workers."""
+        if not self._forks:
+            self._end_nursery()
 
     def __enter__(self) -> NurserySide:
         return self
@@ -138,7 +182,7 @@ class NurserySide:
     def _demand(self, question: p.Describe | p.Enlist) -> None:
         reply = self._ask(question)
         if isinstance(reply, p.Refused):
-            raise UsageError(f"{self.arm.label} could not be loaded: {reply.reason}")
+            raise _refusal(self.arm, reply)
         self._forks = self._forks and not isinstance(reply, n.Unforkable)
 
     def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
@@ -147,16 +191,30 @@ class NurserySide:
                 with socket.socket(fileno=socket.dup(self._connection.fileno())) as channel:
                     socket.send_fds(channel, [b"+"], [passing.fileno()])
 
+        self.resume()
         return self._nursery.exchange(question, START_S, n.decode_reply, pass_on)
 
     def hatch(self, seed: int) -> Remote:
-        """A fork with an untouched framework and its own heap padding; a new process where loading began to compute."""
+        """A fork with an untouched framework and its own heap padding; a new process where loading began to compute.
+
+        A nursery that is gone is started again, once.
+        """
         if not self._forks:
             return self._spawn()
+        try:
+            return self._fork(seed)
+        except WorkerDied:
+            self.restart()
+            return self._fork(seed) if self._forks else self._spawn()
+
+    def _fork(self, seed: int) -> Remote:
+        for pid in set(descendants(self._process.pid)) - set(self._helpers):
+            ProcessTree(pid).kill()  # what an earlier worker left behind
         ours, theirs = socket.socketpair()
         with theirs:
             reply = self._ask(n.Hatch(seed), theirs)
         assert isinstance(reply, n.Hatched)
+        self._tree = ProcessTree(self._process.pid)
         return Remote(self.arm.framework, _Fledgling(reply.pid, self), Connection(ours.detach()), self._output)
 
     def _spawn(self) -> Remote:
@@ -165,10 +223,35 @@ class NurserySide:
         module = "attnbench.run.worker"
         started = start(module, arm.framework, self._device, self._threads, self._output, arm.path, STEADY_MEMORY)
         worker = Remote(arm.framework, *started, self._output)
-        worker.ask(p.Describe(arm.import_path), START_S)
-        if arm.traveller is not None:
-            worker.ask(arm.traveller.enlist(arm.path), START_S)
+        self._tree = ProcessTree(started[0].pid)
+        questions = [arm.describe(), *([] if arm.traveller is None else [arm.traveller.enlist(arm.path)])]
+        try:
+            for question in questions:
+                answer = worker.ask(question, START_S)
+                if isinstance(answer, p.Refused) and answer.not_in_ref:
+                    raise _refusal(arm, answer)
+                if isinstance(answer, p.Refused):
+                    raise WorkerDied("failed", answer.reason)
+        except BaseException:
+            worker.kill()
+            raise
         return worker
+
+    def pause(self) -> None:
+        """Take the processor away from all processes of this side, helpers that its code has started included."""
+        self._tree.stop()
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._tree.resume()
+
+    def restart(self) -> None:
+        """Begin again with new processes; raises WorkerDied if the code cannot be loaded any more."""
+        self._end_nursery()
+        try:
+            self._start()
+        except UsageError as error:
+            raise WorkerDied("failed", str(error)) from error
 
     def exit_code(self, pid: int) -> int | None:
         """How a worker ended; None while it runs."""
@@ -180,12 +263,20 @@ class NurserySide:
         return reply.code
 
     def close(self) -> None:
-        """End the nursery; workers end when their sockets close."""
+        """End the nursery with its workers and whatever these have started."""
+        self._end_nursery()
+        self._output.close()
+
+    def _end_nursery(self) -> None:
         if self._process.poll() is None:
-            self._process.kill()
+            ProcessTree(self._process.pid).kill()
         self._process.wait()
         self._connection.close()
-        self._output.close()
+
+
+def _refusal(arm: Arm, answer: p.Refused) -> UsageError:
+    kind = NotInRef if answer.not_in_ref else UsageError
+    return kind(f"{arm.label} could not be loaded: {answer.reason}")
 
 
 class LocalSide:
@@ -199,6 +290,15 @@ class LocalSide:
         """Fresh sessions; the process stays the same."""
         del seed
         return Local(self.arm.framework, self._device)
+
+    def pause(self) -> None:
+        """Both sides are this process, which cannot be stopped."""
+
+    def resume(self) -> None:
+        """Nothing was stopped."""
+
+    def restart(self) -> None:
+        """There is no process to begin again with."""
 
     def close(self) -> None:
         """Nothing to end."""

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import random
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil
-from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
 from attnbench.comparison import FLOOR, LOOKS, Block, Comparison, Launch
-from attnbench.measuring.paired import Decision, decide, published
+from attnbench.measuring.paired import Decision, after_fresh_launches, decide, is_overwhelming, published
 from attnbench.measuring.sampling import varied
 from attnbench.run.arms import Side
 from attnbench.run.fighter import Fighter, Lost
 from attnbench.run.remote import WorkerDied
+from attnbench.run.scratch import scratch
 from attnbench.spec import Failed, Record, Workload
 
 LAUNCH_S = 0.6
@@ -32,6 +31,7 @@ CLOCKS_APART = 0.02
 """Neighbours whose GPU clocks differ by more are measured again."""
 MOST_REPEATS = 4
 Watch = Callable[[Sequence[Launch], Decision | None], None]
+Order = tuple[Literal["a", "b"], Literal["a", "b"]]
 
 
 class Terms(Struct, frozen=True, kw_only=True):
@@ -46,6 +46,9 @@ class Terms(Struct, frozen=True, kw_only=True):
     launch_s: float = LAUNCH_S
     timeout_s: float = 120.0
     seed: int | None = None
+    confirm: bool = False
+    """Whether slower and faster must show again in as many launches of newly started processes. What all forks of one
+    process share, the layout of its libraries in memory, is drawn anew by that."""
 
 
 class Duel:
@@ -56,7 +59,9 @@ class Duel:
         self._workloads = {"a": terms.workload, "b": terms.other or terms.workload}
         seed = secrets.randbits(31) if terms.seed is None else terms.seed
         self._seed, self._rng = seed, random.Random(seed)
+        self._orders: list[Order] = []
         self._records: dict[str, Record] = {}
+        self._died: dict[str, bool] = {}
         self._launches: list[Launch] = []
         self._clock: str | None = None
         """Of both arms, once they had to agree on one."""
@@ -71,8 +76,8 @@ class Duel:
         """Launches until a verdict, the last look, or the end of the budget."""
         started = time.monotonic()
         decision: Decision | None = None
-        with tempfile.TemporaryDirectory(prefix="attnbench-") as shared:
-            self._folders = {side: Path(shared, side) for side in ("a", "b")}
+        with scratch() as shared:
+            self._folders = {side: shared / side for side in ("a", "b")}
             for folder in self._folders.values():
                 folder.mkdir()
             try:
@@ -80,11 +85,29 @@ class Duel:
                     self._launches.append(self._launch())
                     decision = self._decide(time.monotonic() - started)
                     self._watch(self._launches, decision)
+                if self._terms.confirm and not is_overwhelming(decision):
+                    decision = self._confirm(decision, started)
             except Lost as lost:
                 return self._lost(lost, time.monotonic() - started)
             finally:
                 self._dismiss(self._kept)
         return self._answer(decision, "", time.monotonic() - started)
+
+    def _confirm(self, decision: Decision, started: float) -> Decision:
+        """Judge again with launches of new processes, as many as there were unless the budget ends before."""
+        first, before = len(self._launches), time.monotonic()
+        each = (before - started) / first
+        self._dismiss(self._kept)
+        self._kept = {}
+        for name in ("b", "a"):
+            try:
+                self._sides[name].restart()
+            except WorkerDied as died:
+                raise self._lost_worker(name, died) from died
+        while len(self._launches) < 2 * first and time.monotonic() - started + each < self._terms.budget_s:
+            self._launches.append(self._launch())
+            self._watch(self._launches, None)
+        return after_fresh_launches(decision, self._launches, first, self._terms.floor)
 
     def _dismiss(self, fighters: dict[str, Fighter]) -> None:
         for fighter in fighters.values():
@@ -101,8 +124,7 @@ class Duel:
         return time.monotonic() - self._opened_at if self._kept and self._opened_at is not None else elapsed
 
     def _launch(self) -> Launch:
-        orders: tuple[tuple[Literal["a", "b"], ...], ...] = (("a", "b"), ("b", "a"))
-        order = self._rng.choice(orders)
+        order = self._order()
         fighters = dict(self._kept)
         try:
             if not fighters:
@@ -116,6 +138,13 @@ class Duel:
             if not self._kept:
                 self._dismiss(fighters)
         return Launch(a=tuple(a), b=tuple(b), first=order[0])
+
+    def _order(self) -> Order:
+        """Which is started first: at random, but either of them in every two launches."""
+        if not self._orders:
+            self._orders = [("a", "b"), ("b", "a")]
+            self._rng.shuffle(self._orders)
+        return self._orders.pop()
 
     def _open_all(self, order: Sequence[str], fighters: dict[str, Fighter]) -> None:
         """Open both, even when the first is lost: whether the other one is right must be known too.
@@ -142,22 +171,35 @@ class Duel:
             try:
                 step(side, fighters)
             except Lost as lost:
-                self._records[side] = lost.record
+                self._records[side], self._died[side] = lost.record, lost.died
                 return lost
             return None
 
-        with ThreadPoolExecutor(at_once) as pool:
+        if at_once == 1:
+            return [lost for lost in map(attempt, order) if lost is not None]
+        pool = ThreadPoolExecutor(at_once)
+        try:
             return [lost for lost in pool.map(attempt, order) if lost is not None]
+        except BaseException:
+            # Whoever presses Ctrl-C does not wait for a verification: the question ends with the worker.
+            for fighter in list(fighters.values()):
+                fighter.abort()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _hatch(self, side: str, fighters: dict[str, Fighter]) -> None:
         live, workload = self._sides[side], self._workloads[side]
         try:
             worker = live.hatch(self._rng.getrandbits(31))
         except WorkerDied as died:
-            reason = f"no worker could be started: {died.reason}"
-            facts = {"implementation": live.arm.name, "workload": workload, "reason": reason, "detail": died.detail}
-            raise Lost(side, Failed(**facts)) from died
-        fighters[side] = Fighter(side, live.arm, worker, workload, self._terms.timeout_s)
+            raise self._lost_worker(side, died) from died
+        fighters[side] = Fighter(side, live, worker, workload, self._terms.timeout_s)
+
+    def _lost_worker(self, side: str, died: WorkerDied) -> Lost:
+        reason = f"no worker could be started: {died.reason}"
+        facts = {"implementation": self._sides[side].arm.name, "workload": self._workloads[side]}
+        return Lost(side, Failed(reason=reason, detail=died.detail, **facts), died=True)
 
     def _describe(self, side: str, fighters: dict[str, Fighter]) -> None:
         self._devices[side] = fighters[side].describe()
@@ -206,7 +248,7 @@ class Duel:
         return (f"the GPU's clock was unsteady or held down in {self._unequal} of {pairs} pairs, even when repeated",)
 
     def _lost(self, lost: Lost, elapsed: float) -> Comparison:
-        self._records[lost.side] = lost.record
+        self._records[lost.side], self._died[lost.side] = lost.record, lost.died
         when = f" in launch {len(self._launches) + 1}" if self._launches else ""
         label = self._sides[lost.side].arm.label
         return self._answer(None, f"{label}: {lost.record.status}{when}: {lost.record.reason}", elapsed)
@@ -230,6 +272,7 @@ class Duel:
             timing_s=0.0 if self._opened_at is None else time.monotonic() - self._opened_at,
             record_a=self._records.get("a"),
             record_b=self._records.get("b"),
+            died=tuple(side for side in ("a", "b") if self._died.get(side)),
             commit_a=arms["a"].commit,
             commit_b=arms["b"].commit,
             floor=self._terms.floor,

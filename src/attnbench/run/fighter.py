@@ -6,25 +6,30 @@ from typing import Any
 
 from attnbench.comparison import Block
 from attnbench.run import protocol as p
-from attnbench.run.arms import Arm
+from attnbench.run.arms import Side
+from attnbench.run.origin import NotInRef
 from attnbench.run.remote import Local, Remote, WorkerDied
 from attnbench.spec import Cell, Failed, Ok, Record, Workload
 
 
 class Lost(Exception):
-    """An arm gave up its worker or its answer; `record` is what is left."""
+    """An arm gave up its worker (`died`) or its answer; `record` is what is left."""
 
-    def __init__(self, side: str, record: Record) -> None:
+    def __init__(self, side: str, record: Record, died: bool = False) -> None:
         super().__init__(record.reason)
-        self.side, self.record = side, record
+        self.side, self.record, self.died = side, record, died
 
 
 class Fighter:
-    """One arm's worker in one launch, its cell open."""
+    """One arm's worker in one launch, its cell open. It runs only while it is asked something.
 
-    def __init__(self, side: str, arm: Arm, worker: Remote | Local, workload: Workload, timeout_s: float) -> None:
-        self._side, self._worker, self._timeout_s = side, worker, timeout_s
-        self._cell = Cell(arm.name, workload, arm.config)
+    Between its turns all of its processes are stopped: threads that spin and helpers that it has started would take the
+    processor from the other arm, whose time would then be too long. A stopped process keeps its GPU context.
+    """
+
+    def __init__(self, side: str, live: Side, worker: Remote | Local, workload: Workload, timeout_s: float) -> None:
+        self._side, self._live, self._worker, self._timeout_s = side, live, worker, timeout_s
+        self._cell = Cell(live.arm.name, workload, live.arm.config)
         self.call_ns, self.clock, self.other_clocks = 0.0, "wall", ()
 
     def describe(self) -> str:
@@ -59,12 +64,16 @@ class Fighter:
         return taken.block
 
     def _ask(self, question: p.Question) -> p.Answer:
+        self._live.resume()
         try:
             answer = self._worker.ask(question, self._timeout_s)
         except WorkerDied as died:
-            raise Lost(self._side, died.record(**self._facts)) from died
+            raise Lost(self._side, died.record(**self._facts), died=True) from died
+        self._live.pause()
         if isinstance(answer, p.Closed):
             raise Lost(self._side, answer.record)
+        if isinstance(answer, p.Refused) and answer.not_in_ref:
+            raise NotInRef(f"{self._live.arm.label}: {answer.reason}")
         if isinstance(answer, p.Refused):
             raise Lost(self._side, self._failed(answer.reason))
         return answer
@@ -76,6 +85,10 @@ class Fighter:
 
     def _failed(self, reason: str) -> Failed:
         return Failed(reason=reason, **self._facts)
+
+    def abort(self) -> None:
+        """Make another thread's question to it fail at once."""
+        self._worker.abort()
 
     def end(self) -> None:
         """The launch is over."""

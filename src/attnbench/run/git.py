@@ -116,9 +116,19 @@ def subject(commit: str, folder: Path = HERE) -> str:
     return answer(folder, "log", "-1", "--format=%s", commit)
 
 
+def changes(folder: Path = HERE, *, untracked: bool = True) -> list[str]:
+    """Files that differ from HEAD, with those that git does not know and does not ignore: Python imports these too."""
+    kind = "all" if untracked else "no"
+    found = ask(folder, "status", "--porcelain", "-z", "--no-renames", f"--untracked-files={kind}")
+    if found.returncode:
+        raise UsageError(f"`git status` failed in {folder}: {last_line(found)}.")
+    names = [entry[3:] for entry in found.stdout.split("\0") if entry]
+    return [name for name in names if "__pycache__" not in Path(name).parts]
+
+
 def is_dirty(folder: Path = HERE) -> bool:
-    """Whether files that git knows differ from HEAD."""
-    return bool(answer(folder, "status", "--porcelain", "--untracked-files=no"))
+    """Whether the working tree holds anything that HEAD does not."""
+    return bool(changes(folder))
 
 
 def merge_base(a: str, b: str, folder: Path = HERE) -> str:

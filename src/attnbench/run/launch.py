@@ -18,7 +18,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
-from attnbench.run.lock import WAIT_S, CannotLock, machine_lock
+from attnbench.run.lock import WAIT_S, measuring
 from attnbench.run.naming import free_name, is_reference, name_references
 from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
 from attnbench.run.travel import Traveller, from_object, from_reference
@@ -107,10 +107,8 @@ def launch(
     wanted, travellers = _recruit(request)
     with ExitStack() as held:
         if request.measure:
-            try:
-                held.enter_context(machine_lock(command="run", wait_s=wait_s, tell=listener.waiting))
-            except CannotLock as error:
-                listener.warning(f"{error} Until then nothing keeps other measurements from disturbing this one.")
+            for note in held.enter_context(measuring("run", wait_s, listener.waiting)):
+                listener.warning(note)
         if crew is None:
             crew = held.enter_context(Crew(travellers, request.device, request.threads, request.in_process))
             crew.on_environment = listener.environment

@@ -10,8 +10,9 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from threading import get_ident
 from typing import BinaryIO
 
 from attnbench.errors import UsageError
@@ -22,6 +23,8 @@ WAIT_S, LIBRARY_WAIT_S = 60.0, 600.0
 """How long a run waits for the lock: one of the command line, and one of the Python interface, which tests of a project
 may call in several processes."""
 PAUSE_S = 0.2
+_held_here: dict[str, int] = {}
+"""Locks of this process, and the thread that holds each."""
 
 
 class CannotLock(UsageError):
@@ -61,10 +64,28 @@ def machine_lock(
             except OSError as error:
                 raise _no_lock(path, error) from error
         _write(file, f"{os.getpid()} {datetime.now():%H:%M} {command or name}")
+        _held_here[name] = get_ident()
         try:
             yield
         finally:
+            _held_here.pop(name, None)
             _write(file, "")
+
+
+@contextmanager
+def measuring(command: str, wait_s: float = 0.0, tell: Callable[[str], None] | None = None) -> Iterator[list[str]]:
+    """Hold the machine's lock unless this thread does already (a bisection compares) or this process is a worker of one
+    that does; yields what should be noted, such as that no lock can be had here."""
+    notes: list[str] = []
+    if _held_here.get("gate") == get_ident() or os.environ.get("ATTNBENCH_WORKER"):
+        yield notes
+        return
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(machine_lock(command=command, wait_s=wait_s, tell=tell))
+        except CannotLock as error:
+            notes.append(f"nothing keeps other measurements away: {error}")
+        yield notes
 
 
 def _write(file: BinaryIO, text: str) -> None:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -23,9 +24,11 @@ import psutil
 from msgspec import Struct
 
 from attnbench import frameworks
+from attnbench.lifeline import keep_children_together
 from attnbench.run import protocol as p
 from attnbench.run.process_state import ProcessState
-from attnbench.run.worker import enlist, serve
+from attnbench.run.process_tree import kill_descendants
+from attnbench.run.worker import enlist, load_from_ref, serve
 
 LARGEST_PADDING = 1 << 20
 
@@ -79,21 +82,27 @@ class Nursery:
             try:
                 request = decode_request(p.receive(self._connection))
             except EOFError:
+                kill_descendants()
                 return
             p.send(self._connection, p.encode(p.Numbered(request.number, self._reply(request.message))))
 
     def _reply(self, request: Request) -> Reply:
         if isinstance(request, p.Describe):
             sys.path.extend(folder for folder in request.path if folder not in sys.path)
-            return self._import()
+            reply = self._import()
+            return self._loaded(lambda: load_from_ref(request)) if isinstance(reply, p.Done) else reply
         if isinstance(request, p.Enlist):
-            before = _threads()
-            answer = enlist(request)
-            assert isinstance(answer, p.Done | p.Refused)
-            return Unforkable() if isinstance(answer, p.Done) and _threads() > before else answer
+            return self._loaded(lambda: enlist(request))
         if isinstance(request, Inquire):
             return Ended(self._code(request.pid))
         return Hatched(self._hatch(request.seed))
+
+    def _loaded(self, load: Callable[[], p.Answer]) -> Reply:
+        """Load code of others; whether it can be forked afterwards is told by its threads."""
+        before = _threads()
+        answer = load()
+        assert isinstance(answer, p.Done | p.Refused)
+        return Unforkable() if isinstance(answer, p.Done) and _threads() > before else answer
 
     def _import(self) -> Reply:
         if not frameworks.installed(self._framework):
@@ -139,6 +148,7 @@ def main() -> None:
     """Serve one parent over the inherited socket."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_children_together()
     connection = Connection(int(sys.argv[1]))
     Nursery(connection, sys.argv[2], sys.argv[3] or None).serve()
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from attnbench.comparison import Block
 from attnbench.measuring.rates import Ceilings
+from attnbench.run.origin import Origin
 from attnbench.spec import Cell, Environment, Failed, Incorrect, Ok, OutOfMemory, Timeout, Unsupported
 
 NotOk = Unsupported | Incorrect | OutOfMemory | Failed | Timeout
@@ -32,6 +33,10 @@ class Describe(Struct, tag="describe"):
     """Tell the environment. `path` are the parent's import folders."""
 
     path: list[str]
+    origin: Origin | None = None
+    """The git ref whose code this process stands for."""
+    name: str = ""
+    """An implementation of that ref, to be loaded and found in it."""
 
 
 class Enlist(Struct, tag="enlist"):
@@ -221,6 +226,8 @@ class Refused(Struct, tag="refused"):
     """The question itself could not be answered."""
 
     reason: str
+    not_in_ref: bool = False
+    """Because what would be measured is not the code of the git ref that was asked for."""
 
 
 Answer = Described | Reasons | Opened | Warm | Closed | Sampled | BlockTaken | Traced | Measured | Done | Refused

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 from msgspec import Struct
@@ -17,6 +16,7 @@ from msgspec import Struct
 from attnbench.errors import UsageError
 from attnbench.run import git
 from attnbench.run.git import commits_between, is_repository, merge_base
+from attnbench.run.scratch import PREFIX, scratch
 from attnbench.run.submodules import fill_submodules
 
 __all__ = ["BuildFailed", "Ref", "WORKING_TREE", "checkout", "commits_between", "is_repository", "merge_base"]
@@ -24,6 +24,8 @@ __all__ = ["BuildFailed", "Ref", "WORKING_TREE", "checkout", "commits_between", 
 WORKING_TREE = (".", "WORKTREE")
 """Names of the working tree as it is, with everything that is not committed."""
 LAST_LINES = 12
+MOST_NAMED = 3
+"""Files that a sentence names."""
 
 
 class BuildFailed(UsageError):
@@ -53,6 +55,25 @@ class Ref(Struct, frozen=True, kw_only=True):
     """Whether it holds changes that no commit has."""
     notes: tuple[str, ...] = ()
     """What a user should know, such as uncommitted changes that are not in it."""
+    files: dict[str, tuple[int, ...]] = {}
+    """Its files as they were when its build was over."""
+
+    def altered(self) -> list[str]:
+        """Files that were changed or removed since its build was over; what is new beside them does not count."""
+        now = _fingerprint(self.path)
+        return sorted(name for name, state in self.files.items() if now.get(name) != state)
+
+    def require_intact(self) -> None:
+        """Raise UsageError if somebody else, such as the build of another ref, has touched it."""
+        if self.commit and git.head(self.path) != self.commit:
+            raise UsageError(f"{self.name} was moved to another commit while refs were built: let no build do that.")
+        now = _fingerprint(self.path)
+        touched = sorted(name for name in self.files | now if self.files.get(name) != now.get(name))
+        if touched:
+            raise UsageError(
+                f"{_named(touched)} of {self.name} changed after it was built, so it is no longer what that ref has: "
+                "let the build command write to its own folder only."
+            )
 
 
 @contextmanager
@@ -63,8 +84,9 @@ def checkout(ref: str, folder: Path, build: str | None = None, pythonpath: Seque
         yield _ready(_working_tree(ref, top), build, pythonpath)
         return
     commit = git.resolve(ref, top)
-    with TemporaryDirectory(prefix="attnbench-", ignore_cleanup_errors=True) as temporary:
-        path = Path(temporary).resolve() / top.name
+    with scratch() as temporary:
+        _forget_abandoned(top)
+        path = temporary / top.name
         try:
             git.answer(top, "worktree", "add", "--quiet", "--detach", str(path), commit)
             notes = (*_left_out(ref, commit, top), *fill_submodules(top, path))
@@ -81,9 +103,51 @@ def _working_tree(ref: str, top: Path) -> Ref:
 
 
 def _left_out(ref: str, commit: str, top: Path) -> list[str]:
-    if commit != git.head(top) or not git.is_dirty(top):
+    if commit != git.head(top):
         return []
-    return [f'the uncommitted changes of the working tree are not in {ref}: "." takes them']
+    known = git.changes(top, untracked=False)
+    unknown = [name for name in git.changes(top) if name not in known]
+    notes = [f'the uncommitted changes of the working tree are not in {ref}: "." takes them'] if known else []
+    if unknown:
+        notes.append(f'{_named(unknown)} of the working tree, which git does not know, is not in {ref}: "." takes it')
+    return notes
+
+
+def _named(files: Sequence[str]) -> str:
+    more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+    return f"{', '.join(files[:MOST_NAMED])}{more}"
+
+
+def _forget_abandoned(top: Path) -> None:
+    """Unregister worktrees of processes that were killed; their folders are gone by now."""
+    common = Path(git.answer(top, "rev-parse", "--path-format=absolute", "--git-common-dir"))
+    for entry in common.glob("worktrees/*/gitdir"):
+        folder = Path(entry.read_text(encoding="utf-8", errors="replace").strip()).parent
+        if folder.parent.name.startswith(PREFIX) and not folder.exists():
+            shutil.rmtree(entry.parent, ignore_errors=True)
+
+
+def _fingerprint(path: Path) -> dict[str, tuple[int, ...]]:
+    """What tells of each file whether it was touched. Of a working tree that people use, only what git does not
+    ignore; of a worktree that was made for this, everything."""
+    if path.parent.name.startswith(PREFIX):
+        names = []
+        for folder, inner, files in os.walk(path):
+            inner[:] = [name for name in inner if name != ".git"]
+            names += [os.path.relpath(os.path.join(folder, name), path) for name in files if name != ".git"]
+    else:
+        listed = git.ask(path, "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout
+        names = [name for name in listed.split("\0") if name]
+    states: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        if "__pycache__" in Path(name).parts:
+            continue
+        try:
+            found = (path / name).lstat()
+        except OSError:
+            continue
+        states[name] = (found.st_ino, found.st_size, found.st_mode, found.st_ctime_ns)
+    return states
 
 
 def _remove(top: Path, path: Path) -> None:
@@ -94,21 +158,30 @@ def _remove(top: Path, path: Path) -> None:
 def _ready(ref: Ref, build: str | None, pythonpath: Sequence[str]) -> Ref:
     if build:
         _build(ref, build)
-    wanted = [(ref.path / name).resolve() for name in pythonpath] or _default_pythonpath(ref.path)
+    wanted = [(ref.path / name).resolve() for name in pythonpath or _default_pythonpath(ref.path)]
+    strange = [str(folder) for folder in wanted if not folder.is_relative_to(ref.path.resolve())]
+    if strange:
+        raise UsageError(
+            f"{_named(strange)} is not in {ref.name}, and its code would count as that of every ref: name folders of "
+            "the repository, relative to its root, in pythonpath of [tool.attnbench]."
+        )
     there = [folder for folder in wanted if folder.is_dir()]
     if not there:
         raise UsageError(
             f"{ref.name} has no folder {' or '.join(pythonpath)}: set pythonpath in [tool.attnbench] to where "
             "its packages lie."
         )
-    missing = [f"{ref.name} has no folder {folder.name}" for folder in wanted if folder not in there]
-    return msgspec.structs.replace(ref, pythonpath=tuple(there), notes=(*ref.notes, *missing))
+    notes = [f"{ref.name} has no folder {folder.name}" for folder in wanted if folder not in there]
+    if build and ref.name not in WORKING_TREE and (rebuilt := git.changes(ref.path, untracked=False)):
+        notes.append(f"the build of {ref.name} has changed {_named(rebuilt)}, which git knows")
+    files = _fingerprint(ref.path)
+    return msgspec.structs.replace(ref, pythonpath=tuple(there), notes=(*ref.notes, *notes), files=files)
 
 
-def _default_pythonpath(path: Path) -> list[Path]:
+def _default_pythonpath(path: Path) -> list[str]:
     source = path / "src"
     holds_code = any(source.glob("*/__init__.py")) or any(source.glob("*.py"))
-    return [source, path] if holds_code else [path]
+    return ["src", "."] if holds_code else ["."]
 
 
 def _build(ref: Ref, command: str) -> None:

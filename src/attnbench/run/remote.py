@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -22,6 +21,7 @@ from attnbench.frameworks.host_memory import host_memory
 from attnbench.run import protocol as p
 from attnbench.run.environment import without_home
 from attnbench.run.instructions import isa_cap
+from attnbench.run.process_tree import ProcessTree
 from attnbench.run.worker import Worker
 from attnbench.spec import Failed, OutOfMemory, Timeout
 
@@ -219,11 +219,14 @@ class Remote:
         """Whether the process still runs."""
         return self._process.poll() is None
 
+    def abort(self) -> None:
+        """End its processes, so that whoever waits for its answer learns of it; `kill` is still to come."""
+        ProcessTree(self._process.pid).kill()
+
     def kill(self) -> None:
         """End it at once, with everything it started."""
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            ProcessTree(self._process.pid).kill()
         self._process.wait()
         self._connection.close()
 
@@ -240,6 +243,9 @@ class Local:
         return self._worker.answer(question)
 
     alive = True
+
+    def abort(self) -> None:
+        """Nothing can be ended here."""
 
     def kill(self) -> None:
         """Let go of arrays."""

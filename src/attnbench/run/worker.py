@@ -20,17 +20,19 @@ from typing import Any
 import msgspec
 
 from attnbench import errors, frameworks, registry
-from attnbench.lifeline import die_with_parent
+from attnbench.lifeline import die_with_parent, keep_children_together
 from attnbench.measuring import anchors
 from attnbench.measuring.draws import Draws
 from attnbench.measuring.session import FellBack, Options, Session, refusal
 from attnbench.measuring.step_session import StepSession
 from attnbench.measuring.subject import Wrong
+from attnbench.run import origin
 from attnbench.run import protocol as p
 from attnbench.run.environment import describe, without_home
 from attnbench.run.frozen import Untrusted, frozen
 from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit
 from attnbench.run.process_state import Change, ProcessState
+from attnbench.run.process_tree import kill_descendants
 from attnbench.spec import Cell, Failed, Implementation, Incorrect, OutOfMemory, Unsupported
 from attnbench.steps import StepImplementation
 
@@ -62,10 +64,34 @@ def enlist(question: p.Enlist) -> p.Answer:
             _require_within(question)
         implementation = registry.resolve(found, question.framework)
     except (Exception, SystemExit) as error:
-        return p.Refused(str(error) if isinstance(error, errors.UsageError) else f"{type(error).__name__}: {error}")
+        return refused(error)
+    if reason := origin.other_code():
+        return p.Refused(reason, not_in_ref=True)
     implementation.name = question.name
     registry.register(implementation)
     return p.Done()
+
+
+def refused(error: BaseException) -> p.Refused:
+    """Turn what went wrong while code was loaded into an answer."""
+    reason = str(error) if isinstance(error, errors.UsageError) else f"{type(error).__name__}: {error}"
+    return p.Refused(reason, not_in_ref=isinstance(error, origin.NotInRef))
+
+
+def load_from_ref(question: p.Describe) -> p.Done | p.Refused:
+    """Stand for a git ref from now on, and load the implementation that is asked for by name from it."""
+    if question.origin is None:
+        return p.Done()
+    origin.expect(question.origin)
+    if not question.name:
+        return p.Done()
+    try:
+        registry.get(question.name)
+        origin.require(question.name)
+    except (Exception, SystemExit) as error:
+        return refused(error)
+    reason = origin.other_code()
+    return p.Refused(reason, not_in_ref=True) if reason else p.Done()
 
 
 def _require_within(question: p.Enlist) -> None:
@@ -74,7 +100,7 @@ def _require_within(question: p.Enlist) -> None:
     where = question.reference.rpartition(":")[0]
     file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
     if question.within and (file is None or not any(Path(file).is_relative_to(folder) for folder in question.within)):
-        raise errors.UsageError(f"{where} is not in this ref; what Python finds is {file}.")
+        raise origin.NotInRef(f"{where} is not in this ref; what Python finds is {file}: {origin.REMEDY}.")
 
 
 class Worker:
@@ -191,8 +217,10 @@ class Worker:
             "environment": self._environment,
         }
 
-    def _describe(self, question: p.Describe) -> p.Described:
+    def _describe(self, question: p.Describe) -> p.Described | p.Refused:
         sys.path.extend(folder for folder in question.path if folder not in sys.path)
+        if isinstance(answer := load_from_ref(question), p.Refused):
+            return answer
         self._environment = describe(self._framework, self._device)
         return p.Described(self._environment)
 
@@ -237,7 +265,10 @@ class Worker:
             self._framework.trim()  # of what verification needed: other workers share the device
             return p.Opened(record, session.timed)
 
-        return self._guarded(cell, start, opening=True)
+        answer = self._guarded(cell, start, opening=True)
+        # What a function imports only when it is called has been imported by now.
+        reason = origin.other_code()
+        return p.Refused(reason, not_in_ref=True) if reason else answer
 
     def _warm_up(self, question: p.WarmUp) -> p.Answer:
         session = self._sessions[question.cell]
@@ -393,7 +424,8 @@ def serve(connection: Connection, framework: str, device: str | None, state: Pro
     """Answer the questions of one parent until it hangs up; `state` as in Worker."""
     os.environ["ATTNBENCH_WORKER"] = "1"
     os.set_inheritable(connection.fileno(), False)
-    die_with_parent(connection.fileno())
+    keep_children_together()
+    die_with_parent(connection.fileno(), kill_descendants)
     try:
         answer = Worker(framework, device, state).answer
     except errors.AttnBenchError as error:
@@ -404,6 +436,7 @@ def serve(connection: Connection, framework: str, device: str | None, state: Pro
         try:
             asked = p.decode_question(receive(connection))
         except EOFError:
+            kill_descendants()
             return
         send(connection, _encode(numbered(asked.number, answer(asked.message))))
 
