@@ -19,6 +19,7 @@ from attnbench.errors import Unsupported
 from attnbench.impls import conditions
 from attnbench.impls import torch_fa3_build as fa3
 from attnbench.impls.conditions import first_reason
+from attnbench.impls.parts.torch_rows import dense_rows, of_dense_rows
 from attnbench.impls.torch_bounds import bounds, is_causal, is_windowed, natural_lse, needs_bottom_right, needs_bounds
 from attnbench.impls.torch_masks import may_have_dead_rows
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
@@ -103,7 +104,8 @@ class Flash(Implementation):
 
     def passes(self, workload: Workload, config: Config) -> Passes:
         """The forward pass also where there is no other: forward-only builds."""
-        return self.partial(workload, config) or (self._forward(workload, config), None)
+        forward = self._forward(workload, config)
+        return self.partial(workload, config) or (lambda *arrays: forward(*map(dense_rows, arrays)), None)
 
     def natural(self, workload: Workload) -> Callable[[Array], Array]:
         """Mends the library's LSE; costs nothing where every row sees a key."""
@@ -162,7 +164,7 @@ class FlashAttention2(Flash):
             private(dout, q, k, v, out, lse, *grads, **options, **fixed)
             return grads
 
-        return self._forward(workload, config), backward
+        return of_dense_rows((self._forward(workload, config), backward))
 
 
 class FlashAttention3(Flash):
@@ -239,7 +241,7 @@ class FlashAttention3(Flash):
             private(dout, q, k, v, out, lse, dq=grads[0], dk=grads[1], dv=grads[2], **options)
             return grads
 
-        return self._forward(workload, config), backward
+        return of_dense_rows((self._forward(workload, config), backward))
 
 
 class FlashAttention4(Flash):
@@ -287,7 +289,7 @@ class FlashAttention4(Flash):
             dq, dk, dv = backward(q, k, v, out, dout, lse, **options)[:3]
             return dq, dk, dv
 
-        return with_lse, gradients
+        return of_dense_rows((with_lse, gradients))
 
 
 def _fa4_dims(workload: Workload, environment: Environment) -> str | None:

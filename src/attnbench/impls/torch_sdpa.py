@@ -22,8 +22,8 @@ from attnbench.impls.conditions import (
     needs_head_dim,
     needs_no_softcap,
 )
+from attnbench.impls.parts.torch_rows import dense_rows, has_dense_rows
 from attnbench.impls.torch_masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
-from attnbench.impls.torch_sdpa_aten import dense_rows, has_dense_rows
 from attnbench.impls.torch_sdpa_turns import Pinned
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
