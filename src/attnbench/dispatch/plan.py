@@ -12,6 +12,7 @@ from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.lse_guard import guarded
 from attnbench.dispatch.misses import report
 from attnbench.dispatch.order import Demand, Form
+from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.impls.arrays import workload_of
 from attnbench.spec import Array, Call, Implementation
 from attnbench.workloads.masks import AnyMask
@@ -124,7 +125,19 @@ def built(pick: Implementation, decision: Decision, demand: Demand, layout: str,
     prepare = getattr(call, "prepare", None)
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)
-    return arranged(call, demand, layout, pick.layout)
+    run = arranged(call, demand, layout, pick.layout)
+    # Dynamo looks into what a graph is made of, and what is traceable calls nothing that could be redirected.
+    return run if demand.framework != "torch" or demand.form == "traced" else undisturbed(run)
+
+
+def undisturbed(call: Call) -> Call:
+    """Return the same call, whose own calls of torch's functions no `redirect_sdpa` around it changes."""
+
+    def run(q: Array, k: Array, v: Array) -> Any:
+        with OWN_RUN:
+            return call(q, k, v)
+
+    return run
 
 
 def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:

@@ -79,9 +79,11 @@ class Sdpa(Implementation):
         return checks[self.backend](workload)
 
     def build(self, workload: Workload, config: Config) -> Call:
+        import torch
         from torch.compiler import is_dynamo_compiling
-        from torch.nn.functional import scaled_dot_product_attention
 
+        # The function under torch.nn.functional's name, which `redirect_sdpa` replaces: this one is never another.
+        torchs_own = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
         masks = once_per_device(lambda device: self._mask(workload, device))
         (pinned, followed), scale, grouped = self._pinned(), workload.softmax_scale, workload.group > 1
         # Dynamo does not follow torch's lower-right bias; the operator under it aligns so by itself.
@@ -96,11 +98,12 @@ class Sdpa(Implementation):
                     return operator(q, k, v)[0]
                 pin = followed()
             mask = masks(q.device)
+            # The bias looks for the name as it is now; a redirection leaves alone what an implementation calls.
+            on_bias = biased and q.device.type != "cpu"
+            attend = torch.nn.functional.scaled_dot_product_attention if on_bias else torchs_own
             try:
                 with pin:
-                    out = scaled_dot_product_attention(
-                        q, k, v, mask.attn_mask, 0.0, mask.is_causal, scale=scale, enable_gqa=grouped
-                    )
+                    out = attend(q, k, v, mask.attn_mask, 0.0, mask.is_causal, scale=scale, enable_gqa=grouped)
             except RuntimeError as error:
                 if any(words in str(error) for words in NO_KERNEL):
                     if not all(map(has_dense_rows, (q, k, v))):

@@ -1,13 +1,14 @@
 """Backends of scaled_dot_product_attention pinned by several threads at once, in about a microsecond.
 
 torch's flags belong to the process: two threads inside its `sdpa_kernel` see each other's, and restore them in the
-wrong order, which pins the process for good. Here threads that want one backend share the pin, others wait for it.
+wrong order, which pins the process for good. Here threads that want one backend share the pin, others wait for it. A
+thread that pins again inside its own block gives the outer pin up meanwhile, so that nobody waits while holding one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Condition, Lock
+from threading import Condition, Lock, local
 
 FLAGS = ("cudnn", "flash", "mem_efficient", "math", "overrideable")
 
@@ -23,7 +24,15 @@ class _Turn:
         self.undo: list[tuple[Callable[[bool], None], bool]] = []
 
 
+class _Held(local):
+    """The pins of one thread, the outermost first; only the last is in force."""
+
+    def __init__(self) -> None:
+        self.pins: list[Pinned] = []
+
+
 _TURN = _Turn()
+_HELD = _Held()
 
 
 class Pinned:
@@ -41,6 +50,20 @@ class Pinned:
         ]
 
     def __enter__(self) -> None:
+        pins = _HELD.pins
+        if pins:
+            pins[-1]._give_up()
+        self._take()
+        pins.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        pins = _HELD.pins
+        pins.pop()._give_up()
+        if pins:
+            pins[-1]._take()
+
+    def _take(self) -> None:
+        """Wait until no thread holds another pin, then set the flags if this one is the first."""
         with _TURN.lock:
             while _TURN.inside and _TURN.flag != self._flag:
                 _TURN.over.wait()
@@ -52,7 +75,8 @@ class Pinned:
                         _TURN.undo.append((put, not wanted))
             _TURN.inside += 1
 
-    def __exit__(self, *error: object) -> None:
+    def _give_up(self) -> None:
+        """Put the flags back if no other thread holds this pin."""
         with _TURN.lock:
             _TURN.inside -= 1
             if not _TURN.inside:
