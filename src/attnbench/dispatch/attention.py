@@ -10,8 +10,8 @@ from typing import Any
 from attnbench import policy, registry
 from attnbench.dispatch import traced
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of
-from attnbench.dispatch.autocast import under_autocast, without_autocast
 from attnbench.dispatch.plan import PLANS, Words, planned
+from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.spec import Array
 from attnbench.tracing import is_fake
 from attnbench.workloads.masks import AnyMask

@@ -21,6 +21,7 @@ from attnbench.dispatch.array_masks import with_torch_array
 from attnbench.dispatch.choice import decide
 from attnbench.dispatch.order import TAKE_ARRAYS
 from attnbench.dispatch.plan import Plan, Plans, Words, built, chosen, demand_of
+from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.frameworks.torch_plain import MaskTensors
 from attnbench.workloads.masks import AnyMask, Full
 
@@ -46,6 +47,7 @@ def attend(
 
     It sees every key, or, of a padded batch, those that `real` [b, 1, 1, keys] says; `mask` says the same.
     """
+    q, k, v = under_autocast(q, k, v)
     batch, kv_heads, keys, dim = k.shape
     key = (
         q.shape, batch, kv_heads, keys.bit_length(), dim, v.shape[3], q.dtype, k.dtype, v.dtype, q.device,
@@ -58,7 +60,8 @@ def attend(
         _CLASSES.put(key, Plan(run))
     if run is EACH or v.shape[:3] != k.shape[:3]:
         return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout="bhsd")
-    return run(q, k, v) if real is None else run(q, k, v, real)
+    with without_autocast(q.device.type):
+        return run(q, k, v) if real is None else run(q, k, v, real)
 
 
 EACH = object()

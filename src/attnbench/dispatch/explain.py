@@ -9,6 +9,7 @@ from attnbench.dispatch.arrays import framework_of, pass_of
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.order import Candidate, Demand, order_on, why_not
 from attnbench.dispatch.plan import Words, demand_of
+from attnbench.frameworks.torch_autocast import under_autocast
 from attnbench.policy import Choice
 from attnbench.spec import Array, Workload
 from attnbench.workloads.masks import AnyMask
@@ -62,7 +63,10 @@ def explain(
     return_lse: bool = False,
 ) -> Explanation:
     """What `attention` with the same arguments would use: candidates in order, refusals, evidence, the pick and why."""
-    train = pass_of(framework_of(q, k, v), q, k, v) == "train"
+    framework = framework_of(q, k, v)
+    train = pass_of(framework, q, k, v) == "train"
+    if framework == "torch":
+        q, k, v = under_autocast(q, k, v)
     return explained(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
 
 
