@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 from attnbench.dispatch.arrays import device_of, framework_of, to_layout
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.lse_guard import guarded
-from attnbench.dispatch.misses import report
+from attnbench.dispatch.misses import report, tell_failure
 from attnbench.dispatch.order import Demand, Form
 from attnbench.dispatch.torch_hook import OWN_RUN
+from attnbench.errors import Unsupported
 from attnbench.impls.arrays import workload_of
+from attnbench.impls.parts.torch_rules import NO_RULES, current
 from attnbench.spec import Array, Call, Implementation
 from attnbench.workloads.masks import AnyMask
 
@@ -92,7 +94,8 @@ def demand_of(
         q, k, v, mask=mask, scale=scale, softcap=softcap, layout=layout, heads=heads,
         pass_="train" if train else "forward",
     )  # fmt: skip
-    return Demand(workload, framework, device_of(q, framework), return_lse, form)
+    rules = current() if framework == "torch" else NO_RULES
+    return Demand(workload, framework, device_of(q, framework), return_lse, form, rules)
 
 
 def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
@@ -102,8 +105,45 @@ def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
 
         return jax_traced.planned(q, k, v, words)
     demand = demand_of(q, k, v, words, train)
-    pick, decision = chosen(words.impl, demand)
-    return Plan(built(pick, decision, demand, words.layout), pairs_kept(demand))
+    return Plan(running(words.impl, demand, words.layout), pairs_kept(demand))
+
+
+def running(impl: str, demand: Demand, layout: str) -> Call:
+    """Return what a call runs: what was named, or what `auto` chooses, which gives way if it cannot run."""
+    pick, decision = chosen(impl, demand)
+    call = built(pick, decision, demand, layout)
+    return Chosen(call, decision, demand, layout) if impl == "auto" else call
+
+
+class Chosen:
+    """What `auto` chose. If it raises Unsupported when it runs, the next candidate takes its place from then on."""
+
+    def __init__(self, call: Call, decision: Decision, demand: Demand, layout: str) -> None:
+        self._call, self._decision, self._demand, self._layout = call, decision, demand, layout
+        self._lock = Lock()
+
+    def __call__(self, q: Array, k: Array, v: Array) -> Any:
+        while True:
+            call = self._call
+            try:
+                return call(q, k, v)
+            except Unsupported as error:
+                self._give_way(call, error)
+
+    def _give_way(self, call: Call, error: Unsupported) -> None:
+        """Choose again without what failed; raise if nothing is left."""
+        with self._lock:
+            if self._call is not call:  # another thread was here first
+                return
+            label = self._decision.label
+            assert label is not None
+            demand = self._demand._replace(failed=(*self._demand.failed, (label, f"could not run: {error}")))
+            decision = decide("auto", demand)
+            if decision.pick is None:
+                raise error
+            tell_failure(label, str(error), str(decision.label), demand)
+            self._call = built(decision.pick, decision, demand, self._layout)
+            self._decision, self._demand = decision, demand
 
 
 def chosen(impl: str, demand: Demand) -> tuple[Implementation, Decision]:

@@ -14,11 +14,15 @@ from types import FunctionType
 from typing import Any
 
 from attnbench.errors import Unsupported
-from attnbench.impls.conditions import needs_package
+from attnbench.impls.conditions import needs_at_least, needs_package
 from attnbench.spec import Array, Call, Environment
 
 COMPILED_GRAPH = r"Torch-Compiled Region|CompiledFxGraph|triton_|cpp_fused"
 """Seen in a profile only when compiled code ran."""
+
+
+TRITON_SINCE = (7, 0)
+"""The least compute capability that Triton compiles for."""
 
 
 class CompiledCall:
@@ -67,7 +71,8 @@ def compile_fresh(function: FunctionType) -> Callable[..., Any]:
 def needs_compiler(environment: Environment) -> str | None:
     """A C++ compiler on a CPU, Triton on a GPU."""
     if environment.device != "cpu":
-        return None if environment.device == "mps" else needs_package("triton", "pip install triton")
+        missing = None if environment.device == "mps" else needs_package("triton", "pip install triton")
+        return missing or needs_at_least(environment, TRITON_SINCE)
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
     if any(shutil.which(name) for name in wanted):
         return None

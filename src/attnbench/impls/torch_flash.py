@@ -25,6 +25,8 @@ from attnbench.impls.torch_masks import may_have_dead_rows
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
 
 Options = dict[str, Any]
+FA4_CHIPS = (9, 10, 11)
+FA4_KNOWS = "has kernels for compute capability 9.x to 11.x"
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
@@ -43,6 +45,7 @@ class Flash(Implementation):
     framework = "torch"
     any_kv_len = True
     layout = "bshd"
+    not_deterministic = ("backward",)
     unbounded: int | None = -1
     """How the library spells a window side without bound."""
     lse_flag = "return_attn_probs"
@@ -141,6 +144,7 @@ class FlashAttention2(Flash):
             super().supports(workload, environment),
             conditions.needs_equal_dims(workload),
             conditions.needs_head_dim(workload, 256),
+            conditions.needs_room_for_gradients(workload, environment),
         )
 
     def function(self) -> Callable[..., Any]:
@@ -254,11 +258,13 @@ class FlashAttention4(Flash):
     lse_flag = "return_lse"
 
     def available(self, environment: Environment) -> str | None:
+        chip = environment.capability
         return first_reason(
             conditions.needs_device(environment, "cuda"),
             conditions.needs_package("flash_attn.cute", "pip install flash-attn-4==4.0.0b12 nvidia-cutlass-dsl==4.4.2"),
             conditions.needs_package("cutlass", "pip install nvidia-cutlass-dsl==4.4.2"),
             conditions.needs_capability(environment, (9, 0)),
+            None if chip is None or chip[0] in FA4_CHIPS else f"{FA4_KNOWS}, this is {chip[0]}.{chip[1]}",
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:

@@ -8,9 +8,12 @@ thread that pins again inside its own block gives the outer pin up meanwhile, so
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from threading import Condition, Lock, local
 
 FLAGS = ("cudnn", "flash", "mem_efficient", "math", "overrideable")
+USERS = FLAGS[:4]
+"""Those that `torch.backends.cuda.enable_*_sdp` sets."""
 
 
 class _Turn:
@@ -21,7 +24,7 @@ class _Turn:
         self.over = Condition(self.lock)
         self.flag = ""
         self.inside = 0
-        self.undo: list[tuple[Callable[[bool], None], bool]] = []
+        self.undo: dict[str, tuple[Callable[[bool], None], bool]] = {}
 
 
 class _Held(local):
@@ -45,7 +48,7 @@ class Pinned:
 
         self._flag = flag
         self._switches = [  # those that `sdpa_kernel` itself uses
-            (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == flag)
+            (name, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
             for name in FLAGS
         ]
 
@@ -69,10 +72,11 @@ class Pinned:
                 _TURN.over.wait()
             if not _TURN.inside:
                 _TURN.flag = self._flag
-                for get, put, wanted in self._switches:
+                for name, get, put in self._switches:
+                    wanted = name == self._flag
                     if get() is not wanted:
                         put(wanted)
-                        _TURN.undo.append((put, not wanted))
+                        _TURN.undo[name] = put, not wanted
             _TURN.inside += 1
 
     def _give_up(self) -> None:
@@ -80,7 +84,21 @@ class Pinned:
         with _TURN.lock:
             _TURN.inside -= 1
             if not _TURN.inside:
-                for put, was in _TURN.undo:
+                for put, was in _TURN.undo.values():
                     put(was)
                 _TURN.undo.clear()
                 _TURN.over.notify_all()
+
+
+def switched_off() -> tuple[str, ...]:
+    """Return the flags that are off outside of our own pins: what the user decided."""
+    with _TURN.lock:
+        undo = _TURN.undo
+        return tuple([name for name, get in _readers() if not (undo[name][1] if name in undo else get())])
+
+
+@cache
+def _readers() -> tuple[tuple[str, Callable[[], bool]], ...]:
+    import torch
+
+    return tuple((name, getattr(torch._C, f"_get_{name}_sdp_enabled")) for name in USERS)

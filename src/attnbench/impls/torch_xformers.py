@@ -32,6 +32,7 @@ class Xformers(Implementation):
     name = "torch.xformers"
     framework = "torch"
     layout = "bshd"
+    not_deterministic = ("backward",)
     process = "xformers"
     expects = (r"flash|fmha|cutlass|attention",)
     untested = ("cuda", "rocm")
