@@ -18,7 +18,7 @@ import torch
 from attnbench import policy, registry
 from attnbench.dispatch.arrays import to_layout
 from attnbench.dispatch.order import Demand
-from attnbench.dispatch.plan import Plan, Plans, Words, arranged, chosen, demand_of, pairs_kept
+from attnbench.dispatch.plan import Plan, Plans, Words, arranged, bytes_kept, chosen, demand_of
 from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.errors import InvalidWorkload, UsageError
 from attnbench.frameworks.torch_autocast import without_autocast
@@ -201,7 +201,7 @@ def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at
         name, config = _picks[at] if request.pick is None else request.pick
         demand = demand_of(q, k, v, request.words, request.train, "operator")
         found = _build(request, demand, registry.get(name).configured(config), config)
-        _kernels.put(place, Plan(found, pairs_kept(demand)))
+        _kernels.put(place, Plan(found, bytes_kept(demand)))
     return found
 
 
