@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def pytest_collection_modifyitems(items):
         for framework in ("torch", "jax"):
             if framework in item.keywords and importlib.util.find_spec(framework) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{framework} is not installed"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    """Dynamo counts compilations by code object: tests of one function with many parameters would use up its limit."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnbench.dispatch.explain import explain as explain
     from attnbench.measuring.memory import MemoryProfiler as MemoryProfiler
     from attnbench.policy import load_policy as load_policy
+    from attnbench.policy import set_policy as set_policy
     from attnbench.policy import use_policy as use_policy
     from attnbench.registry import names as implementations  # noqa: F401
     from attnbench.registry import register as register
@@ -34,6 +35,7 @@ _HOME = {  # public name -> where it lives
     "explain": ("attnbench.dispatch.explain", "explain"),
     "MemoryProfiler": ("attnbench.measuring.memory", "MemoryProfiler"),
     "load_policy": ("attnbench.policy", "load_policy"),
+    "set_policy": ("attnbench.policy", "set_policy"),
     "use_policy": ("attnbench.policy", "use_policy"),
     "implementations": ("attnbench.registry", "names"),
     "register": ("attnbench.registry", "register"),

@@ -316,6 +316,12 @@ class Implementation(ABC):
     """Whether a call that was built for a full mask computes any number of keys."""
     lse_gradient: bool = False
     """Whether the LSE of `build_lse` is differentiable as the output is; else asking its gradient is an error."""
+    compiles_each_plan: bool = False
+    """Whether every build compiles anew, for seconds: too long for a plan that serves one call."""
+    not_deterministic: tuple[str, ...] = ()
+    """Passes ("forward", "backward") whose results may differ from run to run; `auto` obeys torch's setting."""
+    switches: tuple[str, ...] = ()
+    """Backends of torch's SDPA (`torch.backends.cuda.enable_*_sdp`) that it runs; `auto` obeys a user's switch."""
     tunables: Config = {}
     """What may be asked for in brackets, `torch.ring[world=4]`, with the defaults."""
     every_config: bool = False

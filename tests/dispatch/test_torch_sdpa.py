@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,9 +14,13 @@ import torch
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 
+import attnbench as ab
+from attnbench import registry
 from attnbench.dispatch import torch_sdpa
 from attnbench.dispatch.torch_sdpa import redirect_sdpa, scaled_dot_product_attention
 from attnbench.errors import Unsupported, UsageError
+from attnbench.impls.torch_sdpa_turns import Pinned
+from attnbench.spec import Implementation
 
 pytestmark = pytest.mark.torch
 BUILTIN = F.scaled_dot_product_attention
@@ -271,3 +276,133 @@ class TestRedirect:
         with redirect_sdpa("torch.eager"):
             torch.testing.assert_close(compiled(q, k, v), expected)
         torch.testing.assert_close(compiled(q, k, v), expected)
+
+
+SDPA_OF = {"torch.sdpa-flash": "flash_attention_for_cpu", "torch.sdpa-math": "attention_math"}
+
+
+def operators(function):
+    """Names of the SDPA operators that a call runs, and softmax, which is torch.eager's."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        function()
+    return {event.key for event in seen.key_averages() if "scaled_dot_product" in event.key or "softmax" in event.key}
+
+
+def within(seconds, work):
+    """The result of work() in a thread of its own; a thread that waits for itself fails the test, and not the run."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "it waits for itself, or it raised"
+    return found[0]
+
+
+@pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")
+class TestAttentionInsideARedirection:
+    """`ab.attention` runs what it was asked for or chose, whatever torch's function is redirected to around it."""
+
+    @pytest.mark.parametrize("outer", ["auto", "torch.eager", "torch.sdpa-math", "torch.sdpa-flash", "torch.sdpa"])
+    @pytest.mark.parametrize("inner", ["torch.sdpa-flash", "torch.sdpa-math"])
+    def test_a_named_implementation_is_used(self, outer, inner):
+        q, k, v = tensors((1, 16, 2, 8), (1, 16, 2, 8))
+
+        def work():
+            with redirect_sdpa(outer):
+                return operators(lambda: ab.attention(q, k, v, impl=inner))
+
+        for built_before in (False, True):
+            ran = within(60, work)
+            assert any(SDPA_OF[inner] in name for name in ran), (built_before, ran)
+            others = [name for impl, name in SDPA_OF.items() if impl != inner]
+            assert not any(other in name for other in others for name in ran)
+
+    def test_auto_does_not_wait_for_itself(self):
+        q, k, v = tensors((1, 16, 2, 8), (1, 16, 2, 8))
+
+        def work():
+            with redirect_sdpa("torch.sdpa-math"):
+                return ab.attention(q, k, v)
+
+        expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        torch.testing.assert_close(within(60, work), expected)
+
+    @pytest.mark.parametrize("name", ["torch.hf-sdpa", "torch.test-foreign"])
+    def test_what_an_implementation_calls_itself_is_not_redirected(self, name):
+        """Transformers' function, and one that a user registers, look torch's function up when they run."""
+        pytest.importorskip("transformers")
+        q, k, v = tensors((1, 16, 2, 8), (1, 16, 2, 8))
+
+        class Foreign(Implementation):
+            name, framework, layout = "torch.test-foreign", "torch", "bhsd"
+
+            def supports(self, workload, environment):
+                return None
+
+            def build(self, workload, config):
+                return lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
+
+        def work():
+            with redirect_sdpa("torch.eager"):
+                return operators(lambda: ab.attention(q, k, v, impl=name))
+
+        with registry.restored():
+            ab.register(Foreign())
+            assert any("scaled_dot_product" in one for one in within(60, work))
+
+    def test_a_model_of_both_kinds(self):
+        """Torch's own function is redirected, our own call beside it is not."""
+        q, k, v = tensors((1, 2, 16, 8), (1, 2, 16, 8))
+
+        def work():
+            with redirect_sdpa("torch.eager"):
+                mine = operators(lambda: ab.attention(q, k, v, impl="torch.sdpa-math", layout="bhsd"))
+                return mine, operators(lambda: F.scaled_dot_product_attention(q, k, v))
+
+        mine, theirs = within(60, work)
+        assert any("attention_math" in name for name in mine)
+        assert not any("scaled_dot_product" in name for name in theirs)
+
+
+class TestPins:
+    def flags(self):
+        return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+
+    def test_a_pin_inside_another_of_the_same_thread(self):
+        before = self.flags()
+
+        def work():
+            seen = []
+            with Pinned("flash"):
+                seen.append(self.flags())
+                with Pinned("math"):
+                    seen.append(self.flags())
+                    with Pinned("math"), Pinned("flash"):
+                        seen.append(self.flags())
+                    seen.append(self.flags())
+                seen.append(self.flags())
+            return seen
+
+        flash, math = (True, False), (False, True)
+        assert within(60, work) == [flash, math, flash, math, flash]
+        assert self.flags() == before
+
+    def test_two_threads_that_nest_crosswise(self):
+        """Each holds one pin and asks for the other: whoever waits holds none."""
+        before, both = self.flags(), threading.Barrier(2)
+
+        def work(first, second):
+            with Pinned(first):
+                pass
+            both.wait(30)
+            for _ in range(50):
+                with Pinned(first), Pinned(second):
+                    assert self.flags() == ((True, False) if second == "flash" else (False, True))
+            return True
+
+        def run():
+            with ThreadPoolExecutor(2) as pool:
+                return list(pool.map(work, ("flash", "math"), ("math", "flash")))
+
+        assert within(60, run) == [True, True]
+        assert self.flags() == before

@@ -199,7 +199,7 @@ def test_plans_are_few_and_the_oldest_go_first():
 @pytest.mark.torch
 def test_masks_that_become_arrays_are_forgotten_in_time(monkeypatch):
     arrays = to_framework("torch", *problem()[1][:3])
-    monkeypatch.setattr(PLANS, "_limits", (4096, 10 * 24 * 24))
+    monkeypatch.setattr(PLANS, "_limits", (4096, 5 * 10 * 24 * 24))
     for length in range(1, 24):
         ab.attention(*arrays, mask=ab.masks.window(length))
         ab.attention(*arrays, mask=ab.masks.causal())

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from attnbench.errors import Unsupported
 from attnbench.spec import Environment, Workload
 from attnbench.workloads import masks
 
@@ -180,7 +181,38 @@ def test_one_call_over_too_many_shapes_is_an_error_not_eager():
         for length in range(torch._dynamo.config.recompile_limit + 2):
             call(*inputs(attention(q_len=5 + length), "bshd")[:3])
 
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+    with pytest.raises(Unsupported, match="recompile_limit"):
+        run_all()
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("mine", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("implementation", [torch_eager.COMPILED, torch_flex.FLEX], ids=lambda one: one.name)
+def test_the_users_settings_of_dynamo_stay(implementation, mine):
+    """Building and calling; a user's own function past the limit still runs eagerly if it did."""
+    config, names = torch._dynamo.config, ("suppress_errors", "fail_on_recompile_limit_hit")
+    with config.patch(dict(zip(names, mine))):
+        w = attention()
+        call = implementation.build(w, {})
+        call(*inputs(w, implementation.layout)[:3])
+        assert tuple(getattr(config, name) for name in names) == mine
+        if not mine[1]:
+            users = torch.compile(lambda x, n: x + n, dynamic=False)
+            for n in range(config.recompile_limit + 3):
+                users(torch.zeros(n + 2), n)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_users_settings_do_not_make_ours_run_eagerly():
+    """suppress_errors and no failure at the limit: a function of several graphs would run eagerly in silence."""
+    call = torch_eager.COMPILED.build(attention(), {})
+
+    def run_all():
+        for length in range(torch._dynamo.config.recompile_limit + 2):
+            call(*inputs(attention(q_len=5 + length), "bshd")[:3])
+
+    settings = {"suppress_errors": True, "fail_on_recompile_limit_hit": False}
+    with torch._dynamo.config.patch(settings), pytest.raises(Unsupported, match="recompile_limit"):
         run_all()
 
 

@@ -25,6 +25,7 @@ from attnbench.dispatch.order import TAKE_ARRAYS, Demand
 from attnbench.dispatch.plan import Plan, Plans, chosen
 from attnbench.dispatch.traced import Outline, specialised
 from attnbench.errors import InvalidWorkload, Unsupported
+from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.frameworks.torch_plain import MaskTensors
 from attnbench.impls.arrays import workload_of
 from attnbench.spec import Array, Pass, Workload
@@ -56,7 +57,9 @@ def attention_with_array(
         mask: Any = reduce(and_, [masks.dense(array) for array in given]) if given else None
         return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout)
     if framework == "torch":
-        return _torch(q, k, v, visible, bias, scale, softcap, impl, layout)
+        q, k, v = under_autocast(q, k, v)
+        with without_autocast(q.device.type):
+            return _torch(q, k, v, visible, bias, scale, softcap, impl, layout)
     return _jax(q, k, v, visible, bias, scale, softcap, impl, layout)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from attnbench import policy, registry
 from attnbench.dispatch import traced
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of
-from attnbench.dispatch.autocast import under_autocast, without_autocast
 from attnbench.dispatch.plan import PLANS, Words, planned
+from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
+from attnbench.impls.parts.torch_rules import current
 from attnbench.spec import Array
 from attnbench.tracing import is_fake
 from attnbench.workloads.masks import AnyMask
@@ -38,7 +39,7 @@ def attention(
     With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32. A gradient flows through it where
     the implementation has one (`lse_gradient`); with any other, asking for that gradient is an error.
     """
-    recording = False
+    recording, rules = False, None
     if hasattr(q, "requires_grad"):
         import torch
 
@@ -52,7 +53,7 @@ def attention(
                     )  # fmt: skip
             if torch.compiler.is_dynamo_compiling():
                 return traced.attention(q, k, v, mask, scale, softcap, impl, layout, heads, return_lse)
-        recording = torch.is_grad_enabled()
+        recording, rules = torch.is_grad_enabled(), current()
         place: Any = q.device
     else:
         place = None
@@ -66,7 +67,7 @@ def attention(
             dtype = (dtype, k.dtype, v.dtype)
         key = (
             q.shape, k.shape, v.shape, dtype, place, train, mask, scale, softcap, impl, layout, heads, return_lse,
-            type(q), registry.generation(), policy.generation(),
+            type(q), rules, registry.generation(), policy.generation(),
         )  # fmt: skip
         run = PLANS.get(key)
     except (AttributeError, TypeError):  # arrays of several frameworks, or a mask that is none: refused in words below

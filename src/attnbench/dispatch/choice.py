@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from attnbench import policy, registry
-from attnbench.dispatch.order import Candidate, Demand, order_on, why_not
+from attnbench.dispatch.order import Candidate, Demand, compiles_in_vain, order_of, why_not, why_not_auto
 from attnbench.errors import Unsupported
 from attnbench.policy import Choice, Policy
 from attnbench.spec import Config, Environment, Implementation
@@ -39,6 +39,11 @@ class Decision(NamedTuple):
     evidence: Evidence | None = None
     missed: tuple[str, ...] = ()
     """Why the policies that were asked first had no answer that can run."""
+
+    @property
+    def label(self) -> str | None:
+        """The pick as it stands among the candidates, with its settings."""
+        return None if self.pick is None else next(one.name for one in self.candidates if one.reason is None)
 
     def taken(self, impl: str, demand: Demand) -> Implementation:
         """The pick, or Unsupported with every reason."""
@@ -73,7 +78,7 @@ def _measured(demand: Demand) -> Decision:
             missed.append(why or f"{one.name} has no entry")
             continue
         for name, config, label, regret in _ranked(choice):
-            asked.append(Candidate(label, why_not(name, config, demand)))
+            asked.append(Candidate(label, why_not_auto(name, config, label, demand) or _unasked(one, name, demand)))
             if asked[-1].reason is None:
                 evidence = Evidence(one.name, choice, regret if choice.regret_known else None)
                 pick, why = registry.get(name).configured(config), str(evidence)
@@ -91,11 +96,18 @@ def _ranked(choice: Choice) -> Iterator[tuple[str, Config, str, float]]:
 
 def _fixed(demand: Demand, asked: list[Candidate], missed: list[str]) -> Decision:
     known = {one.name for one in asked}
-    names = [name for name in order_on(demand.framework, demand.device, demand.form) if name not in known]
-    found = [*asked, *(Candidate(name, why_not(name, {}, demand)) for name in names)]
+    names = [name for name in order_of(demand) if name not in known]
+    found = [*asked, *(Candidate(name, why_not_auto(name, {}, name, demand)) for name in names)]
     name = next((one.name for one in found[len(asked) :] if one.reason is None), None)
     pick = None if name is None else registry.get(name)
     return Decision(pick, {}, "all refuse" if pick is None else FIXED, found, None, tuple(missed))
+
+
+def _unasked(one: Policy, name: str, demand: Demand) -> str | None:
+    """Return why a policy that came with attnbench is not followed: nobody here measured that compiling pays."""
+    if one.origin.startswith("packaged ") and compiles_in_vain(name, demand):
+        return "compiles for seconds, which a plan for one call does not repay: ask for it by name, or measure it here"
+    return None
 
 
 def of_elsewhere(one: Policy, environment: Environment) -> bool:

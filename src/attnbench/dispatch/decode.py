@@ -4,7 +4,7 @@
 lengths are told apart by their power of two: the choice is that of the first length met in each class.
 
 - Without padding, implementations that say that what they build for a full mask computes any number of keys
-  (`any_kv_len`) are kept so.
+  (`any_kv_len`) are kept so; where nothing was measured, only they are asked.
 - Padding stays the array that it is, which torch's SDPA and torch.eager take (`order.TAKE_ARRAYS`).
 
 What a policy measured to be faster, and what was asked for by name, but is built for one length alone, is planned for
@@ -20,8 +20,10 @@ from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.array_masks import with_torch_array
 from attnbench.dispatch.choice import decide
 from attnbench.dispatch.order import TAKE_ARRAYS
-from attnbench.dispatch.plan import Plan, Plans, Words, built, chosen, demand_of
+from attnbench.dispatch.plan import Plan, Plans, Words, chosen, demand_of, running
+from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.frameworks.torch_plain import MaskTensors
+from attnbench.impls.parts.torch_rules import current
 from attnbench.workloads.masks import AnyMask, Full
 
 if TYPE_CHECKING:
@@ -46,9 +48,10 @@ def attend(
 
     It sees every key, or, of a padded batch, those that `real` [b, 1, 1, keys] says; `mask` says the same.
     """
+    q, k, v = under_autocast(q, k, v)
     batch, kv_heads, keys, dim = k.shape
     key = (
-        q.shape, batch, kv_heads, keys.bit_length(), dim, v.shape[3], q.dtype, k.dtype, v.dtype, q.device,
+        current(), q.shape, batch, kv_heads, keys.bit_length(), dim, v.shape[3], q.dtype, k.dtype, v.dtype, q.device,
         scale, softcap, impl, mask.kinds, registry.generation(), policy.generation(),
     )  # fmt: skip
     run = _CLASSES.get(key)
@@ -58,7 +61,8 @@ def attend(
         _CLASSES.put(key, Plan(run))
     if run is EACH or v.shape[:3] != k.shape[:3]:
         return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout="bhsd")
-    return run(q, k, v) if real is None else run(q, k, v, real)
+    with without_autocast(q.device.type):
+        return run(q, k, v) if real is None else run(q, k, v, real)
 
 
 EACH = object()
@@ -67,8 +71,11 @@ EACH = object()
 
 def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
     demand = demand_of(q, k, v, words, False)
-    pick, decision = chosen(words.impl, demand)
-    return built(pick, decision, demand, words.layout) if pick.any_kv_len else EACH
+    found = decide(words.impl, demand)
+    settled = found.evidence is not None or words.impl != "auto"
+    if settled and not (found.pick is not None and found.pick.any_kv_len):
+        return EACH
+    return running(words.impl, demand._replace(any_kv_len=True), words.layout)
 
 
 def _planned_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:

@@ -7,8 +7,9 @@ from msgspec import Struct
 from attnbench import registry
 from attnbench.dispatch.arrays import framework_of, pass_of
 from attnbench.dispatch.choice import Decision, decide
-from attnbench.dispatch.order import Candidate, Demand, order_on, why_not
+from attnbench.dispatch.order import Candidate, Demand, order_of, why_not, why_not_auto
 from attnbench.dispatch.plan import Words, demand_of
+from attnbench.frameworks.torch_autocast import under_autocast
 from attnbench.policy import Choice
 from attnbench.printable import printable
 from attnbench.spec import Array, Workload
@@ -64,7 +65,10 @@ def explain(
     return_lse: bool = False,
 ) -> Explanation:
     """What `attention` with the same arguments would use: candidates in order, refusals, evidence, the pick and why."""
-    train = pass_of(framework_of(q, k, v), q, k, v) == "train"
+    framework = framework_of(q, k, v)
+    train = pass_of(framework, q, k, v) == "train"
+    if framework == "torch":
+        q, k, v = under_autocast(q, k, v)
     return explained(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
 
 
@@ -73,7 +77,7 @@ def explained(q: Array, k: Array, v: Array, words: Words, train: bool) -> Explan
     impl, demand = words.impl, demand_of(q, k, v, words, train)
     found = decide(impl, demand)
     others = _others(found, demand) if impl == "auto" else []
-    pick, evidence = _name(found), found.evidence
+    pick, evidence = found.label, found.evidence
     why = found.why
     if evidence is None and impl == "auto" and pick is not None:
         why += "; no measured policy speaks for it" if found.missed else "; no measured policy is active"
@@ -83,18 +87,13 @@ def explained(q: Array, k: Array, v: Array, words: Words, train: bool) -> Explan
     )  # fmt: skip
 
 
-def _name(found: Decision) -> str | None:
-    """As it stands among the candidates, with its settings."""
-    return None if found.pick is None else next(one.name for one in found.candidates if one.reason is None)
-
-
 def _others(found: Decision, demand: Demand) -> list[Candidate]:
     """Those of the framework that were not asked: each was measured and is slower, refuses, or waits to be named."""
     measured = _slower(found.evidence.choice, found, demand) if found.evidence else []
     named = {one.name.partition("[")[0] for one in (*found.candidates, *measured)}
     mine = [one for one in map(registry.get, registry.loadable()[0]) if one.framework == demand.framework]
     mine = [one for one in mine if not one.step]
-    order = order_on(demand.framework, demand.device)
+    order = order_of(demand)
     return measured + [
         Candidate(one.name, why_not(one.name, {}, demand) or (NOT_REACHED if one.name in order else NOT_ASKED))
         for one in mine
@@ -108,7 +107,8 @@ def _slower(choice: Choice, found: Decision, demand: Demand) -> list[Candidate]:
     return [
         Candidate(
             one.label,
-            why_not(one.implementation, one.config, demand) or f"{CAN}measured at {one.ratio:.2f} {words}",
+            why_not_auto(one.implementation, one.config, one.label, demand)
+            or f"{CAN}measured at {one.ratio:.2f} {words}",
         )
         for one in choice.alternatives
         if one.label not in asked

@@ -13,14 +13,15 @@ from typing import Any
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.misses import report
 from attnbench.dispatch.order import Demand
-from attnbench.dispatch.plan import Plan, Words, built, demand_of
+from attnbench.dispatch.plan import Plan, Words, built, bytes_kept, demand_of
 from attnbench.errors import Unsupported
 from attnbench.spec import Array
 
 
 def planned(q: Array, k: Array, v: Array, words: Words) -> Plan:
     """What a traced call runs; each of the two is built when JAX comes to it."""
-    settle = choices(words.impl, *(demand_of(q, k, v, words, train) for train in (False, True)))
+    demands = [demand_of(q, k, v, words, train) for train in (False, True)]
+    settle = choices(words.impl, *demands)
 
     def call(train: bool) -> Callable[..., Any]:
         decision, demand = settle(train)
@@ -33,7 +34,7 @@ def planned(q: Array, k: Array, v: Array, words: Words) -> Plan:
             pick = decision.taken(words.impl, demand)
         return built(pick, decision, demand, words.layout)
 
-    return Plan(by_pass(call))
+    return Plan(by_pass(call), bytes_kept(demands[1]))
 
 
 def choices(impl: str, forward: Demand, training: Demand) -> Callable[[bool], tuple[Decision, Demand]]:

@@ -38,6 +38,12 @@ def report(decision: Decision, demand: Demand) -> None:
             _once(_class_of(decision, demand), f"{_miss(decision, demand)}; {_pick(decision)}. {HOW}.")
 
 
+def tell_failure(label: str, reason: str, instead: str, demand: Demand) -> None:
+    """Warn once that a candidate was chosen and could not run, and who takes its place."""
+    text = f"{label} was chosen for {demand.workload.title} on {demand.device} and could not run it ({reason})"
+    _once(("failed", label, demand.framework, demand.device), f"{text}; {instead} takes its place.")
+
+
 def forget() -> None:
     """Warn again of what was told."""
     _told.clear()

@@ -3,11 +3,16 @@
 | framework | order | why |
 | --- | --- | --- |
 | torch on an accelerator | sdpa-cudnn, sdpa-flash, sdpa-efficient, flex, eager | fused first; eager takes every mask |
+| torch on Apple's mps | sdpa, eager | the backends cannot be pinned there |
 | torch on a CPU | sdpa-flash, eager | flex would compile for seconds at the first call |
 | jax | cudnn, xla, einsum | likewise |
 | numpy | float32, reference | float64 arrays need the second |
 
 Before them all, torch and jax ask an implementation of the dilated mask (dilated-improved, dilated): it takes no other.
+
+What compiles for seconds at every build (`compiles_each_plan`: flex) stands behind eager if such a plan may serve one
+call only: without gradients (prompts and caches have all lengths) and if the mask carries data (lengths, documents,
+arrays), as long as eager's scores stay under MOST_SCORES.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import Literal, NamedTuple
 
 from attnbench import frameworks, registry
 from attnbench.errors import UsageError
+from attnbench.impls.parts.torch_rules import NO_RULES, Rules, ruled_out
 from attnbench.spec import Config, Environment, Implementation, Workload
 
 ORDER: dict[str, tuple[str, ...]] = {
@@ -27,6 +33,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "jax": ("jax.dilated", "jax.cudnn", "jax.xla", "jax.einsum"),
     "numpy": ("numpy.float32", "numpy.reference"),
 }  # fmt: skip
+MPS_ORDER = ("torch.dilated-improved", "torch.sdpa", "torch.eager")
 CPU_ORDER: dict[str, tuple[str, ...]] = {
     "torch": ("torch.dilated-improved", "torch.sdpa-flash", "torch.eager"),
     "jax": ("jax.dilated", "jax.xla", "jax.einsum"),
@@ -36,6 +43,12 @@ TAKE_ARRAYS: dict[str, tuple[str, ...]] = {
     "jax": ("jax.cudnn", "jax.xla", "jax.einsum"),
 }
 """Those that take a mask as an array of each call, and their order (attnbench.dispatch.array_masks)."""
+OF_DATA = ("lengths", "valid", "documents", "block_causal", "dense")
+"""Kinds of masks that carry data, which usually differs from call to call."""
+FEW_QUERIES = 16
+"""So many queries, or fewer, are taken for decoding, where the number of keys grows from call to call."""
+MOST_SCORES = 1 << 30
+"""Bytes of logits that `auto` stores sooner than it compiles for what may be one call."""
 Form = Literal["call", "traced", "operator", "array"]
 """How it will be run: called, looked into by torch.compile where it may be, as one operator of a compiled graph, or
 with its mask an array that is an argument of the call."""
@@ -56,6 +69,12 @@ class Demand(NamedTuple):
     device: str
     with_lse: bool = False
     form: Form = "call"
+    rules: Rules = NO_RULES
+    """What the user told torch; only automatic choices obey."""
+    any_kv_len: bool = False
+    """Whether what is built must compute any number of keys."""
+    failed: tuple[tuple[str, str], ...] = ()
+    """Candidates that were chosen and could not run, and why."""
 
     @property
     def environment(self) -> Environment:
@@ -70,10 +89,49 @@ def environment_of(framework: str, device: str) -> Environment:
 
 
 def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...]:
-    """The fixed order on a device."""
+    """Return the fixed order on a device."""
     if form == "array":
         return TAKE_ARRAYS[framework]
+    if framework == "torch" and device == "mps":
+        return MPS_ORDER
     return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
+
+
+def order_of(demand: Demand) -> tuple[str, ...]:
+    """Return the fixed order for a demand."""
+    order = order_on(demand.framework, demand.device, demand.form)
+    varies = not demand.workload.needs_gradients or _of_one_call(demand.workload)
+    if demand.form == "traced" or not varies or not _scores_fit(demand.workload):
+        return order
+    return tuple(sorted(order, key=lambda name: registry.get(name).compiles_each_plan))
+
+
+def compiles_in_vain(name: str, demand: Demand) -> bool:
+    """Return whether an implementation would compile for seconds for a plan that may serve one call only."""
+    if demand.form == "traced" or not registry.get(name).compiles_each_plan:
+        return False
+    return _of_one_call(demand.workload) and _scores_fit(demand.workload)
+
+
+def _of_one_call(workload: Workload) -> bool:
+    """Return whether the mask carries data, or the queries are so few that their keys may grow with every call."""
+    return any(kind in OF_DATA for kind in workload.visible_mask.kinds) or workload.q_len <= FEW_QUERIES
+
+
+def _scores_fit(workload: Workload) -> bool:
+    return 4 * workload.batch * workload.heads * workload.q_len * workload.kv_len <= MOST_SCORES
+
+
+def why_not_auto(name: str, config: Config, label: str, demand: Demand) -> str | None:
+    """Return why an automatic choice leaves an implementation out; None if it does not."""
+    failed = dict(demand.failed).get(label)
+    reason = failed or why_not(name, config, demand)
+    if reason is not None:
+        return reason
+    implementation = registry.configured(name, config)
+    if demand.any_kv_len and not implementation.any_kv_len:
+        return "is built for one number of keys"
+    return ruled_out(implementation, demand.workload, demand.rules)
 
 
 def refusal(implementation: Implementation, workload: Workload, framework: str, device: str) -> str | None:

@@ -10,15 +10,21 @@ from typing import Any, NamedTuple
 from attnbench.dispatch.arrays import device_of, framework_of, to_layout
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.lse_guard import guarded
-from attnbench.dispatch.misses import report
+from attnbench.dispatch.misses import report, tell_failure
 from attnbench.dispatch.order import Demand, Form
+from attnbench.dispatch.torch_hook import OWN_RUN
+from attnbench.errors import Unsupported
 from attnbench.impls.arrays import workload_of
+from attnbench.impls.parts.torch_rules import NO_RULES, current
 from attnbench.spec import Array, Call, Implementation
 from attnbench.workloads.masks import AnyMask
+from attnbench.workloads.masks.data import FrozenArray
 
 MOST = 4096
-MOST_PAIRS = 1 << 28
-"""Query-key pairs of the masks that plans may have made arrays of: a quarter of a gigabyte of booleans in all."""
+MOST_BYTES = 1 << 30
+"""Of the masks that plans keep: their own data, and the arrays that implementations make of them."""
+BYTES_A_PAIR = {"torch": (5, 9), "jax": (1, 5), "numpy": (0, 0)}
+"""At most so many are made of one query-key pair of a mask: of booleans, and of weights (a float beside each)."""
 
 
 class Words(NamedTuple):
@@ -34,19 +40,20 @@ class Words(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call runs, and how many pairs of a mask it may keep on the device."""
+    """What a call runs, and how many bytes of a mask it may keep."""
 
     run: Any
-    pairs: int = 0
+    size: int = 0
 
 
 class Plans:
-    """Plans by key, oldest forgotten first. Reading is one lookup without a lock."""
+    """Plans by key, oldest forgotten first. Reading is one lookup without a lock. A key's mask is its plan's own."""
 
-    def __init__(self, most: int = MOST, most_pairs: int = MOST_PAIRS) -> None:
+    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self._found: dict[Hashable, Any] = {}
-        self._pairs: dict[Hashable, int] = {}
-        self._limits = (most, most_pairs)
+        self._sizes: dict[Hashable, int] = {}
+        self._total = 0
+        self._limits = (most, most_bytes)
         self._lock = Lock()
         self.get = self._found.get
         """The `run` of a plan, or None."""
@@ -56,14 +63,15 @@ class Plans:
 
     def put(self, key: Hashable, plan: Plan) -> None:
         """Keep a plan."""
-        most, most_pairs = self._limits
+        most, most_bytes = self._limits
         with self._lock:
             self._drop(key)
             self._found[key] = plan.run
-            if plan.pairs:
-                self._pairs[key] = plan.pairs
-            while len(self._pairs) > 1 and sum(self._pairs.values()) > most_pairs:
-                self._drop(next(iter(self._pairs)))
+            if plan.size:
+                self._sizes[key] = plan.size
+                self._total += plan.size
+            while len(self._sizes) > 1 and self._total > most_bytes:
+                self._drop(next(iter(self._sizes)))
             while len(self._found) > most:
                 self._drop(next(iter(self._found)))
 
@@ -71,11 +79,12 @@ class Plans:
         """Forget all."""
         with self._lock:
             self._found.clear()
-            self._pairs.clear()
+            self._sizes.clear()
+            self._total = 0
 
     def _drop(self, key: Hashable) -> None:
         self._found.pop(key, None)
-        self._pairs.pop(key, None)
+        self._total -= self._sizes.pop(key, 0)
 
 
 PLANS = Plans()
@@ -91,7 +100,8 @@ def demand_of(
         q, k, v, mask=mask, scale=scale, softcap=softcap, layout=layout, heads=heads,
         pass_="train" if train else "forward",
     )  # fmt: skip
-    return Demand(workload, framework, device_of(q, framework), return_lse, form)
+    rules = current() if framework == "torch" else NO_RULES
+    return Demand(workload, framework, device_of(q, framework), return_lse, form, rules)
 
 
 def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
@@ -101,8 +111,45 @@ def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
 
         return jax_traced.planned(q, k, v, words)
     demand = demand_of(q, k, v, words, train)
-    pick, decision = chosen(words.impl, demand)
-    return Plan(built(pick, decision, demand, words.layout), pairs_kept(demand))
+    return Plan(running(words.impl, demand, words.layout), bytes_kept(demand))
+
+
+def running(impl: str, demand: Demand, layout: str) -> Call:
+    """Return what a call runs: what was named, or what `auto` chooses, which gives way if it cannot run."""
+    pick, decision = chosen(impl, demand)
+    call = built(pick, decision, demand, layout)
+    return Chosen(call, decision, demand, layout) if impl == "auto" else call
+
+
+class Chosen:
+    """What `auto` chose. If it raises Unsupported when it runs, the next candidate takes its place from then on."""
+
+    def __init__(self, call: Call, decision: Decision, demand: Demand, layout: str) -> None:
+        self._call, self._decision, self._demand, self._layout = call, decision, demand, layout
+        self._lock = Lock()
+
+    def __call__(self, q: Array, k: Array, v: Array) -> Any:
+        while True:
+            call = self._call
+            try:
+                return call(q, k, v)
+            except Unsupported as error:
+                self._give_way(call, error)
+
+    def _give_way(self, call: Call, error: Unsupported) -> None:
+        """Choose again without what failed; raise if nothing is left."""
+        with self._lock:
+            if self._call is not call:  # another thread was here first
+                return
+            label = self._decision.label
+            assert label is not None
+            demand = self._demand._replace(failed=(*self._demand.failed, (label, f"could not run: {error}")))
+            decision = decide("auto", demand)
+            if decision.pick is None:
+                raise error
+            tell_failure(label, str(error), str(decision.label), demand)
+            self._call = built(decision.pick, decision, demand, self._layout)
+            self._decision, self._demand = decision, demand
 
 
 def chosen(impl: str, demand: Demand) -> tuple[Implementation, Decision]:
@@ -124,7 +171,19 @@ def built(pick: Implementation, decision: Decision, demand: Demand, layout: str,
     prepare = getattr(call, "prepare", None)
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)
-    return arranged(call, demand, layout, pick.layout)
+    run = arranged(call, demand, layout, pick.layout)
+    # Dynamo looks into what a graph is made of, and what is traceable calls nothing that could be redirected.
+    return run if demand.framework != "torch" or demand.form == "traced" else undisturbed(run)
+
+
+def undisturbed(call: Call) -> Call:
+    """Return the same call, whose own calls of torch's functions no `redirect_sdpa` around it changes."""
+
+    def run(q: Array, k: Array, v: Array) -> Any:
+        with OWN_RUN:
+            return call(q, k, v)
+
+    return run
 
 
 def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
@@ -150,14 +209,20 @@ def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
     return run
 
 
-def pairs_kept(demand: Demand) -> int:
-    """The most pairs that an implementation may have made an array of; only torch's keep arrays."""
+def bytes_kept(demand: Demand) -> int:
+    """Return how many bytes of its mask a plan keeps at most: the mask's data, and what is made of it."""
     workload, mask = demand.workload, demand.workload.visible_mask
-    plain = mask.kinds == ("full",) or (mask.kinds == ("causal",) and workload.q_len == workload.kv_len)
-    if plain or demand.framework != "torch":
+    if mask.kinds == ("full",) or (mask.kinds == ("causal",) and workload.q_len == workload.kv_len):
         return 0
     rows = (workload.batch if mask.per_batch else 1) * (workload.heads if mask.per_head else 1)
-    return rows * workload.q_len * workload.kv_len
+    a_pair = BYTES_A_PAIR[demand.framework][mask.weighted]
+    return data_bytes(mask) + a_pair * rows * workload.q_len * workload.kv_len
+
+
+def data_bytes(mask: AnyMask) -> int:
+    """Return the bytes of the arrays that a mask was made of."""
+    fields = (getattr(part, name) for part in mask.split() for name in part.__struct_fields__)
+    return sum(len(value.data) for value in fields if isinstance(value, FrozenArray))
 
 
 def _outside_traces(framework: str) -> AbstractContextManager[Any]:

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
 from attnbench.dispatch.hooks import Hook, Meanwhile
+
+
+class _Depth(threading.local):
+    """How many implementations of ours the thread is inside of."""
+
+    depth = 0
+
+
+_INSIDE = _Depth()
+
+
+class OwnRun:
+    """`with OWN_RUN: ...` around what an implementation runs: what it calls itself is never redirected to another."""
+
+    def __enter__(self) -> None:
+        _INSIDE.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        _INSIDE.depth -= 1
+
+
+OWN_RUN = OwnRun()
+
+
+def in_own_run() -> bool:
+    """Return whether the calling thread is inside an implementation of ours."""
+    return _INSIDE.depth > 0
 
 
 def torch_sdpa(*args: Any, **kwargs: Any) -> Any:

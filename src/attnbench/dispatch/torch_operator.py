@@ -18,8 +18,10 @@ import torch
 from attnbench import policy, registry
 from attnbench.dispatch.arrays import to_layout
 from attnbench.dispatch.order import Demand
-from attnbench.dispatch.plan import Plan, Plans, Words, arranged, chosen, demand_of, pairs_kept
+from attnbench.dispatch.plan import Plan, Plans, Words, arranged, bytes_kept, chosen, demand_of
+from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.errors import InvalidWorkload, UsageError
+from attnbench.frameworks.torch_autocast import without_autocast
 from attnbench.impls.arrays import LAYOUTS, both_heads
 from attnbench.impls.parts.torch_autograd import of_both, through_lse
 from attnbench.impls.parts.torch_once import refuse
@@ -95,7 +97,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, ran); the LSE means nothing where nobody asked for it, `ran` is empty where the choice came before."""
     at = _choice(q, k, v, key)
-    out, lse = _kernels_for(q, k, v, key, at).forward(q, k, v)
+    with OWN_RUN, without_autocast(q.device.type):
+        out, lse = _kernels_for(q, k, v, key, at).forward(q, k, v)
     blank, ran = _empty_lse(q, key), _empty_ran(q, key)
     return out.contiguous(), blank if lse is None else lse.to(blank.dtype).contiguous(), ran.fill_(at)
 
@@ -133,7 +136,8 @@ def backward(
     """(dq, dk, dv)."""
     kernel = _kernels_for(q, k, v, key, int(ran) if ran.numel() else CHOSEN_BEFORE).backward
     assert kernel is not None
-    dq, dk, dv = kernel(q, k, v, out, lse, dout.contiguous())
+    with OWN_RUN, without_autocast(q.device.type):
+        dq, dk, dv = kernel(q, k, v, out, lse, dout.contiguous())
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -197,7 +201,7 @@ def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at
         name, config = _picks[at] if request.pick is None else request.pick
         demand = demand_of(q, k, v, request.words, request.train, "operator")
         found = _build(request, demand, registry.get(name).configured(config), config)
-        _kernels.put(place, Plan(found, pairs_kept(demand)))
+        _kernels.put(place, Plan(found, bytes_kept(demand)))
     return found
 
 

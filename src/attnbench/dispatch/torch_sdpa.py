@@ -11,7 +11,6 @@ or, with `fallback=True`, goes to torch's own function with a warning, once per 
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnbench import registry
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.autocast import under_autocast
-from attnbench.dispatch.torch_hook import fast_path_off, sdpa_hook, torch_sdpa
+from attnbench.dispatch.torch_hook import OWN_RUN, fast_path_off, in_own_run, sdpa_hook, torch_sdpa
 from attnbench.errors import Unsupported, UsageError
+from attnbench.frameworks.torch_autocast import under_autocast
 from attnbench.impls.arguments import check_tensors
 from attnbench.spec import DTYPE_BYTES
 from attnbench.workloads import masks
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 _WARNED: set[str] = set()
-_HERE = threading.local()
 
 
 def scaled_dot_product_attention(
@@ -57,18 +55,16 @@ def redirect_sdpa(impl: str = "auto", *, fallback: bool = False) -> Iterator[Non
     Blocks nest (the inner one counts) and end with everything as it was, also after an exception. The fused fast path
     of torch's MultiheadAttention and TransformerEncoderLayer, which never calls the function, is off meanwhile. The
     function is replaced for the whole process: other threads that call it meanwhile are redirected too. The backward
-    pass of a region under torch.utils.checkpoint calls it again, so that must run inside the block as well.
+    pass of a region under torch.utils.checkpoint calls it again, so that must run inside the block as well. Calls of
+    `ab.attention` are not redirected, nor is what the implementation they run calls itself.
     """
     check_impl(impl)
 
     def handler(proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if getattr(_HERE, "inside", False):
+        if in_own_run():
             return proceed(*args, **kwargs)
-        _HERE.inside = True
-        try:
+        with OWN_RUN:
             return _attend(proceed, impl, fallback, *args, **kwargs)
-        finally:
-            _HERE.inside = False
 
     with sdpa_hook().handled_by(handler), fast_path_off().held():
         yield

@@ -8,6 +8,12 @@ from importlib.util import find_spec
 from attnbench.spec import Environment, Workload
 
 ACCELERATORS = ("cuda", "rocm", "xpu", "mps")
+BFLOAT16_SINCE = (8, 0)
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+"""Compute capabilities on which flash-attention 2 (torch's too) refuses gradients of head_dim in NO_GRADIENTS_OF."""
+NO_GRADIENTS_OF = (192, 224)
+CUDNN_WIDEST, CUDNN_ELSEWHERE = {(9, 0): 256}, 128
+"""Compute capability -> the largest head_dim that torch 2.11 to 2.13 hands to cuDNN, and that on all others."""
 
 
 def first_reason(*reasons: str | None) -> str | None:
@@ -63,6 +69,36 @@ def needs_capability(environment: Environment, least: tuple[int, int]) -> str | 
     if have is not None and tuple(have) >= least:
         return None
     return f"needs compute capability {least[0]}.{least[1]}" + (f", this is {have[0]}.{have[1]}" if have else "")
+
+
+def needs_at_least(environment: Environment, least: tuple[int, int]) -> str | None:
+    """Refuse a CUDA device that is known to have a lower compute capability."""
+    unknown = environment.device != "cuda" or environment.capability is None
+    return None if unknown else needs_capability(environment, least)
+
+
+def needs_bfloat16(workload: Workload, environment: Environment) -> str | None:
+    """Refuse bfloat16 on a CUDA device before Ampere."""
+    reason = needs_at_least(environment, BFLOAT16_SINCE) if workload.dtype == "bfloat16" else None
+    return reason and f"bfloat16 {reason}"
+
+
+def needs_cudnn_head_dim(workload: Workload, environment: Environment) -> str | None:
+    """Refuse a head_dim that cuDNN's attention does not take on this chip; on an unknown one the widest is taken."""
+    chip = environment.capability
+    widest = max(CUDNN_WIDEST.values()) if chip is None else CUDNN_WIDEST.get(chip, CUDNN_ELSEWHERE)
+    reason = needs_head_dim(workload, widest, 8)
+    return reason if reason is None or chip is None else f"{reason} (compute capability {chip[0]}.{chip[1]})"
+
+
+def needs_room_for_gradients(workload: Workload, environment: Environment) -> str | None:
+    """Refuse what flash-attention 2 refuses: gradients of some head_dim on chips with little shared memory."""
+    low, high = NO_GRADIENTS_OF
+    chip = environment.capability if environment.device == "cuda" else None
+    if chip in LITTLE_SHARED_MEMORY and workload.needs_gradients and low < workload.head_dim <= high:
+        assert chip is not None
+        return f"has no gradients for head_dim {low + 1} to {high} on compute capability {chip[0]}.{chip[1]}"
+    return None
 
 
 def find_module(module: str) -> ModuleSpec | None:

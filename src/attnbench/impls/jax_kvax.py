@@ -18,6 +18,7 @@ import numpy as np
 
 from attnbench.impls.conditions import (
     first_reason,
+    needs_at_least,
     needs_device,
     needs_dtype,
     needs_equal_dims,
@@ -57,6 +58,7 @@ class Kvax(Implementation):
         """16-bit floats, a closed list of head_dim."""
         return first_reason(
             needs_device(environment, "cuda"),
+            needs_at_least(environment, (8, 0)),
             needs_mask(workload, "causal", "documents"),
             _causal_part(workload),
             needs_dtype(workload, "float16", "bfloat16"),

@@ -13,10 +13,11 @@ from typing import Any
 from attnbench.frameworks.jax_plain import lse_of_blind_rows, plain_lse, rows_that_see, zero_blind_rows
 from attnbench.impls.conditions import (
     first_reason,
+    needs_at_least,
+    needs_cudnn_head_dim,
     needs_device,
     needs_dtype,
     needs_equal_dims,
-    needs_head_dim,
     needs_no_softcap,
 )
 from attnbench.impls.jax_even import evened
@@ -105,16 +106,15 @@ class Cudnn(JaxNn):
 
     def available(self, environment: Environment) -> str | None:
         """CUDA only; whether cuDNN itself is found shows when it is compiled."""
-        return needs_device(environment, "cuda")
+        return needs_device(environment, "cuda") or needs_at_least(environment, (8, 0))
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         """16-bit floats; masks that its flags or a boolean array can say."""
-        hopper = environment.capability is not None and tuple(environment.capability) >= (9, 0)
         return first_reason(
-            needs_device(environment, "cuda"),
+            self.available(environment),
             needs_dtype(workload, "float16", "bfloat16"),
             needs_equal_dims(workload),
-            needs_head_dim(workload, 256 if hopper else 128, multiple_of=8),
+            needs_cudnn_head_dim(workload, environment),
             needs_no_softcap(workload),
             _exact_bias(workload),
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 from attnbench.impls.conditions import (
     first_reason,
+    needs_at_least,
     needs_device,
     needs_dtype,
     needs_equal_dims,
@@ -53,6 +54,7 @@ class PallasTriton(Implementation):
         """Lengths in blocks, head_dim up to 128 (256 exceeds shared memory)."""
         return first_reason(
             needs_device(environment, "cuda", "rocm", "cpu"),
+            needs_at_least(environment, (8, 0)),
             needs_mask(workload, "full", "causal", "documents"),
             needs_dtype(workload, "float32", "float16", "bfloat16"),
             needs_equal_dims(workload),

@@ -11,11 +11,12 @@ from typing import Any
 from attnbench.frameworks.jax_plain import rows_that_see, zero_blind_rows
 from attnbench.impls.conditions import (
     first_reason,
+    needs_at_least,
     needs_capability,
+    needs_cudnn_head_dim,
     needs_device,
     needs_dtype,
     needs_equal_dims,
-    needs_head_dim,
     needs_no_softcap,
     needs_package,
 )
@@ -64,14 +65,16 @@ class Tokamax(Implementation):
                 needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
                 _aligned_mask_rows(workload),
             )
+        if self.backend == "triton" and needs_at_least(environment, (8, 0)):
+            return needs_at_least(environment, (8, 0))
         if self.backend == "triton" and workload.needs_gradients and workload.softcap is not None:
             return "has no softcap in its backward pass"
         if self.backend == "cudnn":
-            hopper = environment.capability is not None and tuple(environment.capability) >= (9, 0)
             return first_reason(
+                needs_at_least(environment, (8, 0)),
                 needs_no_softcap(workload),
                 needs_equal_dims(workload),
-                needs_head_dim(workload, 256 if hopper else 128, multiple_of=8),
+                needs_cudnn_head_dim(workload, environment),
                 "rounds the mask's weights to its dtype" if workload.visible_mask.weighted else None,
                 _no_backward_with_array(workload),
             )

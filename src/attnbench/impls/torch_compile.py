@@ -1,7 +1,8 @@
 """torch.compile without its silent fall-backs; `torch.compiled` and `torch.flex` compile through here.
 
-Dynamo counts recompilations per code object and, past the limit, runs the function eagerly with a line in the log. So
-each build compiles a code object of its own, and a limit that is hit all the same is an error.
+Dynamo counts recompilations per code object and, past the limit, runs a function eagerly with a line in the log. So
+each build compiles a code object of its own, as one whole graph, for which Dynamo knows no fall-back: a limit that is
+hit all the same is an error. Dynamo's settings, which belong to the whole process, stay as they are.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from attnbench.impls.conditions import needs_package
+from attnbench.errors import Unsupported
+from attnbench.impls.conditions import needs_at_least, needs_package
 from attnbench.spec import Array, Call, Environment
 
 COMPILED_GRAPH = r"Torch-Compiled Region|CompiledFxGraph|triton_|cpp_fused"
 """Seen in a profile only when compiled code ran."""
+
+
+TRITON_SINCE = (7, 0)
+"""The least compute capability that Triton compiles for."""
 
 
 class CompiledCall:
@@ -38,21 +44,35 @@ class CompiledCall:
 
 
 def compile_fresh(function: FunctionType) -> Callable[..., Any]:
-    """Compile a copy of the function for fixed shapes, as one graph."""
+    """Return a compiled copy of the function, for fixed shapes and as one graph."""
     import torch
-    import torch._dynamo
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch.compiler import is_dynamo_compiling
 
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    torch._dynamo.config.suppress_errors = False
     own_code = function.__code__.replace()
     copy = FunctionType(own_code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    return torch.compile(copy, dynamic=False, fullgraph=True)
+    compiled = torch.compile(copy, dynamic=False, fullgraph=True)
+
+    def run(*arrays: Any) -> Any:
+        if is_dynamo_compiling():
+            return compiled(*arrays)
+        try:
+            return compiled(*arrays)
+        except FailOnRecompileLimitHit as error:
+            raise Unsupported(
+                "torch.compile compiles one call as often as torch._dynamo.config.recompile_limit says, and this one "
+                "was handed more kinds of arrays (strides, shapes, with and without gradients): raise the limit, or "
+                "make the arrays contiguous."
+            ) from error
+
+    return run
 
 
 def needs_compiler(environment: Environment) -> str | None:
     """A C++ compiler on a CPU, Triton on a GPU."""
     if environment.device != "cpu":
-        return None if environment.device == "mps" else needs_package("triton", "pip install triton")
+        missing = None if environment.device == "mps" else needs_package("triton", "pip install triton")
+        return missing or needs_at_least(environment, TRITON_SINCE)
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
     if any(shutil.which(name) for name in wanted):
         return None

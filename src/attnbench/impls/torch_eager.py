@@ -51,6 +51,7 @@ class Compiled(Implementation):
     name = "torch.compiled"
     framework = "torch"
     traceable = True
+    compiles_each_plan = True
     materialises_scores = True
     untested = ("rocm", "xpu", "mps")
     expects = (COMPILED_GRAPH,)

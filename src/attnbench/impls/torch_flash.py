@@ -19,11 +19,14 @@ from attnbench.errors import Unsupported
 from attnbench.impls import conditions
 from attnbench.impls import torch_fa3_build as fa3
 from attnbench.impls.conditions import first_reason
+from attnbench.impls.parts.torch_rows import dense_rows, of_dense_rows
 from attnbench.impls.torch_bounds import bounds, is_causal, is_windowed, natural_lse, needs_bottom_right, needs_bounds
 from attnbench.impls.torch_masks import may_have_dead_rows
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
 
 Options = dict[str, Any]
+FA4_CHIPS = (9, 10, 11)
+FA4_KNOWS = "has kernels for compute capability 9.x to 11.x"
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
@@ -42,6 +45,7 @@ class Flash(Implementation):
     framework = "torch"
     any_kv_len = True
     layout = "bshd"
+    not_deterministic = ("backward",)
     unbounded: int | None = -1
     """How the library spells a window side without bound."""
     lse_flag = "return_attn_probs"
@@ -103,7 +107,8 @@ class Flash(Implementation):
 
     def passes(self, workload: Workload, config: Config) -> Passes:
         """The forward pass also where there is no other: forward-only builds."""
-        return self.partial(workload, config) or (self._forward(workload, config), None)
+        forward = self._forward(workload, config)
+        return self.partial(workload, config) or (lambda *arrays: forward(*map(dense_rows, arrays)), None)
 
     def natural(self, workload: Workload) -> Callable[[Array], Array]:
         """Mends the library's LSE; costs nothing where every row sees a key."""
@@ -139,6 +144,7 @@ class FlashAttention2(Flash):
             super().supports(workload, environment),
             conditions.needs_equal_dims(workload),
             conditions.needs_head_dim(workload, 256),
+            conditions.needs_room_for_gradients(workload, environment),
         )
 
     def function(self) -> Callable[..., Any]:
@@ -162,7 +168,7 @@ class FlashAttention2(Flash):
             private(dout, q, k, v, out, lse, *grads, **options, **fixed)
             return grads
 
-        return self._forward(workload, config), backward
+        return of_dense_rows((self._forward(workload, config), backward))
 
 
 class FlashAttention3(Flash):
@@ -239,7 +245,7 @@ class FlashAttention3(Flash):
             private(dout, q, k, v, out, lse, dq=grads[0], dk=grads[1], dv=grads[2], **options)
             return grads
 
-        return self._forward(workload, config), backward
+        return of_dense_rows((self._forward(workload, config), backward))
 
 
 class FlashAttention4(Flash):
@@ -252,11 +258,13 @@ class FlashAttention4(Flash):
     lse_flag = "return_lse"
 
     def available(self, environment: Environment) -> str | None:
+        chip = environment.capability
         return first_reason(
             conditions.needs_device(environment, "cuda"),
             conditions.needs_package("flash_attn.cute", "pip install flash-attn-4==4.0.0b12 nvidia-cutlass-dsl==4.4.2"),
             conditions.needs_package("cutlass", "pip install nvidia-cutlass-dsl==4.4.2"),
             conditions.needs_capability(environment, (9, 0)),
+            None if chip is None or chip[0] in FA4_CHIPS else f"{FA4_KNOWS}, this is {chip[0]}.{chip[1]}",
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -287,7 +295,7 @@ class FlashAttention4(Flash):
             dq, dk, dv = backward(q, k, v, out, dout, lse, **options)[:3]
             return dq, dk, dv
 
-        return with_lse, gradients
+        return of_dense_rows((with_lse, gradients))
 
 
 def _fa4_dims(workload: Workload, environment: Environment) -> str | None:

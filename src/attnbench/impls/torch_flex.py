@@ -11,7 +11,7 @@ from typing import Any
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch_plain import once_per_device
-from attnbench.impls.conditions import first_reason, needs_device, needs_dtype, needs_forward
+from attnbench.impls.conditions import first_reason, needs_bfloat16, needs_device, needs_dtype, needs_forward
 from attnbench.impls.torch_compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.impls.torch_masks import block_mask, score_mod
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
@@ -28,6 +28,7 @@ class Flex(Implementation):
     lse_gradient = True
     layout = "bhsd"
     traceable = True
+    compiles_each_plan = True
     untested = ("rocm", "xpu", "mps")
     expects = (COMPILED_GRAPH,)
     forbids = (r"^aten::_(safe_)?softmax", r"^aten::bmm", r"cunn_SoftMax")
@@ -42,6 +43,7 @@ class Flex(Implementation):
         too_narrow = f"takes head_dim {SMALLEST_GPU_DIM} or more on a GPU, not {narrow}"
         return first_reason(
             needs_dtype(workload, "float32", "bfloat16", "float16"),
+            needs_bfloat16(workload, environment),
             needs_forward(workload) and "has no backward pass on a CPU" if on_cpu else None,
             too_narrow if not on_cpu and narrow < SMALLEST_GPU_DIM else None,
         )

@@ -16,14 +16,18 @@ from attnbench.frameworks.torch_plain import once_per_device
 from attnbench.impls import torch_sdpa_aten
 from attnbench.impls.conditions import (
     first_reason,
+    needs_at_least,
+    needs_bfloat16,
+    needs_cudnn_head_dim,
     needs_device,
     needs_dtype,
     needs_equal_dims,
     needs_head_dim,
     needs_no_softcap,
+    needs_room_for_gradients,
 )
+from attnbench.impls.parts.torch_rows import dense_rows, has_dense_rows
 from attnbench.impls.torch_masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
-from attnbench.impls.torch_sdpa_aten import dense_rows, has_dense_rows
 from attnbench.impls.torch_sdpa_turns import Pinned
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
@@ -43,6 +47,8 @@ ENUM_NAMES = {
     "cudnn": "CUDNN_ATTENTION",
 }
 FLAG_NAMES = {"math": "math", "flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn"}
+SINCE: dict[Backend, tuple[int, int]] = {"flash": (8, 0), "efficient": (5, 0), "cudnn": (8, 0)}
+"""The least compute capability that torch 2.11 to 2.13 has kernels of a backend for."""
 NO_KERNEL = ("No available kernel", "No viable backend")
 HALF = ("float16", "bfloat16")
 
@@ -63,10 +69,14 @@ class Sdpa(Implementation):
         self.materialises_scores = backend == "math"
         self.expects = OPERATORS[backend]
         self.forbids = () if backend in ("auto", "math") else (MATH_OPERATOR,)
+        self.switches = () if backend == "auto" else (FLAG_NAMES[backend],)
+        self.not_deterministic = ("forward", "backward") if backend == "cudnn" else ()
 
     def available(self, environment: Environment) -> str | None:
         kinds = {"efficient": ("cuda", "rocm", "xpu"), "cudnn": ("cuda",), "flash": ("cpu", "cuda", "rocm", "xpu")}
-        return needs_device(environment, *kinds[self.backend]) if self.backend in kinds else None
+        if self.backend not in kinds:
+            return None
+        return needs_device(environment, *kinds[self.backend]) or needs_at_least(environment, SINCE[self.backend])
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         on_cpu = environment.device == "cpu"
@@ -75,13 +85,17 @@ class Sdpa(Implementation):
             return reason
         if on_cpu:
             return needs_equal_dims(workload)
-        checks = {"auto": _exact_bias, "flash": _flash_on_gpu, "efficient": _efficient, "cudnn": _cudnn}
-        return checks[self.backend](workload)
+        if self.backend == "auto":
+            return _exact_bias(workload)
+        checks = {"flash": _flash_on_gpu, "efficient": _efficient, "cudnn": _cudnn}
+        return checks[self.backend](workload, environment)
 
     def build(self, workload: Workload, config: Config) -> Call:
+        import torch
         from torch.compiler import is_dynamo_compiling
-        from torch.nn.functional import scaled_dot_product_attention
 
+        # The function under torch.nn.functional's name, which `redirect_sdpa` replaces: this one is never another.
+        torchs_own = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
         masks = once_per_device(lambda device: self._mask(workload, device))
         (pinned, followed), scale, grouped = self._pinned(), workload.softmax_scale, workload.group > 1
         # Dynamo does not follow torch's lower-right bias; the operator under it aligns so by itself.
@@ -96,11 +110,12 @@ class Sdpa(Implementation):
                     return operator(q, k, v)[0]
                 pin = followed()
             mask = masks(q.device)
+            # The bias looks for the name as it is now; a redirection leaves alone what an implementation calls.
+            on_bias = biased and q.device.type != "cpu"
+            attend = torch.nn.functional.scaled_dot_product_attention if on_bias else torchs_own
             try:
                 with pin:
-                    out = scaled_dot_product_attention(
-                        q, k, v, mask.attn_mask, 0.0, mask.is_causal, scale=scale, enable_gqa=grouped
-                    )
+                    out = attend(q, k, v, mask.attn_mask, 0.0, mask.is_causal, scale=scale, enable_gqa=grouped)
             except RuntimeError as error:
                 if any(words in str(error) for words in NO_KERNEL):
                     if not all(map(has_dense_rows, (q, k, v))):
@@ -144,7 +159,7 @@ def _exact_bias(workload: Workload) -> str | None:
     return None
 
 
-def _flash_on_gpu(workload: Workload) -> str | None:
+def _flash_on_gpu(workload: Workload, environment: Environment) -> str | None:
     way, square = route(workload), workload.q_len == workload.kv_len
     mask = None
     if way in ("array", "bias"):
@@ -154,21 +169,31 @@ def _flash_on_gpu(workload: Workload) -> str | None:
     elif may_have_dead_rows(workload):
         mask = "is not known to give 0 for rows that see no key"
     return first_reason(
-        needs_dtype(workload, *HALF), needs_head_dim(workload, 256, 8), needs_equal_dims(workload), mask
+        needs_dtype(workload, *HALF),
+        needs_head_dim(workload, 256, 8),
+        needs_equal_dims(workload),
+        needs_room_for_gradients(workload, environment),
+        mask,
     )
 
 
-def _efficient(workload: Workload) -> str | None:
+def _efficient(workload: Workload, environment: Environment) -> str | None:
     grouped = "has no grouped heads" if workload.group > 1 else None
     step = 8 if workload.dtype in HALF else 4
     return first_reason(
-        needs_dtype(workload, "float32", *HALF), grouped, needs_head_dim(workload, 65536, step), _exact_bias(workload)
+        needs_dtype(workload, "float32", *HALF),
+        needs_bfloat16(workload, environment),
+        grouped,
+        needs_head_dim(workload, 65536, step),
+        _exact_bias(workload),
     )
 
 
-def _cudnn(workload: Workload) -> str | None:
+def _cudnn(workload: Workload, environment: Environment) -> str | None:
     one_key = "takes 2 or more keys" if workload.kv_len == 1 else None
-    return first_reason(needs_dtype(workload, *HALF), needs_head_dim(workload, 256, 8), one_key, _exact_bias(workload))
+    return first_reason(
+        needs_dtype(workload, *HALF), needs_cudnn_head_dim(workload, environment), one_key, _exact_bias(workload)
+    )
 
 
 AUTO = Sdpa("auto")

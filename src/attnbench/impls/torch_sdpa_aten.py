@@ -16,6 +16,7 @@ from typing import Any
 
 from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
 from attnbench.impls.parts.torch_merge import NEGATIVE_INFINITY, for_backward
+from attnbench.impls.parts.torch_rows import of_dense_rows
 from attnbench.impls.torch_masks import SdpaMask, additive, may_have_dead_rows, route, sdpa_mask
 from attnbench.spec import Array, Call, Partial, Workload
 
@@ -74,29 +75,7 @@ def _pair(backend: str, workload: Workload) -> Partial | None:
         found = _efficient(workload)
     else:
         found = _cudnn(workload) if backend == "cudnn" else None
-    return None if found is None else _of_dense_rows(found)
-
-
-def has_dense_rows(x: Array) -> bool:
-    """What the operators take for granted: with another stride of the last axis they read wrong numbers."""
-    return x.stride(-1) == 1 or x.shape[-1] == 1
-
-
-def dense_rows(x: Array) -> Array:
-    """The array, or a copy that has them."""
-    return x if has_dense_rows(x) else x.contiguous()
-
-
-def _of_dense_rows(pair: Partial) -> Partial:
-    forward, backward = pair
-
-    def run_forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return forward(dense_rows(q), dense_rows(k), dense_rows(v))
-
-    def run_backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-        return backward(dense_rows(q), dense_rows(k), dense_rows(v), dense_rows(out), lse, dense_rows(dout))
-
-    return run_forward, run_backward
+    return None if found is None else of_dense_rows(found)
 
 
 def _by_device(cpu: Partial, gpu: Partial | None) -> Partial:

@@ -1,15 +1,19 @@
 """Backends of scaled_dot_product_attention pinned by several threads at once, in about a microsecond.
 
 torch's flags belong to the process: two threads inside its `sdpa_kernel` see each other's, and restore them in the
-wrong order, which pins the process for good. Here threads that want one backend share the pin, others wait for it.
+wrong order, which pins the process for good. Here threads that want one backend share the pin, others wait for it. A
+thread that pins again inside its own block gives the outer pin up meanwhile, so that nobody waits while holding one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Condition, Lock
+from functools import cache
+from threading import Condition, Lock, local
 
 FLAGS = ("cudnn", "flash", "mem_efficient", "math", "overrideable")
+USERS = FLAGS[:4]
+"""Those that `torch.backends.cuda.enable_*_sdp` sets."""
 
 
 class _Turn:
@@ -20,10 +24,18 @@ class _Turn:
         self.over = Condition(self.lock)
         self.flag = ""
         self.inside = 0
-        self.undo: list[tuple[Callable[[bool], None], bool]] = []
+        self.undo: dict[str, tuple[Callable[[bool], None], bool]] = {}
+
+
+class _Held(local):
+    """The pins of one thread, the outermost first; only the last is in force."""
+
+    def __init__(self) -> None:
+        self.pins: list[Pinned] = []
 
 
 _TURN = _Turn()
+_HELD = _Held()
 
 
 class Pinned:
@@ -36,27 +48,57 @@ class Pinned:
 
         self._flag = flag
         self._switches = [  # those that `sdpa_kernel` itself uses
-            (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == flag)
+            (name, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
             for name in FLAGS
         ]
 
     def __enter__(self) -> None:
+        pins = _HELD.pins
+        if pins:
+            pins[-1]._give_up()
+        self._take()
+        pins.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        pins = _HELD.pins
+        pins.pop()._give_up()
+        if pins:
+            pins[-1]._take()
+
+    def _take(self) -> None:
+        """Wait until no thread holds another pin, then set the flags if this one is the first."""
         with _TURN.lock:
             while _TURN.inside and _TURN.flag != self._flag:
                 _TURN.over.wait()
             if not _TURN.inside:
                 _TURN.flag = self._flag
-                for get, put, wanted in self._switches:
+                for name, get, put in self._switches:
+                    wanted = name == self._flag
                     if get() is not wanted:
                         put(wanted)
-                        _TURN.undo.append((put, not wanted))
+                        _TURN.undo[name] = put, not wanted
             _TURN.inside += 1
 
-    def __exit__(self, *error: object) -> None:
+    def _give_up(self) -> None:
+        """Put the flags back if no other thread holds this pin."""
         with _TURN.lock:
             _TURN.inside -= 1
             if not _TURN.inside:
-                for put, was in _TURN.undo:
+                for put, was in _TURN.undo.values():
                     put(was)
                 _TURN.undo.clear()
                 _TURN.over.notify_all()
+
+
+def switched_off() -> tuple[str, ...]:
+    """Return the flags that are off outside of our own pins: what the user decided."""
+    with _TURN.lock:
+        undo = _TURN.undo
+        return tuple([name for name, get in _readers() if not (undo[name][1] if name in undo else get())])
+
+
+@cache
+def _readers() -> tuple[tuple[str, Callable[[], bool]], ...]:
+    import torch
+
+    return tuple((name, getattr(torch._C, f"_get_{name}_sdp_enabled")) for name in USERS)

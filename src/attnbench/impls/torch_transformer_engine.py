@@ -23,6 +23,7 @@ class TransformerEngine(Implementation):
     name = "torch.transformer-engine"
     framework = "torch"
     layout = "bshd"
+    not_deterministic = ("backward",)
     process = "transformer-engine"
     forbids = (r"scaled_\w*softmax_warp", r"UnfusedDotProductAttention")
     untested = ("cuda",)

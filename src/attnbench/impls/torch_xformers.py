@@ -12,6 +12,7 @@ from typing import Any
 
 from attnbench.impls import conditions
 from attnbench.impls.conditions import find_module, first_reason
+from attnbench.impls.parts.torch_rows import of_dense_rows
 from attnbench.impls.torch_bounds import (
     bounds,
     is_causal,
@@ -31,6 +32,7 @@ class Xformers(Implementation):
     name = "torch.xformers"
     framework = "torch"
     layout = "bshd"
+    not_deterministic = ("backward",)
     process = "xformers"
     expects = (r"flash|fmha|cutlass|attention",)
     untested = ("cuda", "rocm")
@@ -81,7 +83,7 @@ class Xformers(Implementation):
         def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
             return private(dout, out, lse, q, k, v, bias, 0.0, scale)
 
-        return torch.no_grad()(forward), torch.no_grad()(backward)
+        return of_dense_rows((torch.no_grad()(forward), torch.no_grad()(backward)))
 
     def _call(self, workload: Workload, function_name: str, unpack: Any) -> Call:
         function = getattr(import_module("xformers.ops"), function_name)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
+from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.impls.arguments import check_tensors
+from attnbench.impls.arrays import dtype_name
 from attnbench.impls.block_sparse.attend import attend
 from attnbench.impls.block_sparse.content import estimate
 from attnbench.impls.block_sparse.gate import BlockGate
@@ -40,20 +42,29 @@ class _SparseAttention(torch.nn.Module):
 
     @outside_graphs
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
-        """out [b, t, h, d]; with `return_lse` also [b, h, t], natural log, float32."""
-        _check_shapes(q, k, v)
-        (q, k), v = _heads_first(q, k), v.transpose(1, 2)
-        tables, _ = self._select(q, k)
-        out, lse = attend(q, k, v, tables, self._scale(q))
+        """out [b, t, h, d]; with `return_lse` also [b, h, t], natural log, float32.
+
+        Under autocast the arrays are taken in its dtype, as `ab.attention` takes them.
+        """
+        q, k, v = _heads_first(q, k, v)
+        with without_autocast(q.device.type):
+            tables, _ = self._select(q, k)
+            out, lse = attend(q, k, v, tables, self._scale(q))
         return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
 
     def blocks(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Kept blocks of a call, [b or 1, h or 1, query blocks, key blocks]."""
-        return self._select(*_heads_first(q, k))[0].kept
+        return self._selected(q, k)[0].kept
 
     def achieved_sparsity(self, q: torch.Tensor, k: torch.Tensor) -> float:
         """Share of the blocks that the mask lets be seen and this call drops."""
-        return self._select(*_heads_first(q, k))[1]
+        return self._selected(q, k)[1]
+
+    def _selected(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
+        """Return the blocks that `forward` takes of such arrays."""
+        q, k, _ = _heads_first(q, k, k)
+        with without_autocast(q.device.type):
+            return self._select(q, k)
 
     def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
         """Blocks for q and k in layout bhsd."""
@@ -132,8 +143,9 @@ class BlockSparseAttention(_SparseAttention):
         """Set the threshold so that the mean sparsity on these inputs is the requested one; returns it."""
         if self.pattern not in BY_CONTENT:
             raise UsageError(f'pattern "{self.pattern}" has no threshold to calibrate.')
-        q, k = _heads_first(q, k)
-        threshold = calibrated(self._mass(q, k), self._choice(q, k), self.sparsity)
+        q, k, _ = _heads_first(q, k, k)
+        with without_autocast(q.device.type):
+            threshold = calibrated(self._mass(q, k), self._choice(q, k), self.sparsity)
         self.threshold.fill_(threshold)
         return threshold
 
@@ -216,15 +228,16 @@ def create_adaptive_sparse_attention(
     return AdaptiveSparseAttention(min_sparsity, max_sparsity, **options)
 
 
-def _heads_first(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_shapes(q, k, k)
-    return q.transpose(1, 2), k.transpose(1, 2)
-
-
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the arrays as [batch, heads, tokens, dim], in autocast's dtype if it is on; raise if they do not fit."""
     check_tensors("block-sparse attention", q, k, v)
+    q, k, v = under_autocast(q, k, v)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4) or k.shape != v.shape or q.shape[0] != k.shape[0]:
         raise InvalidWorkload(f"arrays are [batch, tokens, heads, dim], k and v alike, not {shapes}.")
     if q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise InvalidWorkload(f"heads of k must divide those of q, and their dims agree, not {shapes}.")
+    dtypes = {dtype_name(x) for x in (q, k, v)}
+    if len(dtypes) > 1:
+        raise InvalidWorkload(f"q, k and v must have one dtype, not {', '.join(sorted(dtypes))}.")
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from attnbench.errors import UsageError
+from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.impls.arguments import check_causal, check_mix_grad, check_scale, check_tensors
 from attnbench.impls.arrays import workload_of
 from attnbench.impls.dilated.conditions import problem_of
@@ -88,13 +89,15 @@ class DilatedAttention(nn.Module):
         """[b, s, h, d]; keys from kv_lengths[b] on are padding; with `return_lse` also the LSE [b, h, s], float32.
 
         A row that sees no key is 0 with LSE -inf. A gradient through the LSE costs a second backward pass. Lengths on a
-        GPU are waited for.
+        GPU are waited for. Under autocast the arrays are taken in its dtype, as `ab.attention` takes them.
         """
         check_tensors(type(self).__name__, q, k, v)
+        q, k, v = under_autocast(q, k, v)
         lengths = None if kv_lengths is None else masks.lengths(torch.as_tensor(kv_lengths).cpu().numpy())
         forms = tuple([_Form(x.shape, x.dtype) for x in (q, k, v)])
         options = (self.causal, lengths, self.scale, self.mix_grad == "detached", tuple(self.how.items()))
-        out, lse = dilated(q, k, v, self.engine, _task(forms, self.pattern, *options))
+        with without_autocast(q.device.type):
+            out, lse = dilated(q, k, v, self.engine, _task(forms, self.pattern, *options))
         return (out, lse.float()) if return_lse else out
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from attnbench.frameworks.torch_autocast import under_autocast
 from attnbench.impls.arguments import check_tensors
 from attnbench.impls.arrays import fitting
 from attnbench.impls.ring.function import agreement, global_lengths, key_lengths, rank_and_world, ring_attention
@@ -57,6 +58,7 @@ class RingDilatedAttention(DilatedAttention):
         Keys from position kv_lengths[b] of the whole sequence on are padding; every rank gives the same lengths.
         """
         check_tensors(type(self).__name__, q, k, v)
+        q, k, v = under_autocast(q, k, v)
         fitting(q, k, v)
         limits = key_lengths(kv_lengths)
         pattern = (self.pattern.id, self.mix_grad, self._told_of_blocks())

@@ -8,11 +8,22 @@ from attnbench.policy.constraints import Constraints
 from attnbench.policy.files import load_policy, packaged, policy_text, read_policy, save_policy
 from attnbench.policy.policy import SCHEMA, Crossing, Place, Policy, Regret, place_of, pooled
 from attnbench.policy.shapes import REACH, Shape, distance, mask_kind, shape_of
-from attnbench.policy.stack import Found, active, find, forget, generation, on_miss, use_policy
+from attnbench.policy.stack import (
+    Found,
+    active,
+    checkpoint_context,
+    find,
+    forget,
+    generation,
+    on_miss,
+    set_policy,
+    use_policy,
+)
 
 __all__ = [
     "Alternative", "Choice", "Constraints", "Crossing", "Entry", "Found", "Place", "Policy", "Regret", "Shape",
     "REACH", "SCHEMA",
-    "active", "distance", "find", "forget", "generation", "load_policy", "mask_kind", "on_miss", "packaged", "place_of",
-    "policy_text", "pooled", "read_policy", "save_policy", "shape_of", "use_policy",
+    "active", "checkpoint_context", "distance", "find", "forget", "generation", "load_policy", "mask_kind", "on_miss",
+    "packaged", "place_of", "policy_text", "pooled", "read_policy", "save_policy", "set_policy", "shape_of",
+    "use_policy",
 ]  # fmt: skip

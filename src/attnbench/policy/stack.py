@@ -1,11 +1,14 @@
-"""Which policies a call asks, innermost first: `with use_policy(p)`, the user's file, those that come with attnbench.
+"""Which policies a call asks, in order: `with use_policy(p)`, `set_policy(p)`, the user's file, attnbench's own.
 
-A `with` holds for its own thread and task only; the user's file is the setting `policy` (ATTNBENCH_POLICY).
+A `with` holds for its own thread and task only, `set_policy` for the whole process; the user's file is the setting
+`policy` (ATTNBENCH_POLICY). Autograd may run a backward pass, and with it what activation checkpointing computes again,
+in a thread of its own, which knows of no `with`: `set_policy` reaches it, and so does `checkpoint_context`.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import get_args
@@ -43,6 +46,17 @@ _stack: ContextVar[_Stack] = ContextVar("attnbench_policies", default=_Stack()) 
 _epoch = 0
 
 
+_process = _Stack()
+"""What `set_policy` set."""
+
+
+def _check(policy: object, who: str, on_miss: object) -> None:
+    if not isinstance(policy, Policy):
+        raise UsageError(f"{who} takes what load_policy(path) returns, not {policy!r:.60}.")
+    if on_miss not in (None, *get_args(OnMiss)):
+        raise UsageError(f"on_miss is {' or '.join(get_args(OnMiss))}, not {on_miss!r}.")
+
+
 class use_policy(AbstractContextManager[Policy]):
     """Ask this policy before all others inside the `with`; such blocks stack, the innermost is asked first.
 
@@ -51,10 +65,7 @@ class use_policy(AbstractContextManager[Policy]):
     """
 
     def __init__(self, policy: Policy, *, on_miss: OnMiss | None = None) -> None:
-        if not isinstance(policy, Policy):
-            raise UsageError(f"use_policy takes what load_policy(path) returns, not {policy!r:.60}.")
-        if on_miss not in (None, *get_args(OnMiss)):
-            raise UsageError(f"on_miss is {' or '.join(get_args(OnMiss))}, not {on_miss!r}.")
+        _check(policy, "use_policy", on_miss)
         self._policy = policy
         self._on_miss: OnMiss | None = on_miss
 
@@ -70,9 +81,40 @@ class use_policy(AbstractContextManager[Policy]):
         _stack.set(outer)
 
 
+def set_policy(policy: Policy | None, *, on_miss: OnMiss | None = None) -> None:
+    """Ask this policy in every thread of the process, after those of `use_policy` blocks; None takes it back.
+
+    A second call replaces the first. `on_miss` is that of `use_policy`, for calls outside of all blocks that say it.
+    """
+    global _process, _epoch
+    if policy is not None:
+        _check(policy, "set_policy", on_miss)
+    elif on_miss is not None:
+        raise UsageError("on_miss belongs to a policy: give one, or set ATTNBENCH_ON_MISS.")
+    _process = _Stack() if policy is None else _Stack((policy,), (policy.digest,), on_miss)
+    _epoch += 1
+
+
+def checkpoint_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what `torch.utils.checkpoint.checkpoint(..., context_fn=checkpoint_context)` asks for.
+
+    What is computed again in the backward pass, in whichever thread, asks the policies that its forward pass asked.
+    """
+    return nullcontext(), _again(_stack.get())
+
+
+@contextmanager
+def _again(stack: _Stack) -> Iterator[None]:
+    token = _stack.set(stack)
+    try:
+        yield
+    finally:
+        _stack.reset(token)
+
+
 def active() -> tuple[Policy, ...]:
     """Every policy a call in this thread asks, in order."""
-    return (*_stack.get().policies, *_standing(_epoch))
+    return (*_stack.get().policies, *_process.policies, *_standing(_epoch))
 
 
 def generation() -> Token:
@@ -82,8 +124,8 @@ def generation() -> Token:
 
 
 def on_miss() -> OnMiss:
-    """What happens on a miss: as the innermost `use_policy` that said so, else as the setting."""
-    return _stack.get().on_miss or _setting(_epoch)
+    """What happens on a miss: as the innermost `use_policy` that said so, else `set_policy`, else the setting."""
+    return _stack.get().on_miss or _process.on_miss or _setting(_epoch)
 
 
 def forget() -> None:

@@ -8,8 +8,11 @@ Conventions (one multiply-add is 2 FLOPs; softmax, bias and masking are not coun
 
 from __future__ import annotations
 
-from functools import lru_cache
+import hashlib
+from collections.abc import Callable
+from functools import wraps
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
@@ -17,6 +20,7 @@ from attnbench.spec import DTYPE_BYTES, Workload
 from attnbench.workloads.masks import AnyMask, MaskShape
 from attnbench.workloads.steps import STEPS
 
+MOST_COUNTS = 4096
 LOGIT_BYTES = 4
 """Scores and LSE are float32 wherever they are stored."""
 
@@ -99,13 +103,30 @@ def flops_per_pair(workload: Workload) -> int:
     return {"forward": forward, "backward": backward, "train": forward + backward}[workload.pass_]
 
 
-@lru_cache(maxsize=4096)
+def _remembered(count: Callable[[AnyMask, MaskShape], int]) -> Callable[[AnyMask, MaskShape], int]:
+    """Remember counts by the masks' digests: masks may be large, and who counted them need not keep them."""
+    known: dict[tuple[bytes, MaskShape], int] = {}
+
+    @wraps(count)
+    def run(mask: AnyMask, shape: MaskShape) -> int:
+        key = hashlib.sha256(msgspec.msgpack.encode(mask)).digest(), shape
+        found = known.get(key)
+        if found is None:
+            if len(known) >= MOST_COUNTS:
+                known.clear()
+            found = known[key] = count(mask, shape)
+        return found
+
+    return run
+
+
+@_remembered
 def pairs(mask: AnyMask, shape: MaskShape) -> int:
     """Exact number of visible pairs, remembered: a sweep asks for the same ones again and again."""
     return mask.pairs(shape)
 
 
-@lru_cache(maxsize=4096)
+@_remembered
 def seen_keys(mask: AnyMask, shape: MaskShape) -> int:
     """(batch row, key) places that some query sees, so that must be read.
 

@@ -173,8 +173,9 @@ def _width(x: torch.Tensor) -> int:
 
 
 def _tiles(x: torch.Tensor, tokens: int) -> TensorDescriptor:
-    """[b, h, tokens, d] as tiles of one head; copied when a stride is not one that TMA takes."""
-    if x.stride(3) != 1 or any(stride * x.itemsize % 16 or stride == 0 for stride in _outer_strides(x)):
+    """[b, h, tokens, d] as tiles of one head; copied if TMA does not take its strides or its address."""
+    aligned = x.data_ptr() % 16 == 0
+    if x.stride(3) != 1 or not aligned or any(stride * x.itemsize % 16 or stride == 0 for stride in _outer_strides(x)):
         x = x.clone(memory_format=torch.contiguous_format)
     return TensorDescriptor(x, list(x.shape), [*_outer_strides(x), 1], [1, 1, tokens, _width(x)])
 

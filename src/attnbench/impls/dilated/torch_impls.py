@@ -60,18 +60,19 @@ class DilatedTorch(Implementation):
         import torch
 
         from attnbench.impls.dilated.torch_function import ENGINES
+        from attnbench.impls.dilated.torch_views import readable
 
         task, engine = self.task(workload, config), ENGINES[self.engine]
 
         @torch.no_grad()
         def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse, _ = engine.forward(task, q, k, v, False)
+            out, lse, _ = engine.forward(task, readable(q), readable(k), readable(v), False)
             return out, lse.transpose(1, 2)
 
         @torch.no_grad()
         def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-            rows = lse.transpose(1, 2).contiguous()
-            return engine.backward(task, q, k, v, out.to(q.dtype).contiguous(), rows, dout.contiguous(), ())
+            whole, rows, cotangent = out.to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous(), dout.contiguous()
+            return engine.backward(task, readable(q), readable(k), readable(v), whole, rows, cotangent, ())
 
         return forward, backward
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnbench.impls.parts.torch_choice import choose
+from attnbench.impls.parts.torch_rules import Rules, current
 from attnbench.spec import Partial, Workload
 from attnbench.workloads import masks
 
@@ -29,7 +30,7 @@ def partial_of(
     kernel: str, dtype: torch.dtype, device: torch.device, sizes: Sizes, causal: bool, scale: float
 ) -> Partial:
     """(forward, backward), bshd, for pieces of these sizes; `kernel` is an implementation's name or "auto"."""
-    return _partial(kernel, _device(device), str(dtype).removeprefix("torch."), sizes, causal, scale)
+    return _partial(kernel, _device(device), str(dtype).removeprefix("torch."), sizes, causal, scale, current())
 
 
 def _device(device: torch.device) -> str:
@@ -39,7 +40,7 @@ def _device(device: torch.device) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _partial(kernel: str, device: str, dtype: str, sizes: Sizes, causal: bool, scale: float) -> Partial:
+def _partial(kernel: str, device: str, dtype: str, sizes: Sizes, causal: bool, scale: float, rules: Rules) -> Partial:
     mask = masks.causal() if causal else masks.full()
     workload = Workload(**sizes._asdict(), dtype=dtype, mask=mask, scale=scale, pass_="train")
-    return choose(kernel, workload, device)[1]
+    return choose(kernel, workload, device, rules)[1]

@@ -14,6 +14,7 @@ from attnbench.impls.dilated.task import Task
 from attnbench.impls.dilated.torch_fused import Fused, is_fused
 from attnbench.impls.dilated.torch_kernels import Sizes, partial_of
 from attnbench.impls.dilated.torch_views import View, dense_strides, fold, key_view, query_view
+from attnbench.impls.parts.torch_rules import Rules, current
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,8 @@ class Plan(NamedTuple):
 
 def plan_of(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan:
     """The plan for arrays like these."""
-    plan = _plan(task, q.dtype, q.device, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()))
+    strides = (q.stride(), k.stride(), v.stride())
+    plan = _plan(task, q.dtype, q.device, (q.shape, k.shape, v.shape), strides, current())
     if q.is_cuda and _is_capturing():
         _captured[id(plan)] = plan
     return plan
@@ -64,8 +66,11 @@ def _is_capturing() -> bool:
 
 @lru_cache(maxsize=PLANS)
 def _plan(
-    task: Task, dtype: torch.dtype, device: torch.device, shapes: Sequence[Sequence[int]], strides: Sequence[Any]
-) -> Plan:
+    task: Task, dtype: torch.dtype, device: torch.device, shapes: Sequence[Sequence[int]], strides: Sequence[Any],
+    rules: Rules,
+) -> Plan:  # fmt: skip
+    """Make a plan whose kernels were chosen under these rules."""
+    del rules  # the kernels ask for them again: they are part of the key
     from attnbench.impls.parts.torch_autograd import turned
 
     folds = all(fold(shape, stride) for shape, stride in zip(shapes, strides))

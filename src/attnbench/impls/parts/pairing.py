@@ -33,6 +33,9 @@ class Pairing(Implementation):
         parts = [registry.get(name) for name in self.names.values() if name != AUTO]
         self.materialises_scores = any(part.materialises_scores for part in parts)
         self.forbids = tuple(pattern for part in parts for pattern in part.forbids)
+        self.switches = tuple(flag for part in parts for flag in part.switches)
+        named = {role: registry.get(name) for role, name in self.names.items() if name != AUTO}
+        self.not_deterministic = tuple(role for role, part in named.items() if role in part.not_deterministic)
 
     @abstractmethod
     def order(self, role: Role, workload: Workload) -> Sequence[str]:

@@ -26,6 +26,7 @@ class Split(Implementation):
         self.materialises_scores, self.traceable = inner.materialises_scores, inner.traceable
         self.lse_gradient = inner.lse_gradient
         self.expects, self.forbids = inner.expects, inner.forbids
+        self.switches, self.not_deterministic = inner.switches, inner.not_deterministic
 
     @abstractmethod
     def needs_array(self, part: Workload, environment: Environment) -> bool:

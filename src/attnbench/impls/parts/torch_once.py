@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from attnbench.errors import Unsupported
+from attnbench.frameworks.torch_autocast import without_autocast_for
 
 Function = Callable[..., Any]
 
@@ -73,8 +74,12 @@ def _one_by_one(function: Function, count: int, axes: Any, inputs: tuple[Any, ..
 
 
 def once(function: Function, *arrays: Any) -> Any:
-    """`function(*arrays)` without autograd, in a backward pass; differentiating it by any of the arrays raises."""
-    return _ONCE(function, *arrays) if torch.is_grad_enabled() else function(*arrays)
+    """Return `function(*arrays)`, computed without autograd and without autocast: what every backward pass calls.
+
+    The forward pass ran without autocast as well. Differentiating the result by any of the arrays raises.
+    """
+    with without_autocast_for(arrays):
+        return _ONCE(function, *arrays) if torch.is_grad_enabled() else function(*arrays)
 
 
 def _computed(function: Function, *arrays: Any) -> Any:

@@ -13,6 +13,7 @@ from zlib import crc32
 import msgspec
 
 from attnbench.errors import UsageError
+from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.impls.arguments import check_tensors
 from attnbench.impls.arrays import fitting
 from attnbench.impls.ring.dilated_work import DilatedWork, Pattern
@@ -57,11 +58,13 @@ def ring_attention(
     positions; `detached` takes its mixing weights for constants in the backward pass. `blocks` drops the pairs whose
     block, by global position, its block mask does not keep. Keys from global position kv_lengths[b] on are padding, the
     same on every rank (lengths on a GPU are waited for); a row that sees no key gives 0 and LSE -inf. A gradient
-    through the LSE [b, heads, tokens] costs all ranks a second backward pass.
+    through the LSE [b, heads, tokens] costs all ranks a second backward pass. Under torch's autocast the arrays are
+    taken in its dtype, as `ab.attention` takes them.
     """
     if detached and dilated is None:
         raise UsageError("detached is about mixing the branches of a dilated pattern: give dilated=, or leave it out.")
     check_tensors("ring_attention", q, k, v)
+    q, k, v = under_autocast(q, k, v)
     shape = shape_of(q, k, v, scale, softcap)
     rank, world = rank_and_world(process_group)
     limits = key_lengths(kv_lengths)
@@ -76,7 +79,8 @@ def ring_attention(
         masks.lengths(limits).check(MaskShape(shape.batch, shape.heads, q_len, kv_len))
     pattern = _pattern(q, k, (q_len, kv_len), dilated, detached, blocks)
     engine = engine_of(problem, rank, shape, inner, q.device, pattern, limits)
-    out, lse = autograd_function().apply(q, k, v, engine, process_group, return_lse)
+    with without_autocast(q.device.type):
+        out, lse = autograd_function().apply(q, k, v, engine, process_group, return_lse)
     return (out, lse.float()) if return_lse else out
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from attnbench.impls.parts.torch_choice import choose
+from attnbench.impls.parts.torch_rules import current
 from attnbench.impls.ring.tiles import Tile
 from attnbench.spec import Partial, Workload
 from attnbench.workloads.masks import Causal, Full
@@ -20,7 +21,7 @@ class Kernels:
 
     def __init__(self, shape: Workload, inner: str, device: torch.device) -> None:
         self._shape, self._inner, self._device = shape, inner, device.type
-        self._made: dict[tuple[int, ...], Partial] = {}
+        self._made: dict[Any, Partial] = {}
         self.used: dict[str, None] = {}
         """Names of the implementations that were chosen, in order."""
 
@@ -36,9 +37,10 @@ class Kernels:
 
     def of(self, sizes: tuple[int, int, int, int, int], causal: bool) -> Partial:
         """The same for any (batch, queries, keys, heads, kv_heads)."""
-        key = (*sizes, causal)
+        rules = current()
+        key = (*sizes, causal, rules)
         if key not in self._made:
-            name, self._made[key] = choose(self._inner, self._workload(sizes, causal), self._device)
+            name, self._made[key] = choose(self._inner, self._workload(sizes, causal), self._device, rules)
             self.used[name] = None
         return self._made[key]
 

@@ -1,0 +1,132 @@
+"""`ab.set_policy` holds in every thread, and recomputation asks the policies that its forward pass asked."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from dispatch_problem import entry, here
+
+import attnbench as ab
+from attnbench import policy
+from attnbench.errors import UsageError
+from attnbench.policy import checkpoint_context
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")]
+CAUSAL = ab.masks.causal()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set():
+    yield
+    ab.set_policy(None)
+
+
+def eager():
+    return here(entry("torch.eager", tokens=24, pass_="train"), entry("torch.eager", tokens=24))
+
+
+def arrays():
+    import torch
+
+    make = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 24, 4, 16, generator=make).requires_grad_() for _ in range(3)]
+
+
+def in_a_thread(work):
+    """The result of work() in another thread, or what it raised."""
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(120)
+    return found[0]
+
+
+def test_every_thread_sees_it_and_blocks_come_first():
+    q, k, v = arrays()
+    pick = lambda: ab.explain(q, k, v, mask=CAUSAL).pick  # noqa: E731
+    assert in_a_thread(pick) == pick() == "torch.sdpa-flash"
+    ab.set_policy(eager())
+    assert in_a_thread(pick) == pick() == "torch.eager"
+    with ab.use_policy(here(entry("torch.sdpa-math", tokens=24, pass_="train"))):
+        assert pick() == "torch.sdpa-math"
+        assert in_a_thread(pick) == "torch.eager"
+    ab.set_policy(here(entry("torch.sdpa-math", tokens=24, pass_="train")))
+    assert pick() == "torch.sdpa-math"
+    ab.set_policy(None)
+    assert pick() == "torch.sdpa-flash"
+
+
+def test_calls_follow_it_though_they_were_planned_before():
+    import torch
+
+    q, k, v = (x.detach() for x in arrays())
+    ab.attention(q, k, v, mask=CAUSAL)
+    ab.set_policy(eager())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        ab.attention(q, k, v, mask=CAUSAL)
+    assert not any("scaled_dot_product" in event.key for event in seen.key_averages())
+
+
+def test_on_miss_and_what_is_no_policy():
+    with pytest.raises(UsageError, match="set_policy takes what load_policy"):
+        ab.set_policy("policy.json")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match="on_miss"):
+        ab.set_policy(None, on_miss="quiet")
+    ab.set_policy(eager(), on_miss="error")
+    assert policy.on_miss() == "error"
+    assert in_a_thread(policy.on_miss) == "error"
+    with ab.use_policy(eager(), on_miss="quiet"):
+        assert policy.on_miss() == "quiet"
+    ab.set_policy(None)
+    assert policy.on_miss() == "warn"
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "thread"])
+@pytest.mark.parametrize("how", ["use_policy", "use_policy, context_fn", "set_policy"])
+def test_recomputation_asks_what_the_forward_pass_asked(how, where):
+    """With a block alone, a backward pass elsewhere raises torch's own CheckpointError: it never hangs or lies."""
+    import torch
+    from torch.utils.checkpoint import CheckpointError, checkpoint
+
+    leaves = arrays()
+    out = ab.attention(*leaves, mask=CAUSAL, impl="torch.eager") * 2
+    want = torch.autograd.grad(out.square().sum(), leaves)
+    more = {"context_fn": checkpoint_context} if "context_fn" in how else {}
+
+    def forward():
+        found = checkpoint(lambda q, k, v: ab.attention(q, k, v, mask=CAUSAL) * 2, *leaves, use_reentrant=False, **more)
+        return found.square().sum()
+
+    def backward(loss):
+        return torch.autograd.grad(loss, leaves)
+
+    def go():
+        if how == "set_policy":
+            ab.set_policy(eager())
+            loss = forward()
+            return in_a_thread(lambda: backward(loss)) if where == "thread" else backward(loss)
+        with ab.use_policy(eager()):
+            loss = forward()
+            if where == "inside":
+                return backward(loss)
+            if where == "thread":
+                return in_a_thread(lambda: backward(loss))
+        return backward(loss)
+
+    try:
+        got = go()
+    except CheckpointError as error:
+        got = error
+    if how == "use_policy" and where != "inside":
+        assert isinstance(got, CheckpointError)
+        return
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other)
