@@ -9,13 +9,9 @@ kernel: in how many cases it was found, and the smallest and largest size.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -249,7 +245,9 @@ def cases(n: int, dtype: str, pass_: str) -> Iterator[Case]:
         yield Case("causal: aligned top-left", rectangle, Kernel(changed(rectangle, mask=masks.causal("top-left"))))
         decode = changed(base, q_len=1)
         yield Case("right: decode", decode, Kernel(decode), right=True)
-        yield Case("decode: one key dropped", decode, Kernel(decode, tweak=lambda b, h, q, kv, seen: seen & (kv != n // 2)))
+        yield Case(
+            "decode: one key dropped", decode, Kernel(decode, tweak=lambda b, h, q, kv, seen: seen & (kv != n // 2))
+        )
         yield Case("decode: scale x 1.005", decode, Kernel(changed(decode, scale=1.005 * DIM**-0.5)))
 
 

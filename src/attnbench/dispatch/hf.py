@@ -107,7 +107,9 @@ def _watch_models() -> None:
 
     @wraps(built)
     def post_init(self: Any) -> None:
-        _check_parts(self, [config for config, _ in hf_models.by_config(self) if _implementation(config) in _registered])
+        _check_parts(
+            self, [config for config, _ in hf_models.by_config(self) if _implementation(config) in _registered]
+        )
         built(self)
 
     @wraps(change)

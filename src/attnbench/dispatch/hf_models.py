@@ -19,7 +19,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-_CORE = ("torch", "transformers.modeling_", "transformers.generation", "transformers.integrations", "transformers.utils")
+_CORE = (
+    "torch",
+    "transformers.modeling_",
+    "transformers.generation",
+    "transformers.integrations",
+    "transformers.utils",
+)
 """Modules whose functions say nothing about one model."""
 _DEPTH = 3
 """Calls followed from a method: attention is often a function of the model's own module."""
@@ -92,7 +98,9 @@ def own_attention(kind: type) -> bool:
     if issubclass(kind, _pretrained()) or kind.__module__.startswith("torch."):
         return False
     code = _code(kind)
-    softmax = any("softmax" in name.lower() or name in ("scaled_dot_product_attention", "logsumexp") for name in code.names)
+    softmax = any(
+        "softmax" in name.lower() or name in ("scaled_dot_product_attention", "logsumexp") for name in code.names
+    )
     named = "attention" in kind.__name__.lower() or "attn" in kind.__name__.lower()
     return not code.interface and softmax and (named or any("mask" in name for name in code.parameters))
 
