@@ -24,7 +24,6 @@ from attnbench.run.refs import Ref, checkout
 from attnbench.spec import Implementation, Workload
 
 Subject = str | Callable[..., Any] | Implementation
-"""A comparison asked for in Python waits so long for another measurement on this machine to end."""
 IN_PROCESS = "in the calling process: one of the two cannot be sent to another, so launches share one memory layout"
 
 
