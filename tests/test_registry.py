@@ -12,6 +12,7 @@ import attnbench as ab
 from attnbench import registry
 from attnbench.errors import UnknownName, UsageError
 from attnbench.registry import Function, load_reference, resolve
+from attnbench.run.plan import group_of
 from attnbench.spec import Implementation, Workload
 
 WORKLOAD = Workload(batch=1, q_len=8, heads=1, head_dim=8)
@@ -176,3 +177,11 @@ def test_settings_in_brackets():
 def test_settings_that_mean_nothing(text, words):
     with pytest.raises(UsageError, match=re.escape(words)):
         registry.asked(text)
+
+
+def test_one_registered_by_hand_under_a_known_name_is_not_ours(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    assert registry.origin("numpy.float32") == registry.OURS
+    registry.register(Function(lambda q, k, v: q, "numpy", "numpy.float32"))
+    assert registry.origin("numpy.float32") == registry.HERE
+    assert group_of(registry.get("numpy.float32")).has_user_code

@@ -11,7 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory
+from attnbench import registry
+from attnbench.comparing import compare
+from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Workload
+from attnbench.workloads import masks
 
 HERE = Path(__file__).parent
 
@@ -388,3 +391,53 @@ def test_memory_of_a_kernels_children_counts(lab, kernel, monkeypatch):
             "numpy.float32": (Ok, ""),
         },
     )
+
+
+def test_a_comparison_refuses_the_same(kernel):
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, mask=masks.causal())
+    scaled = kernel("scales_time", REFUSED["scales_time"][0])
+    found = compare(kernel("plain"), scaled, workload, framework="numpy", budget_s=5)
+    assert found.verdict is None
+    assert found.record_a.status == "ok"
+    assert isinstance(found.record_b, Failed)
+    assert "changed time.perf_counter_ns while it was loaded" in found.record_b.reason
+
+
+THIRD_PARTY = """
+import os, sys
+from attnbench.impls.numpy_reference import FLOAT32
+from attnbench import Implementation
+with open(os.path.join(os.environ["IMPORT_LOG"], "third.log"), "a") as log:
+    log.write(f"{os.getpid()}\\n")
+if "ATTNBENCH_WORKER" in os.environ:
+    os.nice(1)
+
+class Third(Implementation):
+    name, framework = "numpy.third", "numpy"
+
+    def supports(self, workload, environment):
+        return None
+
+    def build(self, workload, config):
+        return FLOAT32.build(workload, config)
+
+THIRD = Third()
+"""
+
+
+def test_an_implementation_of_another_package_has_its_own_process(lab, importers, tmp_path, monkeypatch):
+    (tmp_path / "third_party.py").write_text(THIRD_PARTY)
+    facts = tmp_path / "third_party-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[attnbench.implementations]\nnumpy.third = third_party:THIRD\n")
+    monkeypatch.setenv("IMPORT_LOG", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry._entry_points.cache_clear()
+    try:
+        seen = lab("numpy.third", "numpy.float32")
+    finally:
+        registry._entry_points.cache_clear()
+    judge(seen, {"numpy.third": (Failed, "the nice value .* when it was asked"), "numpy.float32": (Ok, "")})
+    assert len(importers("third") - {str(os.getpid())}) == 1

@@ -244,8 +244,12 @@ class Crew:
 
     def verify_only(self, implementation: Implementation) -> str:
         """Why an implementation may be checked but not timed here; empty when it may be timed."""
-        answer = self.ask(self._judge(implementation.name), p.VerifyOnly(implementation.name), START_S)
-        return (answer.reasons[0] or "") if isinstance(answer, p.Reasons) else getattr(answer, "reason", "")
+        try:
+            answer = self.ask(self._judge(implementation.name), p.VerifyOnly(implementation.name), START_S)
+        except WorkerDied as died:
+            return f"could not say whether it may be timed: {died.reason}"
+        assert isinstance(answer, p.Reasons)
+        return answer.reasons[0] or ""
 
     def ceilings(self, dtype: str, device: str, again: bool = False) -> Ceilings | None:
         """Best measured ceilings of a device over the frameworks at work, from the store or measured now.

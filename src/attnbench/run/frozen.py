@@ -80,10 +80,11 @@ class Frozen(Implementation):
 
     def apparatus(self, framework: Any, config: Config) -> Any:
         """Return attnbench's own way to time calls; raises Untrusted if the implementation brings another."""
-        method = type(self._inner).apparatus
-        if not method.__code__.co_filename.startswith(PACKAGE):
+        found = self._inner.apparatus
+        code = getattr(getattr(found, "__func__", found), "__code__", None)
+        if code is None or not code.co_filename.startswith(PACKAGE):
             raise Untrusted(f"{self.name} times itself (apparatus): only attnbench's own implementations may")
-        return self._inner.apparatus(framework, config)
+        return found(framework, config)
 
 
 class FrozenStep(Frozen, StepImplementation):

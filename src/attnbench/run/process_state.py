@@ -78,9 +78,9 @@ class ProcessState:
             if after.value != before.value:
                 what = f"{name} from {_told(before.value)} to {_told(after.value)}"
                 found.append(Change(what, before.refused, before.remedy.format(after.value), before.set_again))
-        for entry in self._entries:
-            if entry.namespace.get(entry.key) is not entry.value:
-                found.append(Change(entry.name, entry.watched.refused, harness=entry.watched.harness))
+        for namespace, key, value, name, watched in self._entries:
+            if namespace.get(key) is not value:
+                found.append(Change(name, watched.refused, harness=watched.harness))
         for name, function, code, defaults in self._codes:
             if function.__code__ is not code or function.__defaults__ is not defaults:
                 found.append(Change(name, refused=True))

@@ -307,16 +307,16 @@ def fault(question: Question, answer: Answer, sent_ns: int, received_ns: int) ->
     if isinstance(answer, BlockTaken):
         assert isinstance(question, TakeBlock)
         samples = list(answer.block.ns.values())
-        # On a device only some of the calls are timed by the wall clock too.
-        claimed = answer.block.ns.get("wall", 0.0) * (1 if "device" in answer.block.ns else question.calls)
+        # Without the processor's time it is the median of some of the calls, not the mean of all.
+        claimed = answer.block.ns.get("wall", 0.0) * (question.calls if "cpu" in answer.block.ns else 1)
     else:
         assert isinstance(question, Sample | SampleOther)
         samples = answer.ns
         if len(samples) != question.count:
             return f"{len(samples)} samples came back, {question.count} were asked for"
         claimed = sum(samples) * (question.calls if isinstance(question, Sample) else 1)
-        if question.clock == "kernel":
-            claimed = 0.0  # kernels that run side by side may add up to more than the time that passed
+        if question.clock in ("kernel", "ranks"):
+            claimed = 0.0  # kernels or ranks that run side by side may add up to more than the time that passed
     if not all(isfinite(ns) and ns > 0 for ns in samples):
         return "a sample was not a positive number"
     elapsed = answer.ended_ns - answer.began_ns

@@ -174,7 +174,7 @@ class Remote:
     def _not_believed(self, why: str) -> WorkerDied:
         """End a process whose answers are not those of a worker of ours."""
         self.kill()
-        reason = f"its process sent what no worker sends: {why}; the kernel, or a library of it, changed or wrote to it"
+        reason = f"its process sent what no worker sends: {why}; its code wrote to the connection, or changed attnbench"
         return WorkerDied("failed", reason, self._tail())
 
     def _watch_memory(self) -> None:
