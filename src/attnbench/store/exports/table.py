@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from attnbench.measuring.host_limit import notes_of
 from attnbench.spec import Environment, Ok, Record
 from attnbench.store.runfile import Header
 
@@ -178,7 +179,7 @@ def _speed(record: Ok) -> Row:
         "first_call_ns": record.first_call_ns,
         "kernels": None if record.kernels is None else "; ".join(record.kernels),
         "quality": _json(record.quality),
-        "notes": "; ".join(record.notes),
+        "notes": "; ".join(notes_of(record)),
         **{f"{name}_median_ns": time.median_ns for name, time in record.also.items()},
     }
     if record.throughput is not None:
