@@ -22,8 +22,8 @@ from attnbench.analyse.advice import listed
 from attnbench.analyse.ranking import by_workload
 from attnbench.analyse.summary import closing
 from attnbench.comparison import Comparison
+from attnbench.drafts import write_texts
 from attnbench.report.comparison import print_comparison
-from attnbench.store.drafts import write_texts
 from attnbench.store.runfile import read_run
 
 ROOT = Path(__file__).parents[1]
