@@ -18,7 +18,7 @@ from attnbench.run import git
 from attnbench.run.arms import Arm, LocalSide, NurserySide, Side, arm_of
 from attnbench.run.duel import Duel, Terms, Watch
 from attnbench.run.launch import CannotTravel, check_seconds, refuse_distortion
-from attnbench.run.lock import LIBRARY_WAIT_S, measuring
+from attnbench.run.lock import LIBRARY_PATIENCE_S, measuring
 from attnbench.run.origin import Origin, other_places
 from attnbench.run.refs import Ref, checkout
 from attnbench.spec import Implementation, Workload
@@ -52,9 +52,9 @@ def compare(
     try:
         arms = [arm_of(what, framework) for what in (a, b)]
     except CannotTravel:
-        with measuring("comparison", LIBRARY_WAIT_S) as notes:
+        with measuring("comparison", LIBRARY_PATIENCE_S) as notes:
             return _with_notes(_in_process((a, b), framework, device, terms, watch), notes)
-    with measuring("comparison", LIBRARY_WAIT_S) as notes, sides(arms, device, threads) as (first, second):
+    with measuring("comparison", LIBRARY_PATIENCE_S) as notes, sides(arms, device, threads) as (first, second):
         return _with_notes(Duel(first, second, terms, watch or _silent).fight(), notes)
 
 
@@ -73,7 +73,7 @@ def compare_refs(
 ) -> Comparison:
     """One implementation as two git refs have it."""
     check(workload, budget_s)
-    with measuring("comparison", LIBRARY_WAIT_S) as lock, refs(baseline, current, folder) as (old, new):
+    with measuring("comparison", LIBRARY_PATIENCE_S) as lock, refs(baseline, current, folder) as (old, new):
         arms = [ref_arm(implementation, ref, folder, framework) for ref in (old, new)]
         with sides(arms, device, threads) as (first, second):
             terms = Terms(workload=workload, budget_s=budget_s, confirm=True)

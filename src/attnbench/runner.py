@@ -15,7 +15,7 @@ from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.run.crew import Crew
 from attnbench.run.launch import CannotTravel, Listener, Request, check_seconds, launch
-from attnbench.run.lock import LIBRARY_WAIT_S
+from attnbench.run.lock import LIBRARY_PATIENCE_S
 from attnbench.spec import Implementation, Record, Workload
 from attnbench.workloads import masks
 from attnbench.workloads.suites import parse_mask
@@ -231,11 +231,16 @@ def _carry_out(request: Request) -> Results:
         raise UsageError("a worker cannot start a run: guard the call with `if __name__ == '__main__':`.")
     records = Results()
     try:
-        launch(request, records.extend, Listener(), crew=_standing_crew(request), wait_s=LIBRARY_WAIT_S)
+        launch(request, records.extend, Listener(), crew=_standing_crew(request), patience_s=LIBRARY_PATIENCE_S)
     except CannotTravel:
         records.clear()
         with registry.restored():
-            launch(msgspec.structs.replace(request, in_process=True), records.extend, Listener(), wait_s=LIBRARY_WAIT_S)
+            launch(
+                msgspec.structs.replace(request, in_process=True),
+                records.extend,
+                Listener(),
+                patience_s=LIBRARY_PATIENCE_S,
+            )
     return Results(record for record in records if record.implementation not in ANCHORS)
 
 

@@ -122,7 +122,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]):
     assert execute(["choose", "one", "-o", "policy.json", "--json"]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
-    assert set(document) == {"policy", "on_grid", "fixed", "unchosen", "written", "closing"}
+    assert set(document) == {"policy", "on_grid", "fixed", "unchosen", "host_limited", "written", "closing"}
     assert document["policy"] == {"kind": "policy", **document["policy"]}
     assert document["written"] == "policy.json"
     assert len(document["unchosen"]) == 1

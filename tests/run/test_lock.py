@@ -11,7 +11,7 @@ import pytest
 
 from attnbench.errors import UsageError
 from attnbench.run.launch import Listener, Request, launch
-from attnbench.run.lock import machine_lock
+from attnbench.run.lock import machine_lock, measuring
 from attnbench.spec import Workload
 
 HOLDER = (
@@ -75,7 +75,7 @@ def test_the_one_who_waits_is_told_for_whom_and_gets_it(holder: subprocess.Popen
         holder.communicate("")
 
     with (
-        machine_lock(command="run", wait_s=60.0, tell=end_it),
+        machine_lock(doing="run", patience_s=60.0, tell=end_it),
         pytest.raises(UsageError, match=r"another attnbench run"),
         machine_lock(),
     ):
@@ -88,7 +88,7 @@ def test_waiting_has_an_end(holder: subprocess.Popen[str], monkeypatch: pytest.M
     clock = iter(range(0, 1000, 25))
     monkeypatch.setattr("attnbench.run.lock.time.monotonic", lambda: float(next(clock)))
     monkeypatch.setattr("attnbench.run.lock.time.sleep", lambda seconds: None)
-    with pytest.raises(UsageError, match=f"pid {holder.pid}, since"), machine_lock(wait_s=60.0):
+    with pytest.raises(UsageError, match=f"pid {holder.pid}, since"), machine_lock(patience_s=60.0):
         pass
 
 
@@ -98,9 +98,9 @@ def test_what_is_timed_takes_the_lock_and_what_is_checked_does_not(holder: subpr
     request = Request(workloads=(on,), implementations=("numpy.float32",), measure=measure, budget_s=0.01)
     if measure:
         with pytest.raises(UsageError, match=f"another attnbench gate .pid {holder.pid}"):
-            launch(request, [].extend, Listener(), wait_s=0.0)
+            launch(request, [].extend, Listener(), patience_s=0.0)
     else:
-        launch(request, [].extend, Listener(), wait_s=0.0)
+        launch(request, [].extend, Listener(), patience_s=0.0)
 
 
 def test_a_cache_that_cannot_be_written_does_not_keep_a_run_from_running(
@@ -114,7 +114,14 @@ def test_a_cache_that_cannot_be_written_does_not_keep_a_run_from_running(
     on = Workload(batch=1, q_len=8, heads=1, head_dim=4)
     launch(Request(workloads=(on,), implementations=("numpy.float32",), budget_s=0.01), records.extend, listener)
     assert records[0].status == "ok"
-    assert any("set ATTNBENCH_CACHE" in text and "disturbing" in text for text in told)
+    assert any("set ATTNBENCH_CACHE" in text and "keeps other measurements away" in text for text in told)
+
+
+def test_who_holds_it_may_measure_within():
+    with machine_lock(), measuring("comparison") as notes:
+        assert notes == []
+    with machine_lock():
+        pass
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

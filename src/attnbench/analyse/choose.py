@@ -17,6 +17,7 @@ from attnbench.analyse.held_out import held_out_of
 from attnbench.analyse.ranking import label
 from attnbench.analyse.settle import Field, settle
 from attnbench.analyse.survey import Ground, Source, survey
+from attnbench.measuring.host_limit import host_limit
 from attnbench.policy import Choice, Constraints, Entry, Place, Policy
 
 SHOWN_REASONS = 3
@@ -54,6 +55,18 @@ class Chosen(Struct, frozen=True):
             for fields in [ground.by_shape]
             for entry in place.entries
         )
+
+    @property
+    def host_limited(self) -> list[tuple[Entry, float]]:
+        """Choices whose device waits for its host, each with the time of its call / that of its kernels."""
+        found: list[tuple[Entry, float]] = []
+        for place, ground in self.placed:
+            fields = ground.by_shape
+            for entry in place.entries:
+                ratios = [host_limit(field[entry.use.label]) for field in fields[entry.at]]
+                if any(ratios):
+                    found.append((entry, max(ratio for ratio in ratios if ratio is not None)))
+        return found
 
 
 def choose(

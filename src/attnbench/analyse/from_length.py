@@ -11,6 +11,7 @@ from attnbench.analyse.advice import Figure, Recommendation, tokens
 from attnbench.analyse.crossover import crossover
 from attnbench.analyse.families import Track, length
 from attnbench.analyse.fronts import Front, exact
+from attnbench.measuring.host_limit import told_host_limit
 from attnbench.spec import Record
 
 MOST_PARTS = 3
@@ -30,6 +31,7 @@ def threshold_of(track: Track, names: Mapping[str, Sequence[Record]], front: Fro
     parts = _parts(leaders)
     if not 2 <= len(parts) <= MOST_PARTS:
         return None
+    waiting = [told for part in parts if (told := _host_words(part, names))]
     told, figures = [f"use {parts[0].name} up to {parts[0].lengths[-1]:,} tokens"], []
     for below, above in pairwise(parts):
         figure = boundary(names, below, above)
@@ -40,10 +42,15 @@ def threshold_of(track: Track, names: Mapping[str, Sequence[Record]], front: Fro
         kind="threshold",
         family=family.title,
         device=family.device,
-        text=f"{family.title}, {track.title}: {', '.join(told)}.",
+        text=f"{family.title}, {track.title}: {', '.join(told)}{''.join(f'; {one}' for one in waiting)}.",
         workloads=tuple(dict.fromkeys(record.workload.id for one in names.values() for record in exact(one))),
         figures=tuple(figures),
     )
+
+
+def _host_words(part: Part, names: Mapping[str, Sequence[Record]]) -> str:
+    told = told_host_limit(one for one in exact(names[part.name]) if length(one.workload) in part.lengths)
+    return f"{part.name} is {told}" if told else ""
 
 
 def _leaders(names: Mapping[str, Sequence[Record]], front: Front) -> dict[int, set[str]]:

@@ -10,12 +10,9 @@ from attnbench.analyse.advice import Figure, Recommendation, listed
 from attnbench.analyse.families import Family, Track, length
 from attnbench.analyse.fronts import exact
 from attnbench.analyse.ranking import label
+from attnbench.measuring.host_limit import CallTime, call_time
 from attnbench.spec import Ok, Record
 
-BOUND = {"wall": 2.0, "events": 1.5}
-"""Clock of the whole call -> its time over that of the kernels from which on the host is what is waited for, however
-long the call. A wall time holds the kernels and then the host: twice means that the host takes longer. Events begin
-when the host is ahead: what they hold beyond the kernels and the gaps between them is a device that ran dry."""
 ADVICE = {"jax": "put the whole step under one jax.jit, so that XLA can launch it as a CUDA graph"}
 """By framework; any other captures a graph itself."""
 CAPTURE = "capture a CUDA graph"
@@ -25,20 +22,13 @@ class Wait(Struct, frozen=True):
     """Time of the kernels and of the whole call, of the fastest implementation at one length."""
 
     record: Ok
-    kernel_ns: float
-    call_ns: float
-    clock: str
-
-    @property
-    def bound(self) -> bool:
-        """Whether the host takes longer than the kernels."""
-        return self.call_ns >= BOUND[self.clock] * self.kernel_ns
+    call: CallTime
 
     @property
     def told(self) -> str:
         """Who waits how long for what."""
-        by = "" if self.clock == "wall" else f" by {self.clock}"
-        return f"{label(self.record)}: {_time(self.kernel_ns)} of kernels in {_time(self.call_ns)}{by}"
+        by = "" if self.call.clock == "wall" else f" by {self.call.clock}"
+        return f"{label(self.record)}: {_time(self.call.kernel_ns)} of kernels in {_time(self.call.call_ns)}{by}"
 
 
 def launch_bound_of(family: Family, tracks: Mapping[Track, Mapping[str, Sequence[Record]]]) -> Recommendation | None:
@@ -46,14 +36,15 @@ def launch_bound_of(family: Family, tracks: Mapping[Track, Mapping[str, Sequence
     told, figures, seen = [], [], []
     for track, names in tracks.items():
         waits = _waits(names)
-        bound = [wait for wait in waits if wait.bound]
+        bound = [wait for wait in waits if wait.call.bound]
         if not bound:
             continue
         longest = bound[-1]
         beyond = [wait for wait in waits if _length(wait) > _length(longest)]
         no_longer = f"; no longer at {_length(beyond[0]):,}" if beyond else ""
         told.append(f"{track.title} {_reach(bound, waits)} tokens ({longest.told}{no_longer})")
-        for name, value in (("kernel", longest.kernel_ns), (longest.clock, longest.call_ns)):
+        call = longest.call
+        for name, value in (("kernel", call.kernel_ns), (call.clock, call.call_ns)):
             figures.append(Figure(name=f"{name} time, {longest.record.cell.id}", value=value, unit="ns"))
         seen += [wait.record.workload.id for wait in waits]
     if not told:
@@ -83,29 +74,14 @@ def _waits(names: Mapping[str, Sequence[Record]]) -> list[Wait]:
     for record in (record for records in names.values() for record in exact(records)):
         n = length(record.workload)
         on_device = record.environment is not None and record.environment.device != "cpu"
-        if on_device and _wait(record) is not None and (n not in fastest or _ns(record) < _ns(fastest[n])):
+        if on_device and call_time(record) is not None and (n not in fastest or _ns(record) < _ns(fastest[n])):
             fastest[n] = record
-    return [wait for n in sorted(fastest) if (wait := _wait(fastest[n])) is not None]
-
-
-def _wait(record: Ok) -> Wait | None:
-    kernel = _clock(record, "kernel")
-    known = [(name, ns) for name in BOUND if (ns := _clock(record, name)) is not None]
-    if kernel is None or not known:
-        return None
-    clock, ns = known[0]
-    return Wait(record, kernel, ns, clock)
+    return [Wait(fastest[n], call) for n in sorted(fastest) if (call := call_time(fastest[n])) is not None]
 
 
 def _ns(record: Ok) -> float:
     assert record.time is not None
     return record.time.median_ns
-
-
-def _clock(record: Ok, name: str) -> float | None:
-    if record.time is not None and record.time.clock == name:
-        return record.time.median_ns
-    return record.also[name].median_ns if name in record.also else None
 
 
 def _length(wait: Wait) -> int:

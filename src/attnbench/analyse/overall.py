@@ -9,7 +9,7 @@ from attnbench.analyse.advice import Figure, Pick, Recommendation
 from attnbench.analyse.families import FRAMEWORKS, Family
 from attnbench.analyse.fronts import Front
 from attnbench.analyse.twins import named, plainest, twins_of
-from attnbench.analyse.winners import against_rival, champion_of, over_plain
+from attnbench.analyse.winners import against_rival, champion_of, host_words, over_plain
 from attnbench.analyse.wording import all_of
 from attnbench.spec import PASSES
 
@@ -53,6 +53,7 @@ def _sentence(key: Key, front: Front, against: Sequence[str]) -> Recommendation:
     if gain is not None:
         figures += gain[1]
         told += f", {gain[0]}"
+    told += host_words(front, champion)
     title = f"{FRAMEWORKS.get(framework, framework)}, {pass_}"
     return Recommendation(
         kind="overall",

@@ -21,6 +21,7 @@ from attnbench.analyse.ranking import (
 )
 from attnbench.analyse.verdicts import judge
 from attnbench.analyse.wording import counted, format_ratio, format_span, slightly_apart, vague
+from attnbench.measuring.host_limit import HOST_LIMITED, notes_of, told_host_limit
 from attnbench.printable import shortened
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
@@ -39,6 +40,7 @@ __all__ = [
 
 ADVICE = {
     "unstable": "samples vary; close other programs, raise --budget or set --threads",
+    HOST_LIMITED: "their device waits for the host, so that a call takes longer than its kernels; a graph may help",
 }
 """The closed list of honest warnings: how a note begins -> what to do about it."""
 
@@ -102,6 +104,9 @@ def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
     for name in focus:
         if name in measured and name not in (champion, base):
             tail += f". {_comparison(name, champion, rankings)}"
+    mine = [row.record for rows in rankings.values() for row in rows if row.implementation == champion]
+    if host := told_host_limit(record for record in mine if isinstance(record, Ok)):
+        tail += f". {champion} is {host}"
     if not alone[champion]:
         return f"{_no_winner(first, champion, rankings, base)}{tail}."
     return f"{_against_baseline(champion, rankings, base)}{tail}."
@@ -231,7 +236,7 @@ def count_notes(records: Iterable[Record]) -> list[str]:
     counts: Counter[str] = Counter()
     for record in records:
         if isinstance(record, Ok):
-            notes = [note for note in record.notes if not note.startswith(NOT_TIMED)]
+            notes = [note for note in notes_of(record) if not note.startswith(NOT_TIMED)]
             counts.update({next((k for k in ADVICE if note.startswith(k)), note) for note in notes})
     cells = ((shortened(note), counted(n, "cell")) for note, n in counts.most_common())
     return [f"{note}: {many}" + (f" ({ADVICE[note]})" if note in ADVICE else "") for note, many in cells]

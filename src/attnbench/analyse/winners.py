@@ -13,6 +13,7 @@ from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.twins import named, plainest, twins_of
 from attnbench.analyse.verdicts import Verdict, judge
 from attnbench.analyse.wording import format_ratio, format_span, slightly_apart, vague
+from attnbench.measuring.host_limit import told_host_limit
 from attnbench.spec import Ok
 
 LEAST_SAVING = 1.01
@@ -47,6 +48,7 @@ def winner_of(family: Family, front: Front) -> Recommendation | None:
     if gain is not None:
         figures += gain[1]
         told += f"; {champion} is {gain[0]}"
+    told += host_words(front, champion)
     return Recommendation(
         kind=kind,
         family=family.title,
@@ -125,12 +127,18 @@ def _one_kernel(family: Family, front: Front, champion: str, twins: Sequence[str
         kind="tie",
         family=family.title,
         device=family.device,
-        text=f"{family.title}: take {named(champion, twins)}: nothing else was timed "
+        text=f"{family.title}: take {named(champion, twins)}: nothing else was timed{host_words(front, champion)} "
         f"({_extent(front, champion, twins, len(pairs))}).",
         workloads=tuple(front.field),
         figures=tuple(rests_on(champion, twins[0], pairs, judge(pairs))),
         pick=Pick(name=champion, same=tuple(twins), led=front.led(every), of=len(front.field)),
     )
+
+
+def host_words(front: Front, name: str) -> str:
+    """Return what must be added if the one recommended waits for its host, so that its kernel time is not its time."""
+    told = told_host_limit(one[name] for one in front.field.values() if name in one)
+    return f"; {name} is {told}" if told else ""
 
 
 def _gain(verdict: Verdict) -> str:

@@ -46,7 +46,7 @@ def bisect(
         tell(f"  {commit[:SHORT]}  {_WORDS[answer]}  {commits[commit]}")
         return answer
 
-    with machine_lock(command="bisect"):
+    with machine_lock(doing="bisect"):
         whole = compare_refs(start, end, implementation, workload)
         if whole.verdict == "slower":
             tell(f"{bad} is slower than {good}; searching {len(commits)} commits")

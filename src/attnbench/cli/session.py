@@ -13,6 +13,7 @@ from attnbench.cli.hints import explain_hints
 from attnbench.cli.order import Prepared, store_request
 from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.config import load_settings
+from attnbench.measuring.host_limit import host_limit
 from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
 from attnbench.report.tables import print_rankings
@@ -130,6 +131,7 @@ def document(path: Path, records: Sequence[Record], sentence: str, against: Sequ
                 "status": row.record.status,
                 "median_ns": row.record.time.median_ns if row.record.time is not None else None,
                 "speedup": row.speedup,
+                "host_limited": host_limit(row.record),
                 "reason": row.reason or None,
             }
             for row in rank(group, baseline(of_step(records, group[0].workload.step), against))

@@ -14,6 +14,7 @@ from attnbench.analyse.choose import Chosen, Unchosen
 from attnbench.analyse.families import FRAMEWORKS
 from attnbench.analyse.judged import Standing, fixed_standings
 from attnbench.analyse.survey import Ground
+from attnbench.measuring.host_limit import HOST_LIMITED
 from attnbench.policy import Crossing, Entry, Place, Policy, Regret, pooled
 from attnbench.report.plain import plain_table
 from attnbench.report.units import DASH
@@ -114,11 +115,22 @@ def closing(chosen: Chosen) -> str:
     off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
     picks = "; ".join(_picks(place) for place in policy.places)
     kept = f" Chosen within: {policy.within}." if policy.within else ""
-    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}{_shaky(chosen.unstable, len(policy.entries))}"
+    doubts = f"{_shaky(chosen.unstable, len(policy.entries))}{_waiting(chosen)}"
+    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}{doubts}"
 
 
 def _shaky(count: int, total: int) -> str:
     return f" {count} of {total} choices rest{'s' if count == 1 else ''} on unstable samples." if count else ""
+
+
+def _waiting(chosen: Chosen) -> str:
+    found = chosen.host_limited
+    if not found:
+        return ""
+    names = listed(sorted({entry.use.label for entry, _ in found}))
+    many = f"{len(found)} of {len(chosen.policy.entries)} choices {'is' if len(found) == 1 else 'are'} {HOST_LIMITED}"
+    most = max(ratio for _, ratio in found)
+    return f" {many} ({names}): the call takes up to {most:.1f}x the kernel time that was compared."
 
 
 def _picks(place: Place) -> str:
@@ -155,6 +167,10 @@ def document(chosen: Chosen, path: object) -> dict[str, object]:
         "on_grid": {_place(place): place.on_grid for place in policy.places},
         "fixed": {_place(ground.place): fixed_standings(ground) for ground in chosen.grounds},
         "unchosen": chosen.unchosen,
+        "host_limited": [
+            {"use": entry.use.label, "workload": entry.use.measured, "ratio": ratio}
+            for entry, ratio in chosen.host_limited
+        ],
         "written": path,
         "closing": closing(chosen),
     }

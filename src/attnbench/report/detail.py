@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from attnbench.analyse.ranking import label
+from attnbench.measuring.host_limit import notes_of
 from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.spec import Environment, Ok, Ranks, Record, Time, VerifiedAt
@@ -133,8 +134,8 @@ def _correctness(record: Ok) -> Iterator[Line]:
         yield "hidden NaN", errors.hidden_nan
     yield "verified at", _verified(record.verified_at)
     yield "deterministic", "yes" if record.deterministic else "no"
-    if record.notes:
-        yield "notes", "; ".join(record.notes)
+    if notes := notes_of(record):
+        yield "notes", "; ".join(notes)
 
 
 def _verified(at: VerifiedAt) -> str:

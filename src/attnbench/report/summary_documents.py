@@ -17,6 +17,7 @@ from attnbench.analyse.ranking import ANCHOR, baseline, label
 from attnbench.analyse.scaling import compute_bound, exponent, memory_points, time_points
 from attnbench.analyse.speedup import speedups
 from attnbench.analyse.together import families_together, newest, timed_together
+from attnbench.measuring.host_limit import host_limit, notes_of
 from attnbench.spec import Ok, Record
 
 SCHEMA = 1
@@ -135,7 +136,8 @@ def _speed(record: Ok) -> Document:
         "throughput": record.throughput,
         "cost": record.cost,
         "kernels": record.kernels,
-        "notes": record.notes,
+        "notes": notes_of(record),
+        "host_limited": host_limit(record),
     }
 
 

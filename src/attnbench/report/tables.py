@@ -10,6 +10,7 @@ from rich.table import Table
 
 from attnbench.analyse.ranking import NOT_COMPARED, Row, baseline, by_workload, is_timed, labelled, of_step, rank
 from attnbench.analyse.summary import count_notes, format_ratio, not_run
+from attnbench.measuring.host_limit import HOST_LIMITED, host_limit
 from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.units import DASH
@@ -18,6 +19,8 @@ from attnbench.spec import Ok, Record, Time, Unsupported
 PARTS = ("forward", "backward")
 EXPENDABLE = ("roofline", "TFLOP/s", "backward", "forward", "remarks", "peak")
 """The least telling first; `forward` and `backward` as parts of a training step only."""
+MARK = "*"
+"""On a time of kernels of which the call takes much longer."""
 STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory": "yellow"}
 
 
@@ -41,6 +44,10 @@ def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> No
     timed = [(row, row.record) for row in rows if is_timed(row.record)]
     if timed:
         console.print(ranking_table(timed, base, console.width))
+        waits = [(row.implementation, ratio) for row, record in timed if (ratio := host_limit(record)) is not None]
+        if waits:
+            told = ", ".join(f"{ratio:.1f}x its kernel time ({escape(name)})" for name, ratio in waits)
+            console.print(f"  {MARK} {HOST_LIMITED}: the call takes {told}", highlight=False, soft_wrap=True)
     for row in rows:
         if is_timed(row.record) and row.reason.startswith(NOT_COMPARED):
             told = f"{shortened(row.implementation)}  {shortened(row.reason)}"
@@ -82,7 +89,7 @@ def _columns(timed: Sequence[tuple[Row, Ok]], base: str | None) -> dict[str, lis
     columns = {
         "#": [_place(row) for row, _ in timed],
         "implementation": [escape(shortened(row.implementation)) for row, _ in timed],
-        records[0].workload.pass_: [_time(record.time) for record in records],
+        records[0].workload.pass_: _published(records),
         **{part: [_time(record.also.get(part)) for record in records] for part in parts},
         "TFLOP/s": [units.significant(record.cost.tflops) for record in records],
         "roofline": [units.percent(record.cost.roofline) for record in records],
@@ -109,6 +116,13 @@ def _time(time: Time | None) -> str:
     if time is None:
         return DASH
     return f"{units.duration(time.median_ns)} {units.half_interval(time.median_ns, time.ci95_ns):>7}"
+
+
+def _published(records: Sequence[Ok]) -> list[str]:
+    """Return the times that are ranked, with a mark on those that are not what a caller waits for."""
+    marks = ["" if host_limit(record) is None else f" {MARK}" for record in records]
+    width = max(map(len, marks))
+    return [f"{_time(record.time)}{mark:<{width}}" for record, mark in zip(records, marks)]
 
 
 def _speedup(row: Row, base: str) -> str:

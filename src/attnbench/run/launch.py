@@ -18,7 +18,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
 from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
-from attnbench.run.lock import WAIT_S, measuring
+from attnbench.run.lock import RUN_PATIENCE_S, measuring
 from attnbench.run.naming import free_name, is_reference, name_references
 from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
 from attnbench.run.travel import Traveller, from_object, from_reference
@@ -95,19 +95,19 @@ def launch(
     listener: Listener,
     done: frozenset[str] = frozenset(),
     crew: Crew | None = None,
-    wait_s: float = WAIT_S,
+    patience_s: float = RUN_PATIENCE_S,
 ) -> None:
     """Run every cell that is not in `done` (Cell.id); the sink gets the records of each workload as soon as it ends.
 
     A standing `crew` is used and left alive; otherwise the run has workers of its own. What is timed is timed under the
-    machine's lock, which is waited for `wait_s` seconds: a UsageError if another process measures for longer.
+    machine's lock, which is waited for `patience_s` seconds: a UsageError if another process measures for longer.
     """
     refuse_distortion()
     _check_clock(request)
     wanted, travellers = _recruit(request)
     with ExitStack() as held:
         if request.measure:
-            for note in held.enter_context(measuring("run", wait_s, listener.waiting)):
+            for note in held.enter_context(measuring("run", patience_s, listener.waiting)):
                 listener.warning(note)
         if crew is None:
             crew = held.enter_context(Crew(travellers, request.device, request.threads, request.in_process))

@@ -1,6 +1,7 @@
 """One measurement at a time: a lock file in the user's cache folder that dies with its process.
 
-Everything that times takes it: `gate` and `bisect` refuse at once if another process has it, runs wait a while for it.
+Everything that times holds it. `gate`, `bisect` and `compare` are refused at once if another process has it; runs and
+calls from Python wait for a while.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from attnbench.errors import UsageError
 from attnbench.run.ceilings import cache_folder
 from attnbench.store.runfile import slug
 
-WAIT_S, LIBRARY_WAIT_S = 60.0, 600.0
-"""How long a run waits for the lock: one of the command line, and one of the Python interface, which tests of a project
-may call in several processes."""
-PAUSE_S = 0.2
+POLL_S = 0.2
+RUN_PATIENCE_S, LIBRARY_PATIENCE_S = 60.0, 600.0
+"""How long runs wait for the lock: those of the command line, and those of the Python interface, which the tests of a
+project may call from several processes."""
 _held_here: dict[str, int] = {}
 """Locks of this process, and the thread that holds each."""
 
 
 class CannotLock(UsageError):
-    """The lock file itself cannot be had, so nobody knows who else is measuring."""
+    """The lock file itself cannot be had."""
 
 
 @contextmanager
 def machine_lock(
-    name: str = "gate", command: str = "", wait_s: float = 0.0, tell: Callable[[str], None] | None = None
+    name: str = "gate", doing: str = "", patience_s: float = 0.0, tell: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Hold the lock of that name; a UsageError if another living process has it and keeps it for `wait_s` seconds.
+    """Hold the lock of that name; raises UsageError if another living process has it and keeps it for `patience_s`.
 
-    `command` is what the others are told; `tell` is called once if there is something to wait for. The file is of this
-    machine, because several machines may share a home folder.
+    `doing` is what others are told: a gate, a run, a comparison. `tell` is called once if there is something to wait
+    for. The file is of this machine alone, because several machines may share a home folder.
     """
     path = cache_folder() / f"{name}-{slug(platform.node())}.lock"
     try:
@@ -47,7 +48,7 @@ def machine_lock(
     except OSError as error:
         raise _no_lock(path, error) from error
     with file:
-        deadline, told = time.monotonic() + wait_s, False
+        deadline, told = time.monotonic() + patience_s, False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,15 +56,14 @@ def machine_lock(
             except BlockingIOError as error:
                 holder, stop = _holder(name, file)
                 if time.monotonic() >= deadline:
-                    told_how = f"is measuring on this machine: wait for it, or {stop}."
-                    raise UsageError(f"{holder} {told_how}") from error
+                    raise UsageError(f"{holder} is measuring on this machine: wait for it, or {stop}.") from error
                 if tell is not None and not told:
-                    tell(f"waiting up to {wait_s:.0f} s for {holder}, which is measuring on this machine")
+                    tell(f"waiting up to {patience_s:.0f} s for {holder}, which is measuring on this machine")
                 told = True
-                time.sleep(PAUSE_S)
+                time.sleep(POLL_S)
             except OSError as error:
                 raise _no_lock(path, error) from error
-        _write(file, f"{os.getpid()} {datetime.now():%H:%M} {command or name}")
+        _write(file, f"{os.getpid()} {datetime.now():%H:%M} {doing or name}")
         _held_here[name] = get_ident()
         try:
             yield
@@ -73,7 +73,7 @@ def machine_lock(
 
 
 @contextmanager
-def measuring(command: str, wait_s: float = 0.0, tell: Callable[[str], None] | None = None) -> Iterator[list[str]]:
+def measuring(doing: str, patience_s: float = 0.0, tell: Callable[[str], None] | None = None) -> Iterator[list[str]]:
     """Hold the machine's lock unless this thread does already (a bisection compares) or this process is a worker of one
     that does; yields what should be noted, such as that no lock can be had here."""
     notes: list[str] = []
@@ -82,7 +82,7 @@ def measuring(command: str, wait_s: float = 0.0, tell: Callable[[str], None] | N
         return
     with ExitStack() as stack:
         try:
-            stack.enter_context(machine_lock(command=command, wait_s=wait_s, tell=tell))
+            stack.enter_context(machine_lock(doing=doing, patience_s=patience_s, tell=tell))
         except CannotLock as error:
             notes.append(f"nothing keeps other measurements away: {error}")
         yield notes
@@ -97,10 +97,11 @@ def _write(file: BinaryIO, text: str) -> None:
 def _holder(name: str, file: BinaryIO) -> tuple[str, str]:
     """Return who holds the lock, and how to end it."""
     file.seek(0)
-    pid, since, command, *_ = [*file.read().decode(errors="replace").split(" "), "", "", ""]
+    pid, _, rest = file.read().decode(errors="replace").partition(" ")
+    since, _, doing = rest.partition(" ")
     if not since:
         return f"another attnbench {name}", "stop it"
-    return f"another attnbench {command or name} (pid {pid}, since {since})", f"`kill {pid}` if it hangs"
+    return f"another attnbench {doing or name} (pid {pid}, since {since})", f"`kill {pid}` if it hangs"
 
 
 def _no_lock(path: object, error: OSError) -> CannotLock:

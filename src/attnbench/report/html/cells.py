@@ -13,6 +13,7 @@ from attnbench.analyse.ranking import RANK_LEVEL, Row, by_workload, is_timed, la
 from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.analyse.speedup import category
 from attnbench.analyse.together import newest
+from attnbench.measuring.host_limit import host_limit, notes_of
 from attnbench.printable import LONGEST
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.families import Families, find_families, kind_words, length_text
@@ -201,7 +202,8 @@ def _timing(record: Ok) -> Cell:
         "bound": cost.bound or None,
         "compile": record.compile_ns or None,
         "first": record.first_call_ns,
-        "notes": "; ".join(record.notes) or None,
+        "notes": "; ".join(notes_of(record)) or None,
+        "host": host_limit(record),
     }
 
 

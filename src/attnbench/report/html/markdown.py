@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from attnbench.analyse.twins import named
 from attnbench.analyse.wording import counted
+from attnbench.measuring.host_limit import HOST_LIMITED
 from attnbench.report.gate_markdown import LIMIT, clean
 from attnbench.report.html.derived import not_run
 from attnbench.report.html.page import Page, Part
 from attnbench.report.html.podium import Podium, shapes_of
+from attnbench.report.tables import MARK
 from attnbench.report.units import duration, half_interval, percent
 
 MOST_ADVICE = 20
@@ -50,6 +52,8 @@ def _winners(part: Part) -> list[str]:
     if not rows:
         return []
     table = "\n".join([HEADING, *rows[:MOST_SHAPES]])
+    if any(one.first.get("host") for one in shapes_of(part.cells.rows)):
+        table += f"\n\n{clean(MARK)} {HOST_LIMITED}: the call takes that many times its kernel time"
     left = len(rows) - MOST_SHAPES
     return [table, f"{left} more shapes are in the report."] if left > 0 else [table]
 
@@ -58,7 +62,8 @@ def _winner(one: Podium) -> list[str]:
     best, second = one.first, one.second
     interval = None if best.get("low") is None else (best["low"], best["high"])
     name = named(best["label"], one.same)
-    first = [best["shape"], name, f"{duration(best['ns'])} {half_interval(best['ns'], interval)}"]
+    host = f" {MARK} {best['host']:.1f}x" if best.get("host") else ""
+    first = [best["shape"], name, f"{duration(best['ns'])} {half_interval(best['ns'], interval)}{host}"]
     if second is None:
         return [*first, "–", "–"]
     close = " (too close to call)" if one.close else ""

@@ -59,6 +59,7 @@ WINNERS = Table(
         Column("regret", "regret of the next best", "percent"),
         Column("certain", "certain"),
         Column("field", "measured here", "number"),
+        Column("notes", "remarks"),
     ],
     sort="shape",
     needs="ns",

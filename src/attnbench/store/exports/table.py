@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import UsageError
+from attnbench.measuring.host_limit import notes_of
 from attnbench.reading import INTEGERS
 from attnbench.spec import Environment, Ok, Record
 from attnbench.store.runfile import Header
@@ -193,7 +194,7 @@ def _speed(record: Ok) -> Row:
         "first_call_ns": record.first_call_ns,
         "kernels": None if record.kernels is None else "; ".join(record.kernels),
         "quality": _json(record.quality),
-        "notes": "; ".join(record.notes),
+        "notes": "; ".join(notes_of(record)),
         **{f"{name}_median_ns": time.median_ns for name, time in record.also.items()},
     }
     if record.throughput is not None:
