@@ -212,6 +212,34 @@ def test_words_of_the_command_line_are_told_visibly(words: list[str], good: dict
     assert read(RUN, good[RUN], [*words, HOSTILE]) == 2
 
 
+def test_a_name_that_is_not_utf8(good: dict[str, bytes], read: Callable[..., int]):
+    name = "a\udcff\x1b[2J.jsonl"
+    for command in COMMANDS[RUN]:
+        assert read(name, good[RUN], [name if word == RUN else word for word in command]) in (0, 2)
+    assert read(name, good[RUN], ["gate", "--baseline", name, "--current", name, "--json"]) == 2
+    assert read(name, good[RUN], ["baseline", "update", name, "--dir", "kept", "--note", "\udcff"]) == 2
+
+
+@pytest.mark.parametrize(
+    "field",
+    [f'heads = "{"9" * 5000}"', f'heads = "4:{"9" * 5000}"', f'mask = "window:{"9" * 5000}"', 'mask = "causal&"', *(
+        f'mask = "{"&".join([mask] * 5000)}"' for mask in ("causal", "window:8:0", "lengths:1")
+    ), f'mask = {{kind = "window", left = {"9" * 18}}}', "mask = [[]]", "scale = nan", "softcap = inf", "batch = 1e3"],
+    ids=count(),
+)  # fmt: skip
+def test_fields_of_a_suite_have_limits(field: str, read: Callable[..., int]):
+    fields = {"batch": "batch = 1", "q_len": "q_len = 8", "heads": "heads = 4", "head_dim": "head_dim = 8"}
+    fields[field.partition(" ")[0]] = field
+    assert read(SUITE, "\n".join(["[[workload]]", *fields.values()]).encode(), ["list", "workloads", SUITE]) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [["--shard", f"1/{'9' * 5000}"], ["--heads", "9" * 5000], ["--mask", "causal&" * 99]]
+)
+def test_options_have_limits(options: list[str], good: dict[str, bytes], read: Callable[..., int]):
+    assert read(RUN, good[RUN], ["run", "--seq-len", "8", "--list", *options]) == 2
+
+
 def test_a_long_reason_is_cut_in_tables_and_whole_in_json(
     good: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
