@@ -252,6 +252,12 @@ def test_a_long_reason_is_cut_in_tables_and_whole_in_json(
             assert len(capsys.readouterr().out) < 100_000, command
         assert execute(["show", RUN, "--json"]) == 0
         assert long in capsys.readouterr().out
+    text = good[RUN].decode()
+    for word in ("needs cuda", "wrong", "noisy: x", "k"):
+        text = text.replace(json.dumps(word), json.dumps(long))
+    Path(RUN).write_text(text)
+    assert execute(["report", RUN, "-o", "out.html"]) == 0
+    assert long[:10_000] not in Path("out.html").read_text()
 
 
 def test_a_suite_has_a_limit_that_is_known_before_it_is_made(read: Callable[..., int], tmp_path: Path):
