@@ -118,9 +118,7 @@ def test_what_a_kernel_raises_is_no_command(tmp_path: Path):
         "def attend(q, k, v):\n"
         "    raise NotImplementedError('no\\n::error file=x.py::forged\\n::stop-commands::t\\x1b]52;c;QQ\\x07 ##[x]')\n"
     )
-    process = start(
-        tmp_path, "run", "--impl", "kernel.py:attend", "--against", "numpy.float32", "--budget", "0.05", *SMALL
-    )
+    options = ["--impl", "kernel.py:attend", "--against", "numpy.float32", "--budget", "0.05", *SMALL]
     done = finish(start(tmp_path, "run", *options))
     assert r"no\n:\x3aerror file=x.py::forged" in done.stdout
     assert not danger(done.stdout)

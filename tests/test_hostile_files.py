@@ -101,6 +101,8 @@ def read(
         (baseline if kind == "baseline" else tmp_path / kind).write_bytes(content)
         code = execute(command)
         out, err = capsys.readouterr()
+        if "--markdown" in command:
+            out = out.replace("\N{ZERO WIDTH SPACE}", "")  # ours: it keeps GitHub from seeing mentions
         assert code in OURS, f"{command} of {content[:2000]!r}: {err}"
         assert not danger(out), f"{command} of {content[:2000]!r}: stdout {danger(out)}"
         assert not danger(err), f"{command} of {content[:2000]!r}: stderr {danger(err)}"
@@ -169,7 +171,9 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(value[key])
 
 
-def test_names_and_reasons_in_every_output(good: dict[str, bytes], read: Callable[..., int]):
+def test_names_and_reasons_in_every_output(
+    good: dict[str, bytes], read: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+):
     """All free texts are hostile at once, in files that are otherwise good, so that every command prints them."""
     free = (
         "implementation",
@@ -197,12 +201,43 @@ def test_names_and_reasons_in_every_output(good: dict[str, bytes], read: Callabl
     assert read(RUN, content, ["gate", "--baseline", RUN, "--current", RUN, "--ci", "ci"]) == 0
     assert read(RUN, content, ["baseline", "show", "torch.eager", "--dir", "kept", "-k", "t128"]) == 2
     assert read(RUN, content, ["history", "kept"]) == 0
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert read(RUN, content, ["report", RUN, "-o", "out.html", "--markdown"]) == 0
+    assert not danger(Path("out-summary/summary.txt").read_text())
     assert read(RUN, content, ["choose", "good.jsonl", "--judge", "out.json"]) in (0, 3)
 
 
 @pytest.mark.parametrize("words", [["show"], ["run"], ["run", "--impl"], ["show", "--against"], ["--x"], []], ids=str)
 def test_words_of_the_command_line_are_told_visibly(words: list[str], good: dict[str, bytes], read: Callable[..., int]):
     assert read(RUN, good[RUN], [*words, HOSTILE]) == 2
+
+
+def test_a_name_that_is_not_utf8(good: dict[str, bytes], read: Callable[..., int]):
+    name = "a\udcff\x1b[2J.jsonl"
+    for command in COMMANDS[RUN]:
+        assert read(name, good[RUN], [name if word == RUN else word for word in command]) in (0, 2)
+    assert read(name, good[RUN], ["gate", "--baseline", name, "--current", name, "--json"]) == 2
+    assert read(name, good[RUN], ["baseline", "update", name, "--dir", "kept", "--note", "\udcff"]) == 2
+
+
+@pytest.mark.parametrize(
+    "field",
+    [f'heads = "{"9" * 5000}"', f'heads = "4:{"9" * 5000}"', f'mask = "window:{"9" * 5000}"', 'mask = "causal&"', *(
+        f'mask = "{"&".join([mask] * 5000)}"' for mask in ("causal", "window:8:0", "lengths:1")
+    ), f'mask = {{kind = "window", left = {"9" * 18}}}', "mask = [[]]", "scale = nan", "softcap = inf", "batch = 1e3"],
+    ids=count(),
+)  # fmt: skip
+def test_fields_of_a_suite_have_limits(field: str, read: Callable[..., int]):
+    fields = {"batch": "batch = 1", "q_len": "q_len = 8", "heads": "heads = 4", "head_dim": "head_dim = 8"}
+    fields[field.partition(" ")[0]] = field
+    assert read(SUITE, "\n".join(["[[workload]]", *fields.values()]).encode(), ["list", "workloads", SUITE]) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [["--shard", f"1/{'9' * 5000}"], ["--heads", "9" * 5000], ["--mask", "causal&" * 99]]
+)
+def test_options_have_limits(options: list[str], good: dict[str, bytes], read: Callable[..., int]):
+    assert read(RUN, good[RUN], ["run", "--seq-len", "8", "--list", *options]) == 2
 
 
 def test_a_long_reason_is_cut_in_tables_and_whole_in_json(
@@ -217,6 +252,12 @@ def test_a_long_reason_is_cut_in_tables_and_whole_in_json(
             assert len(capsys.readouterr().out) < 100_000, command
         assert execute(["show", RUN, "--json"]) == 0
         assert long in capsys.readouterr().out
+    text = good[RUN].decode()
+    for word in ("needs cuda", "wrong", "noisy: x", "k"):
+        text = text.replace(json.dumps(word), json.dumps(long))
+    Path(RUN).write_text(text)
+    assert execute(["report", RUN, "-o", "out.html"]) == 0
+    assert long[:10_000] not in Path("out.html").read_text()
 
 
 def test_a_suite_has_a_limit_that_is_known_before_it_is_made(read: Callable[..., int], tmp_path: Path):

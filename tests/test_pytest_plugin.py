@@ -11,11 +11,13 @@ import gate_factory
 import msgspec
 import pytest
 import record_factory
+from hostile_text import HOSTILE, danger
 from record_factory import CPU, incorrect, ok, unsupported, workload
 
 import attnbench as ab
 import attnbench.runner  # before any run inside this process, which would unload what it loaded first
 from attnbench.comparison import Comparison
+from attnbench.errors import UsageError
 from attnbench.pytest_bench import fast_enough
 from attnbench.report.pytest_session import earlier_lines, read_earlier
 from attnbench.spec import Failed
@@ -380,3 +382,38 @@ def test_a_session_that_does_not_use_it_loads_nothing(pytester):
         """
     )
     pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:hypothesispytest", timeout=60).assert_outcomes(passed=1)
+
+
+def test_nothing_that_a_kernel_says_is_obeyed(run, lab, monkeypatch):
+    def record(name, on, samples=None):
+        if name == "good":
+            return ok(HOSTILE, samples, on)
+        return Failed(implementation=HOSTILE, workload=on, reason=HOSTILE, detail=f"Traceback\n{HOSTILE}")
+
+    monkeypatch.setattr(lab, "record", record)
+    result = run(
+        """
+        def test_failed(attnbench):
+            attnbench.check("crash", q_len=64)
+
+        def test_measured(attnbench):
+            attnbench.measure("good", q_len=64)
+        """
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    assert r"\x1b]52;c;QQ" in result.stdout.str()
+    assert not danger(result.stdout.str())
+
+
+@pytest.mark.parametrize("ratio", ["nan", "inf", "0", "-1"])
+def test_a_bound_is_a_ratio(run, lab, ratio):
+    result = run(f"def test(attnbench): attnbench.compare('old', 'new', q_len=64, at_most=float('{ratio}'))")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*UsageError: at_most is a ratio such as 1.1, not *"])
+    assert lab.asked == []
+
+
+@pytest.mark.parametrize("floor", [float("nan"), float("inf"), -0.1, 1.0])
+def test_a_floor_is_a_share(floor):
+    with pytest.raises(UsageError, match=r"floor is a share such as 0\.03"):
+        ab.compare("numpy.float32", "numpy.reference", workload(8), framework="numpy", floor=floor)

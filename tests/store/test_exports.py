@@ -20,7 +20,7 @@ from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workl
 
 from attnbench.errors import UsageError
 from attnbench.printable import printable
-from attnbench.spec import Errors, Memory, Ok
+from attnbench.spec import Cost, Errors, Memory, Ok
 from attnbench.store.exports.formats import BINARY, JSON, export_file, export_text
 from attnbench.store.exports.table import COLUMNS, Source, rows
 from attnbench.store.exports.timed import timed
@@ -387,3 +387,20 @@ def test_a_failed_export_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: 
     with pytest.raises(UsageError):
         export_file(source(), "parquet", path)
     assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("form", BINARY)
+def test_integers_that_no_column_holds_are_refused(form: str, tmp_path: Path):
+    record = ok("torch.sdpa", noisy(1e6, 1), cost=Cost(flops=1 << 70, bytes=1))
+    with pytest.raises(UsageError, match=r"flops of torch.sdpa on .* in a needs 71 bits .* --format csv"):
+        export_file([Source("a", new_header("0", "quick"), [record])], form, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    assert str(1 << 70) in export_text([Source("a", new_header("0", "quick"), [record])], "csv")
+
+
+def test_a_row_of_many_megabytes_in_parquet(tmp_path: Path):
+    duckdb = pytest.importorskip("duckdb")
+    record = unsupported("torch.fa3", "x" * 20_000_000)
+    export_file([Source("a", new_header("0", "quick"), [record])], "parquet", tmp_path / "out.parquet")
+    found = duckdb.sql(f"SELECT length(reason) FROM '{tmp_path / 'out.parquet'}'").fetchall()
+    assert found == [(20_000_000,)]

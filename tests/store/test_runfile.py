@@ -186,3 +186,18 @@ def test_masks_with_arrays_survive(tmp_path: Path):
 def test_slug():
     assert slug("NVIDIA H200 (SXM)") == "nvidia-h200-sxm"
     assert slug("///") == "unknown"
+
+
+def test_long_names_still_make_a_file(tmp_path: Path):
+    writer = RunWriter.create(tmp_path, "NVIDIA " * 100, "quick " * 100)
+    writer.close()
+    assert read_run(writer.path).records == ()
+
+
+def test_one_flipped_byte_is_told_with_its_line(written: Written):
+    written.path.write_bytes(written.content.replace(b"torch.eager", b"torch.\xffager"))
+    with pytest.raises(BrokenFile, match=r"line 3: not a line of a run file \(not UTF-8"):
+        read_run(written.path)
+    written.path.write_bytes(written.content.replace(b'"header"', b'"hea\xffer"', 1))
+    with pytest.raises(BrokenFile, match="line 1: this is no attnbench run file"):
+        read_run(written.path)

@@ -98,6 +98,9 @@ def execute(arguments: Sequence[str]) -> int:
         return _tell("interrupted.", INTERRUPTED)
     except MemoryError:
         return _tell("the request does not fit into this machine's memory: take smaller shapes.", USAGE)
+    except UnicodeEncodeError as error:
+        name = error.object[max(0, error.start - 40) : error.end + 40]
+        return _tell(f'"{name}" is in no file that we write: it is not UTF-8. Rename the file or folder.', USAGE)
     except BrokenPipeError:
         _leave_stdout()  # the reader (head, less) has seen enough
         return 0

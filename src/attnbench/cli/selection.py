@@ -108,7 +108,8 @@ def take_shard(workloads: Sequence[Workload], text: str) -> list[Workload]:
     from attnbench.run.plan import shard
 
     part, slash, parts = text.partition("/")
-    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+    whole = slash and len(text) < 40 and part.isdecimal() and parts.isdecimal()
+    if not (whole and 1 <= int(part) <= int(parts)):
         raise UsageError(f'--shard takes i/n with 1 <= i <= n, such as 1/4, not "{text}".')
     return shard(workloads, int(part), int(parts))
 

@@ -12,6 +12,7 @@ from attnbench.analyse.advice import Kind, Pick
 from attnbench.analyse.losses import name_wrong
 from attnbench.analyse.ranking import label
 from attnbench.analyse.summary import count_notes, wrong_sentences
+from attnbench.printable import printable_lines
 from attnbench.report.detail import environment_line
 from attnbench.report.html.answers import GROUPS, WHICH, pick_table
 from attnbench.report.summary_documents import Document, Measured
@@ -58,7 +59,7 @@ def summary_text(parts: Sequence[Measured], speed: Document, left: Sequence[str]
     if len(shown) < len(parts):
         lines[-1] = f"{len(parts) - len(shown)} more machines or sets of packages are in performance.json."
     text = "\n".join([*lines, *tail]) + "\n"
-    return "".join(one for one in text if one.isprintable() or one == "\n")
+    return printable_lines("".join(one for one in text if one.isprintable() or one == "\n"))
 
 
 def _blocks(part: Measured, speed: Document, titled: bool, wrong: bool) -> Iterator[Block]:

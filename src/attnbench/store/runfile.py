@@ -29,6 +29,8 @@ from attnbench.spec import Environment, Ok, Record
 from attnbench.store.times import impossible_times
 
 SCHEMA = 1
+LONGEST_SLUG = 80
+"""Characters of a device or suite name in a file's name, which may have 255."""
 
 
 class Header(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="line", tag="header"):
@@ -176,7 +178,7 @@ def environment_key(environment: Environment) -> str:
 
 def slug(text: str) -> str:
     """A folder name made of a device or suite name."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:LONGEST_SLUG] or "unknown"
 
 
 def read_run(path: Path) -> Run:

@@ -11,7 +11,7 @@ import msgspec
 
 from attnbench.errors import InvalidWorkload, UnknownName
 from attnbench.spec import SAME, Workload
-from attnbench.workloads.mask_text import read_mask
+from attnbench.workloads.mask_text import MOST_DIGITS, read_mask
 from attnbench.workloads.masks import MaskShape
 from attnbench.workloads.steps import STEPS
 
@@ -95,8 +95,9 @@ def read_heads(value: Any, kv_heads: int = SAME) -> dict[str, Any]:
     """32, (32, 8) or "32:8" -> heads and kv_heads."""
     if isinstance(value, SupportsIndex):
         return {"heads": value, "kv_heads": kv_heads}
-    parts = value.split(":") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
-    if len(parts) not in (1, 2) or not all(str(part).strip().isdecimal() and int(part) for part in parts):
+    given = value.split(":") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+    parts = [str(part).strip()[:MOST_DIGITS] for part in given]
+    if len(parts) not in (1, 2) or not all(part.isdecimal() and int(part) for part in parts):
         raise InvalidWorkload(f"heads are a number, or query and key/value heads such as 32:8, not {value!r}.")
     numbers = [int(part) for part in parts]
     return {"heads": numbers[0], "kv_heads": numbers[1] if len(numbers) == 2 else kv_heads}

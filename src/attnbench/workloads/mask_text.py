@@ -32,6 +32,8 @@ FORMS = (
 """What `parse_mask` reads, for help texts. Window sides may be `all`; sizes are of consecutive blocks or documents;
 PATTERN is local, strided, global_local or random, PERCENT the share of blocks dropped."""
 
+MOST_DIGITS = 50
+"""Of a number that is too large by far all the same."""
 _ALIGNMENTS = ("bottom-right", "top-left")
 
 
@@ -229,4 +231,4 @@ def _numbers(arguments: list[str], what: str) -> list[int]:
 def _whole(text: str, what: str) -> int:
     if not text.isdecimal():
         raise InvalidWorkload(f'{what} "{text}" is not a whole number.')
-    return whole_number(int(text), what)
+    return whole_number(int(text[:MOST_DIGITS]), what)

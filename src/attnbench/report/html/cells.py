@@ -14,7 +14,6 @@ from attnbench.analyse.ratios import condensed, paired_ratio
 from attnbench.analyse.speedup import category
 from attnbench.analyse.together import newest
 from attnbench.measuring.host_limit import host_limit, notes_of
-from attnbench.printable import LONGEST
 from attnbench.report.html.baselines import choose_baselines
 from attnbench.report.html.families import Families, find_families, kind_words, length_text
 from attnbench.report.html.map import WinnerMap, lay_out
@@ -23,6 +22,8 @@ from attnbench.report.html.sections import Section
 from attnbench.spec import Ok, Record
 
 Cell = dict[str, Any]
+LONGEST = 2000
+"""Characters of a text on the page; names of kernels may have a thousand."""
 OTHER_CLOCK = -1
 """In place of a run: timed beside the others, by a clock that they do not hold."""
 
@@ -142,16 +143,20 @@ def _timed_record(group: Iterable[Row], name: str) -> Ok | None:
 
 def _cell(row: Row, families: Families, baselines: Sequence[str], others: Mapping[str, Ok | None]) -> Cell:
     record = row.record
-    cell = _identity(record, families) | {"status": record.status, "reason": _short(row.reason), "rank": row.rank}
+    cell = _identity(record, families) | {
+        "status": record.status,
+        "reason": short(row.reason) or None,
+        "rank": row.rank,
+    }
     if isinstance(record, Ok):
         cell |= _timing(record) | _resources(record) | _correctness(record)
         cell |= _speedups(record, baselines, others)
     return cell
 
 
-def _short(reason: str) -> str | None:
-    """Return what the page shows of a reason; correctness.json has all of it."""
-    return f"{reason[: LONGEST - 1]}…" if len(reason) > LONGEST else reason or None
+def short(text: str) -> str:
+    """Return what the page shows of a reason, note or kernel; the documents beside it have all of it."""
+    return f"{text[: LONGEST - 1]}…" if len(text) > LONGEST else text
 
 
 def _identity(record: Record, families: Families) -> Cell:
@@ -202,7 +207,7 @@ def _timing(record: Ok) -> Cell:
         "bound": cost.bound or None,
         "compile": record.compile_ns or None,
         "first": record.first_call_ns,
-        "notes": "; ".join(notes_of(record)) or None,
+        "notes": "; ".join(map(short, notes_of(record))) or None,
         "host": host_limit(record),
     }
 
@@ -214,7 +219,7 @@ def _resources(record: Ok) -> Cell:
         "theory": memory.theory_bytes or None,
         "reserved": memory.reserved_bytes,
         "fragmentation": memory.fragmentation,
-        "method": memory.method or memory.reason,
+        "method": short(memory.method or memory.reason or "") or None,
     }
 
 

@@ -11,7 +11,7 @@ from attnbench.analyse.ranking import RANK_LEVEL, Row, is_timed, label, sign
 from attnbench.analyse.ratios import paired_ratio
 from attnbench.analyse.speedup import category
 from attnbench.analyse.wording import CANNOT_TELL, counted
-from attnbench.report.html.cells import Cells, framework_of
+from attnbench.report.html.cells import Cells, framework_of, short
 from attnbench.report.html.families import Families, kind_words
 from attnbench.spec import Cost, Ok, Record
 
@@ -96,7 +96,7 @@ def kernels(cells: Cells) -> Rows:
     return [
         {"label": label(record), "framework": framework_of(record)}
         | _shape(record, cells.families)
-        | {"kernels": "\n".join(_capped(record.kernels, MOST_KERNELS))}
+        | {"kernels": "\n".join(_capped([*map(short, record.kernels)], MOST_KERNELS))}
         for record in cells.records
         if isinstance(record, Ok) and record.kernels
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnbench.analyse.ranking import label
-from attnbench.report.html.cells import Cell, Cells
+from attnbench.report.html.cells import Cell, Cells, short
 from attnbench.spec import Errors, Incorrect, Ok
 
 FARTHEST = 1e3
@@ -19,7 +19,7 @@ def add_verdicts(cells: Cells) -> None:
             continue
         cell["verdict"] = "right" if isinstance(record, Ok) else "wrong"
         if isinstance(record, Incorrect):
-            cell |= {"why": record.reason} | _errors(record.errors)
+            cell |= {"why": short(record.reason)} | _errors(record.errors)
         share = share_of_allowed(record.errors)
         if share is not None:
             cell |= {"share": share, "drawn_share": min(share, FARTHEST)}

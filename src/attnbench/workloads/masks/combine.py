@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from attnbench.errors import InvalidWorkload
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks.base import Mask, MaskShape, Namespace, Predicate, _interval_pairs
 from attnbench.workloads.masks.dilated import Dilated
@@ -15,6 +16,7 @@ from attnbench.workloads.masks.keyed import BlockCausal, Documents, Lengths, Val
 from attnbench.workloads.masks.literals import from_literal, literal
 from attnbench.workloads.masks.positional import Causal, Full, Prefix, Window
 
+MOST_PARTS = 64
 Part = Full | Causal | Window | Prefix | BlockCausal | Documents | Lengths | Valid | Dilated | Blocks | Dense
 """Every mask that is not made of others: what a run file may hold."""
 
@@ -23,6 +25,10 @@ class Both(Mask, frozen=True, tag="both"):
     """Two or more masks at once."""
 
     parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parts) > MOST_PARTS:
+            raise InvalidWorkload(f"a mask can join {MOST_PARTS} others at most, not {len(self.parts)}.")
 
     def split(self) -> tuple[Mask, ...]:
         return self.parts
