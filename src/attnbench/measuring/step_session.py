@@ -19,7 +19,6 @@ from attnbench.spec import Array, Cell, Environment, Errors, Ok, VerifiedAt, Wor
 from attnbench.steps import StepImplementation, kind_of
 from attnbench.steps.base import Values
 
-
 NOTHING = np.ones(1, np.float32)
 
 

@@ -7,7 +7,7 @@ known transform is compared with the verified result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import array_api_compat
@@ -191,24 +191,31 @@ class TimedChecks:
 
     def _compare_sums(self, held: Held, at: tuple[int, int]) -> None:
         """Compare sums over all tokens of a head that must agree. K^T dK is dQ^T Q, because both are the sum of
-        dS[i, j] k[j] q[i]^T over all pairs; dV summed over keys is dO summed over the queries that see a key."""
+        dS[i, j] k[j] q[i]^T over all pairs; likewise V^T dV is O^T dO. Without an output, dV summed over the keys is dO
+        summed over the queries that see a key."""
         w, outputs, of = self._workload, held.outputs, held.transform
-        keys, queries = _Sum(), _Sum()
-        values, cotangents, seen = _Sum(), _Sum(), _rows_that_see(w, at[0])
+        keys, queries, values, cotangents = (_Sum(self._number) for _ in range(4))
+        seen, given = _rows_that_see(w, at[0]), self._sets[held.which]
         for box in _blocks(at, w.kv_len, max(w.head_dim, w.value_dim)):
-            factors = self.boxes.factors(of.k, box, of_keys=True)
-            k = self._framework.multiply(self.boxes.cut(self._sets[held.which].k, box, of_keys=True), factors)
             dk, dv = (self._wide(self.boxes.cut(outputs[name], box, of_keys=True)) for name in ("dk", "dv"))
-            keys.add_outer(self._wide(k), dk, self._number)
-            values.add(self._number(dv.sum(0)))
+            k, v = (
+                self._framework.multiply(
+                    self.boxes.cut(array, box, of_keys=True), self.boxes.factors(factors, box, of_keys=True)
+                )
+                for array, factors in ((given.k, of.k), (given.v, of.v))
+            )
+            keys.add_outer(self._wide(k), dk)
+            values.add_outer(self._wide(v), dv) if "out" in outputs else values.add(dv)
         for box in _blocks(at, w.q_len, max(w.head_dim, w.value_dim) * w.group):
             dq, q = self.boxes.cut(outputs["dq"], box), self._queries(held.which, of, box)
-            queries.add_outer(self._wide(dq), self._wide(q), self._number)
-            if seen is not None:
-                dout = self._number(self._wide(self._cotangents(held.which, of, box)).sum(0))
-                cotangents.add(dout * seen[box.row : box.row + box.rows, None])
+            queries.add_outer(self._wide(dq), self._wide(q))
+            dout = self._wide(self._cotangents(held.which, of, box))
+            if "out" in outputs:
+                cotangents.add_outer(self._wide(self.boxes.cut(outputs["out"], box)), dout)
+            elif seen is not None:
+                cotangents.add(dout, seen[box.row : box.row + box.rows, None])
         self._require_sum("dk", keys, queries, at)
-        if seen is not None:
+        if "out" in outputs or seen is not None:
             self._require_sum("dv", values, cotangents, at)
 
     def _require_sum(self, name: str, found: _Sum, right: _Sum, at: tuple[int, int]) -> None:
@@ -222,18 +229,20 @@ class TimedChecks:
 class _Sum:
     """A sum of many terms, and the sum of their squares: about how large it is if they are unlike each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: Callable[[Array], np.ndarray]) -> None:
+        self._number = number
         self.total, self.squares = np.zeros(()), 0.0
 
-    def add(self, terms: np.ndarray) -> None:
-        """Add rows [tokens, width]."""
+    def add(self, rows: Array, weights: np.ndarray | float = 1.0) -> None:
+        """Add the rows of an array [heads, tokens, width]; weights [tokens, 1]."""
+        terms = self._number(rows.sum(0)) * weights
         self.total, self.squares = self.total + terms.sum(0), self.squares + float((terms * terms).sum())
 
-    def add_outer(self, a: Array, b: Array, number: Any) -> None:
+    def add_outer(self, a: Array, b: Array) -> None:
         """Add the outer products of the rows of two arrays [heads, tokens, width]."""
         a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-        self.total = self.total + number(a.T @ b)
-        self.squares += float(number(((a * a).sum(-1) * (b * b).sum(-1)).sum()))
+        self.total = self.total + self._number(a.T @ b)
+        self.squares += float(self._number(((a * a).sum(-1) * (b * b).sum(-1)).sum()))
 
 
 def _blocks(at: tuple[int, int], tokens: int, width: int) -> Iterator[Box]:
