@@ -88,24 +88,19 @@ class TimedChecks:
         most = max(1, most_rows(self._workload) // looks[0].box.rows)
         if len(looks) > most:
             looks = [looks[n] for n in self._rng.choice(len(looks), most, replace=False)]
-        rows = np.concatenate([look.box.row + np.arange(look.box.rows) for look in looks])
-        signs = {"dq": self._signs(looks, "k"), "out": self._signs(looks, "v")}
-        q = self._gathered([self._queries(look.which, look.transform, look.box) for look in looks]) * signs["dq"]
-        names, dout = looks[0].parts, None
+        size = looks[0].box.rows
+        rows = np.concatenate([look.box.row + np.arange(size) for look in looks])
+        transforms, names, dout = [look.transform for look in looks], looks[0].parts, None
+        signs = {
+            "dq": self.boxes.host(self.boxes.row_factors([one.k for one in transforms], at, size, of_keys=True)),
+            "out": self.boxes.host(self.boxes.row_factors([one.v for one in transforms], at, size, of_keys=True)),
+        }
+        q = self.boxes.host(self._queries(which, transforms, at, rows)) * signs["dq"]
         if "dq" in names:
-            made = [self._cotangents(look.which, look.transform, look.box) for look in looks]
-            dout = self._gathered(made) * signs["out"]
+            dout = self.boxes.host(self._cotangents(which, transforms, at, rows)) * signs["out"]
         for name, (right, least) in self._truth(which, at, rows, q, dout, "out" in names).items():
-            got = self._gathered([look.parts[name] for look in looks]) * signs[name]
+            got = np.concatenate([self.boxes.host(look.parts[name]) for look in looks], axis=1) * signs[name]
             self._require_rows(name, got, right, least, at, rows)
-
-    def _gathered(self, boxes: Sequence[Array]) -> np.ndarray:
-        return np.concatenate([self.boxes.host(box) for box in boxes], axis=1)
-
-    def _signs(self, looks: Sequence[Look], of: str) -> np.ndarray:
-        """Factors [1, rows, width] of K or V for each copied row."""
-        each = [self.boxes.host(self.boxes.factors(getattr(x.transform, of), x.box, of_keys=True)) for x in looks]
-        return np.concatenate([np.repeat(one, look.box.rows, axis=1) for one, look in zip(each, looks)], axis=1)
 
     def _truth(
         self, which: int, at: tuple[int, int], rows: np.ndarray, q: np.ndarray, dout: np.ndarray | None, forward: bool
@@ -140,20 +135,23 @@ class TimedChecks:
         swap = self.boxes.head_axis == 2
         return array_api_compat.array_namespace(one).permute_dims(one, (1, 0, 2)) if swap else one
 
-    def _queries(self, which: int, transform: Transform, box: Box) -> Array:
-        """Rows of Q as a call got them."""
-        array = self.boxes.cut(self._sets[which].q, box)
-        noise = None if transform.noise is None else self.boxes.factors(transform.noise, box)
-        return self._transforms.queries(array, self.boxes.factors(transform.q, box), noise, (box.row, box.rows))
+    def _queries(self, which: int, transforms: Sequence[Transform], at: tuple[int, int], rows: np.ndarray) -> Array:
+        """Rows of Q as the calls got them, as many of each call."""
+        each, noise = len(rows) // len(transforms), None
+        if transforms[0].noise is not None:
+            noise = self.boxes.row_factors([one.noise for one in transforms if one.noise is not None], at, each)
+        factors = self.boxes.row_factors([one.q for one in transforms], at, each)
+        return self._transforms.queries(self._rows(self._sets[which].q, at, rows), factors, noise, rows)
 
-    def _cotangents(self, which: int, transform: Transform, box: Box) -> Array:
-        """Rows of dO as a call got them; where the roll ends they lie in two pieces."""
-        total, dout = self._workload.q_len, self._sets[which].cotangent()
-        start = (box.row + transform.roll) % total
-        pieces = [(start, min(box.rows, total - start)), (0, start + box.rows - total)]
-        cuts = [self.boxes.cut(dout, box._replace(row=row, rows=rows)) for row, rows in pieces if rows > 0]
-        joined = array_api_compat.array_namespace(*cuts).concat(cuts, axis=self.boxes.token_axis)
-        return self._framework.multiply(joined, self.boxes.factors(transform.dout, box))
+    def _cotangents(self, which: int, transforms: Sequence[Transform], at: tuple[int, int], rows: np.ndarray) -> Array:
+        """Rows of dO as the calls got them, as many of each call."""
+        each = len(rows) // len(transforms)
+        rolled = (rows + np.repeat([one.roll for one in transforms], each)) % self._workload.q_len
+        factors = self.boxes.row_factors([one.dout for one in transforms], at, each)
+        return self._framework.multiply(self._rows(self._sets[which].cotangent(), at, rolled), factors)
+
+    def _rows(self, array: Array, at: tuple[int, int], rows: np.ndarray) -> Array:
+        return self.boxes.rows(array, at, rows, self._device)
 
     def _require_rows(
         self,
@@ -200,16 +198,17 @@ class TimedChecks:
             dk, dv = (self._wide(self.boxes.cut(outputs[name], box, of_keys=True)) for name in ("dk", "dv"))
             k, v = (
                 self._framework.multiply(
-                    self.boxes.cut(array, box, of_keys=True), self.boxes.factors(factors, box, of_keys=True)
+                    self.boxes.cut(array, box, of_keys=True), self.boxes.row_factors([factors], at, 1, of_keys=True)
                 )
                 for array, factors in ((given.k, of.k), (given.v, of.v))
             )
             keys.add_outer(self._wide(k), dk)
             values.add_outer(self._wide(v), dv) if "out" in outputs else values.add(dv)
         for box in _blocks(at, w.q_len, max(w.head_dim, w.value_dim) * w.group):
-            dq, q = self.boxes.cut(outputs["dq"], box), self._queries(held.which, of, box)
+            rows = np.arange(box.row, box.row + box.rows)
+            dq, q = self.boxes.cut(outputs["dq"], box), self._queries(held.which, [of], at, rows)
             queries.add_outer(self._wide(dq), self._wide(q))
-            dout = self._wide(self._cotangents(held.which, of, box))
+            dout = self._wide(self._cotangents(held.which, [of], at, rows))
             if "out" in outputs:
                 cotangents.add_outer(self._wide(self.boxes.cut(outputs["out"], box)), dout)
             elif seen is not None:
