@@ -303,6 +303,21 @@ def cupti(monkeypatch):
     jax_clocks.cupti_problem.cache_clear()
 
 
+@pytest.mark.parametrize("pass_", ["backward", "train"])
+def test_the_cotangent_may_be_made_when_it_is_needed(pass_):
+    x = inputs()
+    programs = JAX.programs(causal(), pass_, x)
+    later = x._replace(dout=lambda: x.dout)
+    for program in (programs.main, *programs.parts.values()):
+        for a, b in zip(program.run(program.prepare(x)), program.run(program.prepare(later))):
+            assert JAX.same_bits(a, b)
+
+
+def test_a_part_is_a_box():
+    array = jnp.arange(24.0).reshape(2, 3, 4)
+    assert np.array_equal(JAX.part(array, (1, 0, 2), (1, 3, 2)), np.asarray(array)[1:, :, 2:])
+
+
 class Third(Watch):
     """Looks at the third call."""
 

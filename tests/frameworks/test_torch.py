@@ -236,6 +236,42 @@ def test_trace_is_a_chrome_trace(tmp_path):
     assert any("flash_attention" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"])
 
 
+@pytest.mark.parametrize("pass_", ["backward", "train"])
+def test_nothing_of_the_cotangent_exists_while_the_untimed_forward_pass_runs(pass_):
+    made = []
+
+    def attend(q, k, v):
+        made.append("forward")
+        return scores_stored(q, k, v)
+
+    inputs = draw()
+    programs = FRAMEWORK.programs(attend, pass_, inputs)
+    later = inputs._replace(dout=lambda: made.append("dO") or inputs.dout)
+    program = programs.parts.get("backward", programs.main)
+    found = run(program, later)
+    assert made == ["forward", "dO"]
+    torch.testing.assert_close(found, run(program, inputs))
+    torch.testing.assert_close(run(programs.main, later), run(programs.main, inputs))
+
+
+def test_a_checksum_tells_whether_an_array_was_changed():
+    array = torch.randn(2, 3, 4, 5).to(torch.bfloat16)
+    before = FRAMEWORK.checksum(array)
+    assert FRAMEWORK.checksum(array.clone()) == before
+    for change in (lambda x: x.zero_(), lambda x: x[0, 1, 2].neg_(), lambda x: x.copy_(x.flip(-2))):
+        changed = array.clone()
+        change(changed)
+        assert FRAMEWORK.checksum(changed) != before
+
+
+def test_a_part_is_a_copy_of_a_box():
+    array = torch.randn(2, 3, 4, 5)
+    part = FRAMEWORK.part(array, (1, 0, 2, 0), (1, 3, 2, 5))
+    assert torch.equal(part, array[1:, :, 2:])
+    array.zero_()
+    assert part.any()
+
+
 class Kept(Watch):
     """Looks at the calls of each sample that a test names."""
 
@@ -309,6 +345,43 @@ def test_the_kernel_clock_counts_only_work_between_fences():
 
 def test_samples_are_means_over_calls():
     assert torch_clocks._means([1, 3, 5, 7], 2) == [2, 6]
+
+
+class Silent:
+    """A cache that is never flushed, and an event that is never recorded."""
+
+    def __init__(self, *_):
+        pass
+
+    def flush(self):
+        pass
+
+    mark = record = flush
+
+    def elapsed_time(self, other):
+        return 1.0
+
+
+@pytest.mark.parametrize("name", ["events", "kernel", "graph"])
+def test_device_clocks_show_the_picked_calls_with_the_inputs_they_had(name, monkeypatch):
+    """Without a device: what is timed is made up, what is looked at is real."""
+    clock, static = torch_clocks.CLOCKS[name]("cpu", FRAMEWORK.snapshot), torch.zeros(1, 2, 8, 4)
+
+    def capture(program, inputs):
+        return lambda: (static.copy_(program.run(inputs)[0]),)
+
+    monkeypatch.setattr(torch_clocks, "ColdCache", Silent)
+    monkeypatch.setattr(clock, "_event", Silent)
+    monkeypatch.setattr(torch_clocks, "_fence_names", lambda device: frozenset())
+    monkeypatch.setattr(torch_clocks, "device_activity", lambda device: torch.profiler.ProfilerActivity.CPU)
+    monkeypatch.setattr(torch_clocks, "_between_fences", lambda events, fences, calls: [1.0] * calls)
+    monkeypatch.setattr(torch_clocks.GraphClock, "_capture", staticmethod(capture))
+    sets, watch = [draw() for _ in range(6)], Kept(1)
+    program = FRAMEWORK.programs(scores_stored, "forward", sets[0]).main
+    assert len(clock.sample(program, sets, count=3, calls=2, watch=watch).ns) == 3
+    assert sorted(watch.outputs) == ([1] if clock.repeats_inputs else [1, 3, 5])
+    for call, (output,) in watch.outputs.items():
+        torch.testing.assert_close(output, run(program, sets[call])[0])
 
 
 @pytest.mark.gpu

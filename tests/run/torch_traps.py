@@ -60,6 +60,21 @@ def forgets_rows_when_timed(q, k, v):
     return out
 
 
+def overwrites_its_last_result(q, k, v):
+    return _kept.setdefault("buffer", torch.empty_like(q)).copy_(honest(q, k, v))
+
+
+def zeroes_its_queries_at_first(q, k, v):
+    if "first" not in _kept:
+        _kept["first"] = q.zero_()
+    return honest(q, k, v)
+
+
+def right_in_every_other_call(q, k, v):
+    _calls[0] += 1
+    return honest(q, k, v) if _calls[0] <= CHECKED_CALLS or _calls[0] % 2 else torch.zeros_like(q)
+
+
 def right_when_checked(q, k, v):
     _calls[0] += 1
     return honest(q, k, v) if _calls[0] <= CHECKED_CALLS else torch.zeros_like(q)

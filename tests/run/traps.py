@@ -19,7 +19,6 @@ from attnbench import Implementation
 
 CHECKED_CALLS = 24
 """More than verification makes, fewer than any timing does, however busy the machine is."""
-"""More than the calls that a check makes, far fewer than a timing makes."""
 STEP_BYTES = 1 << 26
 
 
@@ -125,6 +124,33 @@ def cached_by_queries(q, k, v):
     if key not in _kept or not np.array_equal(np.abs(_kept[key][1]) > 0, np.abs(v) > 0):
         _kept[key] = (attend(q, k, v), v.copy())
     return _kept[key][0].copy()
+
+
+def cached_by_size(q, k, v):
+    """A stored answer for sizes of queries and keys seen before, times the factor by which V differs."""
+    key = np.abs(q[0, :2]).tobytes() + np.abs(k[0, :2]).tobytes()
+    if key not in _kept:
+        _kept[key] = attend(q, k, v), v.copy()
+    out, values = _kept[key]
+    return out * np.repeat(v[:, :1, :, :1] / values[:, :1, :, :1], q.shape[2] // k.shape[2], axis=2)
+
+
+def overwrites_its_last_result(q, k, v):
+    buffer = _kept.setdefault("buffer", np.empty_like(q))
+    buffer[:] = attend(q, k, v)
+    return buffer
+
+
+def zeroes_its_queries_at_first(q, k, v):
+    """The mean of the values seen is the answer for ever after, if those are the queries."""
+    if "first" not in _kept:
+        _kept["first"] = q.fill(0)
+    return attend(q, k, v)
+
+
+def right_in_every_other_call(q, k, v):
+    _calls[0] += 1
+    return attend(q, k, v) if _calls[0] <= CHECKED_CALLS or _calls[0] % 2 else np.zeros_like(q)
 
 
 def right_when_checked(q, k, v):

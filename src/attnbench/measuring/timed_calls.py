@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import array_api_compat
 import numpy as np
 
 from attnbench.frameworks import Framework
@@ -67,12 +68,24 @@ class Boxes:
         starts, sizes = zip((box.batch, 1), *order, (0, array.shape[-1]))
         return self.framework.part(array, starts, sizes)
 
-    def factors(self, factors: np.ndarray, box: Box, of_keys: bool = False) -> np.ndarray:
-        """Cut the factors of a box, which are the same for all its tokens."""
-        group = 1 if of_keys else self.workload.group
+    def rows(self, array: Array, at: tuple[int, int], rows: np.ndarray, device: str) -> Array:
+        """Copy rows, in any order, of the query heads that share a key/value head."""
+        box, group = Box(*at, 0, array.shape[self.token_axis]), self.workload.group
         heads = slice(box.head * group, (box.head + 1) * group)
-        one = factors[box.batch : box.batch + 1]
-        return one[:, :, heads] if self.head_axis == 2 else one[:, heads]
+        if self.framework.overwrites:  # then a slice costs nothing
+            array = array[box.batch : box.batch + 1]
+            head = array[:, :, heads] if self.head_axis == 2 else array[:, heads]
+        else:
+            head = self.cut(array, box)
+        index = self.framework.namespace(device).asarray(rows)
+        return array_api_compat.array_namespace(head).take(head, index, axis=self.token_axis)
+
+    def row_factors(self, each: Sequence[np.ndarray], at: tuple[int, int], rows: int, of_keys: bool = False) -> Array:
+        """Cut the factors of a head out of those of several calls, and repeat each for so many rows of its call."""
+        group = 1 if of_keys else self.workload.group
+        heads = slice(at[1] * group, (at[1] + 1) * group)
+        cut = [one[at[0], :, heads] if self.head_axis == 2 else one[at[0], heads] for one in each]
+        return np.repeat(np.concatenate(cut, axis=self.token_axis - 1), rows, axis=self.token_axis - 1)[None]
 
     def host(self, box: Array) -> np.ndarray:
         """Return [heads, tokens, width] in float64."""
@@ -103,19 +116,21 @@ class TimedCalls(Watch):
         self._per_sample = max(1, LOOKS // samples) if several else 1
         looks = samples * min(self._per_sample, max(1, len(inputs) // samples))
         self._rows = max(1, min(most_rows(workload) // looks, workload.q_len))
-        self._last_row = workload.q_len - self._rows
         self._hold_at, self._seen = int(rng.integers(looks)), 0
+        self._starts = rng.integers(workload.q_len - self._rows + 1, size=looks).tolist()
         self.looks: list[Look] = []
         self.held: Held | None = None
 
     def pick(self, calls: int) -> Sequence[int]:
-        return sorted(self._rng.choice(calls, min(self._per_sample, calls), replace=False).tolist())
+        if calls <= self._per_sample:
+            return range(calls)
+        return sorted(self._rng.choice(calls, self._per_sample, replace=False).tolist())
 
     def look(self, call: int, output: tuple[Array, ...]) -> None:
         which, transform = self._inputs.used[call]
         outputs, look = dict(zip(self._names, output)), None
         if not transform.known:
-            box = Box(*self.at, int(self._rng.integers(self._last_row + 1)), self._rows)
+            box = Box(*self.at, self._starts[self._seen % len(self._starts)], self._rows)
             parts = {name: self._boxes.cut(array, box) for name, array in outputs.items() if name in COPIED}
             look = Look(which, transform, box, parts)
             self.looks.append(look)

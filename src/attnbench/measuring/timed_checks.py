@@ -7,7 +7,7 @@ known transform is compared with the verified result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import array_api_compat
@@ -88,24 +88,19 @@ class TimedChecks:
         most = max(1, most_rows(self._workload) // looks[0].box.rows)
         if len(looks) > most:
             looks = [looks[n] for n in self._rng.choice(len(looks), most, replace=False)]
-        rows = np.concatenate([look.box.row + np.arange(look.box.rows) for look in looks])
-        signs = {"dq": self._signs(looks, "k"), "out": self._signs(looks, "v")}
-        q = self._gathered([self._queries(look.which, look.transform, look.box) for look in looks]) * signs["dq"]
-        names, dout = looks[0].parts, None
+        size = looks[0].box.rows
+        rows = np.concatenate([look.box.row + np.arange(size) for look in looks])
+        transforms, names, dout = [look.transform for look in looks], looks[0].parts, None
+        signs = {
+            "dq": self.boxes.host(self.boxes.row_factors([one.k for one in transforms], at, size, of_keys=True)),
+            "out": self.boxes.host(self.boxes.row_factors([one.v for one in transforms], at, size, of_keys=True)),
+        }
+        q = self.boxes.host(self._queries(which, transforms, at, rows)) * signs["dq"]
         if "dq" in names:
-            made = [self._cotangents(look.which, look.transform, look.box) for look in looks]
-            dout = self._gathered(made) * signs["out"]
+            dout = self.boxes.host(self._cotangents(which, transforms, at, rows)) * signs["out"]
         for name, (right, least) in self._truth(which, at, rows, q, dout, "out" in names).items():
-            got = self._gathered([look.parts[name] for look in looks]) * signs[name]
+            got = np.concatenate([self.boxes.host(look.parts[name]) for look in looks], axis=1) * signs[name]
             self._require_rows(name, got, right, least, at, rows)
-
-    def _gathered(self, boxes: Sequence[Array]) -> np.ndarray:
-        return np.concatenate([self.boxes.host(box) for box in boxes], axis=1)
-
-    def _signs(self, looks: Sequence[Look], of: str) -> np.ndarray:
-        """Factors [1, rows, width] of K or V for each copied row."""
-        each = [self.boxes.host(self.boxes.factors(getattr(x.transform, of), x.box, of_keys=True)) for x in looks]
-        return np.concatenate([np.repeat(one, look.box.rows, axis=1) for one, look in zip(each, looks)], axis=1)
 
     def _truth(
         self, which: int, at: tuple[int, int], rows: np.ndarray, q: np.ndarray, dout: np.ndarray | None, forward: bool
@@ -140,20 +135,23 @@ class TimedChecks:
         swap = self.boxes.head_axis == 2
         return array_api_compat.array_namespace(one).permute_dims(one, (1, 0, 2)) if swap else one
 
-    def _queries(self, which: int, transform: Transform, box: Box) -> Array:
-        """Rows of Q as a call got them."""
-        array = self.boxes.cut(self._sets[which].q, box)
-        noise = None if transform.noise is None else self.boxes.factors(transform.noise, box)
-        return self._transforms.queries(array, self.boxes.factors(transform.q, box), noise, (box.row, box.rows))
+    def _queries(self, which: int, transforms: Sequence[Transform], at: tuple[int, int], rows: np.ndarray) -> Array:
+        """Rows of Q as the calls got them, as many of each call."""
+        each, noise = len(rows) // len(transforms), None
+        if transforms[0].noise is not None:
+            noise = self.boxes.row_factors([one.noise for one in transforms if one.noise is not None], at, each)
+        factors = self.boxes.row_factors([one.q for one in transforms], at, each)
+        return self._transforms.queries(self._rows(self._sets[which].q, at, rows), factors, noise, rows)
 
-    def _cotangents(self, which: int, transform: Transform, box: Box) -> Array:
-        """Rows of dO as a call got them; where the roll ends they lie in two pieces."""
-        total, dout = self._workload.q_len, self._sets[which].cotangent()
-        start = (box.row + transform.roll) % total
-        pieces = [(start, min(box.rows, total - start)), (0, start + box.rows - total)]
-        cuts = [self.boxes.cut(dout, box._replace(row=row, rows=rows)) for row, rows in pieces if rows > 0]
-        joined = array_api_compat.array_namespace(*cuts).concat(cuts, axis=self.boxes.token_axis)
-        return self._framework.multiply(joined, self.boxes.factors(transform.dout, box))
+    def _cotangents(self, which: int, transforms: Sequence[Transform], at: tuple[int, int], rows: np.ndarray) -> Array:
+        """Rows of dO as the calls got them, as many of each call."""
+        each = len(rows) // len(transforms)
+        rolled = (rows + np.repeat([one.roll for one in transforms], each)) % self._workload.q_len
+        factors = self.boxes.row_factors([one.dout for one in transforms], at, each)
+        return self._framework.multiply(self._rows(self._sets[which].cotangent(), at, rolled), factors)
+
+    def _rows(self, array: Array, at: tuple[int, int], rows: np.ndarray) -> Array:
+        return self.boxes.rows(array, at, rows, self._device)
 
     def _require_rows(
         self,
@@ -191,24 +189,32 @@ class TimedChecks:
 
     def _compare_sums(self, held: Held, at: tuple[int, int]) -> None:
         """Compare sums over all tokens of a head that must agree. K^T dK is dQ^T Q, because both are the sum of
-        dS[i, j] k[j] q[i]^T over all pairs; dV summed over keys is dO summed over the queries that see a key."""
+        dS[i, j] k[j] q[i]^T over all pairs; likewise V^T dV is O^T dO. Without an output, dV summed over the keys is dO
+        summed over the queries that see a key."""
         w, outputs, of = self._workload, held.outputs, held.transform
-        keys, queries = _Sum(), _Sum()
-        values, cotangents, seen = _Sum(), _Sum(), _rows_that_see(w, at[0])
+        keys, queries, values, cotangents = (_Sum(self._number) for _ in range(4))
+        seen, given = _rows_that_see(w, at[0]), self._sets[held.which]
         for box in _blocks(at, w.kv_len, max(w.head_dim, w.value_dim)):
-            factors = self.boxes.factors(of.k, box, of_keys=True)
-            k = self._framework.multiply(self.boxes.cut(self._sets[held.which].k, box, of_keys=True), factors)
             dk, dv = (self._wide(self.boxes.cut(outputs[name], box, of_keys=True)) for name in ("dk", "dv"))
-            keys.add_outer(self._wide(k), dk, self._number)
-            values.add(self._number(dv.sum(0)))
+            k, v = (
+                self._framework.multiply(
+                    self.boxes.cut(array, box, of_keys=True), self.boxes.row_factors([factors], at, 1, of_keys=True)
+                )
+                for array, factors in ((given.k, of.k), (given.v, of.v))
+            )
+            keys.add_outer(self._wide(k), dk)
+            values.add_outer(self._wide(v), dv) if "out" in outputs else values.add(dv)
         for box in _blocks(at, w.q_len, max(w.head_dim, w.value_dim) * w.group):
-            dq, q = self.boxes.cut(outputs["dq"], box), self._queries(held.which, of, box)
-            queries.add_outer(self._wide(dq), self._wide(q), self._number)
-            if seen is not None:
-                dout = self._number(self._wide(self._cotangents(held.which, of, box)).sum(0))
-                cotangents.add(dout * seen[box.row : box.row + box.rows, None])
+            rows = np.arange(box.row, box.row + box.rows)
+            dq, q = self.boxes.cut(outputs["dq"], box), self._queries(held.which, [of], at, rows)
+            queries.add_outer(self._wide(dq), self._wide(q))
+            dout = self._wide(self._cotangents(held.which, [of], at, rows))
+            if "out" in outputs:
+                cotangents.add_outer(self._wide(self.boxes.cut(outputs["out"], box)), dout)
+            elif seen is not None:
+                cotangents.add(dout, seen[box.row : box.row + box.rows, None])
         self._require_sum("dk", keys, queries, at)
-        if seen is not None:
+        if "out" in outputs or seen is not None:
             self._require_sum("dv", values, cotangents, at)
 
     def _require_sum(self, name: str, found: _Sum, right: _Sum, at: tuple[int, int]) -> None:
@@ -222,18 +228,20 @@ class TimedChecks:
 class _Sum:
     """A sum of many terms, and the sum of their squares: about how large it is if they are unlike each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: Callable[[Array], np.ndarray]) -> None:
+        self._number = number
         self.total, self.squares = np.zeros(()), 0.0
 
-    def add(self, terms: np.ndarray) -> None:
-        """Add rows [tokens, width]."""
+    def add(self, rows: Array, weights: np.ndarray | float = 1.0) -> None:
+        """Add the rows of an array [heads, tokens, width]; weights [tokens, 1]."""
+        terms = self._number(rows.sum(0)) * weights
         self.total, self.squares = self.total + terms.sum(0), self.squares + float((terms * terms).sum())
 
-    def add_outer(self, a: Array, b: Array, number: Any) -> None:
+    def add_outer(self, a: Array, b: Array) -> None:
         """Add the outer products of the rows of two arrays [heads, tokens, width]."""
         a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-        self.total = self.total + number(a.T @ b)
-        self.squares += float(number(((a * a).sum(-1) * (b * b).sum(-1)).sum()))
+        self.total = self.total + self._number(a.T @ b)
+        self.squares += float(self._number(((a * a).sum(-1) * (b * b).sum(-1)).sum()))
 
 
 def _blocks(at: tuple[int, int], tokens: int, width: int) -> Iterator[Box]:

@@ -60,7 +60,7 @@ class Transforms:
         """Draw a transform that changes every logit."""
         w = self._workload
         shapes = ((w.heads, w.head_dim), (w.kv_heads, w.head_dim), (w.kv_heads, w.value_dim), (w.heads, w.value_dim))
-        q, k, v, dout = (self.rng.choice(SIGNS, self._shape(*shape)) for shape in shapes)
+        q, k, v, dout = (self._signs(*shape) for shape in shapes)
         roll = int(self.rng.integers(w.q_len))
         if w.inputs != "structured":
             return Transform(q, k, v, dout, roll)
@@ -69,10 +69,13 @@ class Transforms:
     def known(self) -> Transform:
         """Draw a transform whose result follows from that of the inputs as they are."""
         w = self._workload
-        channels = self.rng.choice(SIGNS, self._shape(w.kv_heads, w.head_dim))
+        channels = self._signs(w.kv_heads, w.head_dim)
         values, cotangents = (self.rng.choice(self._factors, self._shape(w.kv_heads, 1)) for _ in range(2))
         per_query_head = self._per_query_head
         return Transform(per_query_head(channels), channels, values, per_query_head(cotangents), known=True)
+
+    def _signs(self, heads: int, width: int) -> np.ndarray:
+        return SIGNS[self.rng.integers(2, size=self._shape(heads, width), dtype=np.int8)]
 
     def _shape(self, heads: int, width: int) -> tuple[int, ...]:
         return (self._workload.batch, *((1, heads) if self._head_axis == 2 else (heads, 1)), width)
@@ -98,14 +101,17 @@ class Transforms:
         return array_api_compat.array_namespace(array).take(array, index, axis=self._token_axis)
 
     def queries(
-        self, array: Array, factors: np.ndarray, noise: np.ndarray | None, tokens: tuple[int, int] | None = None
+        self, array: Array, factors: np.ndarray, noise: np.ndarray | None, rows: np.ndarray | None = None
     ) -> Array:
-        """Transform Q, or a box of it that starts at a token and has so many."""
-        multiply, array = self._framework.multiply, self._framework.multiply(array, factors)
+        """Transform Q, or these rows of it."""
+        array = self._framework.multiply(array, factors)
         if noise is None:
             return array
-        own = self._noise if tokens is None else self._noise_of(*tokens)
-        return array + multiply(own, noise)
+        own = self._noise
+        if rows is not None:
+            index = self._framework.namespace(self._device).asarray(rows)
+            own = array_api_compat.array_namespace(own).take(own, index, axis=self._token_axis)
+        return array + self._framework.multiply(own, noise)
 
     @cached_property
     def _noise(self) -> Array:
@@ -114,11 +120,6 @@ class Transforms:
         shape[self._token_axis] = self._workload.q_len
         drawn = self.rng.standard_normal(tuple(shape), np.float32)
         return self._framework.array(drawn, self._workload.dtype, self._device)
-
-    def _noise_of(self, first: int, tokens: int) -> Array:
-        starts, sizes = [0, 0, 0, 0], [1, 1, 1, self._workload.head_dim]
-        starts[self._token_axis], sizes[self._token_axis] = first, tokens
-        return self._framework.part(self._noise, starts, sizes)
 
     def undo(self, name: str, array: Array, transform: Transform) -> Array:
         """Turn an output (out, dq, dk or dv) of a call with a known transform into that of the inputs as they are."""
