@@ -39,7 +39,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 SIZES = {"cpu": (64, 256, 1024, 4096), "cuda": (512, 2048, 8192)}
 HEADS, KV_HEADS, DIM = 4, 2, 64
 BUDGET_S = {"cpu": 600.0, "cuda": 230.0}
-Tweak = Callable[..., torch.Tensor]
+Tweak = Callable[..., Any]
 """(b, h, q, kv, visible) -> visible."""
 
 

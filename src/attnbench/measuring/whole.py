@@ -105,16 +105,15 @@ def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> di
 
 
 def _head(subject: Subject, array: Array, name: str, at: tuple[int, int]) -> Array:
-    """[members, rows, width] of one key/value head: NumPy on a CPU, else on the device."""
+    """[members, rows, width] of one key/value head: NumPy on a CPU and in float64, else on the device."""
     members = subject.workload.group if name in ("out", "dq") else 1
     heads = slice(at[1] * members, (at[1] + 1) * members)
-    if subject.device == "cpu":
+    if subject.device == "cpu" or subject.workload.dtype == "float64":
         return subject.head_rows(array, at[0], heads, None)
     part = array[at[0]]
     part = part[:, heads] if subject.layout == "bshd" else part[heads]
     xp = array_api_compat.array_namespace(part)
-    wide = "float64" if subject.workload.dtype == "float64" else "float32"
-    return subject.framework.cast(xp.permute_dims(part, (1, 0, 2)) if subject.layout == "bshd" else part, wide)
+    return subject.framework.cast(xp.permute_dims(part, (1, 0, 2)) if subject.layout == "bshd" else part, "float32")
 
 
 def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) -> tuple[np.ndarray, ...]:
@@ -124,6 +123,7 @@ def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) 
         assert truth.grads is not None
         right = truth.grads[("dq", "dk", "dv").index(name)]
         right, least = (right, truth.cancelling) if name == "dq" else (right[None], None)
+    right = _host(subject, right) if isinstance(mine, np.ndarray) else right
     size, off = (_host(subject, _row_norms(x)) for x in (right, mine - right))
     if least is not None:
         floor = ROUNDED * EPS[subject.workload.dtype] * _host(subject, least)
