@@ -17,11 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from attnbench import masks, registry
-from attnbench.run import protocol as p
+from attnbench import frameworks, masks, registry
+from attnbench.measuring.draws import Draws
+from attnbench.measuring.session import refusal
+from attnbench.measuring.subject import Subject, Wrong
+from attnbench.measuring.verify import examine
 from attnbench.run.instructions import isa_cap
-from attnbench.run.remote import Local
-from attnbench.spec import Call, Cell, Config, Environment, Implementation, Workload
+from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 os.environ.update(isa_cap())  # before torch is imported
 
@@ -33,7 +35,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 SIZES = {"cpu": (64, 256, 1024, 4096), "cuda": (512, 2048, 8192)}
 HEADS, KV_HEADS, DIM = 4, 2, 64
 BUDGET_S = {"cpu": 600.0, "cuda": 230.0}
-Tweak = Callable[..., torch.Tensor]
+Tweak = Callable[..., Any]
 """(b, h, q, kv, visible) -> visible."""
 
 
@@ -195,7 +197,7 @@ def mask_cases(n: int) -> dict[str, tuple[Any, dict[str, Any]]]:
         "documents": (masks.documents(ids), {"one boundary moved": masks.documents(_moved(ids, cut))}),
         "block_causal": (masks.block_causal(ids), {"one boundary moved": masks.block_causal(_moved(ids, cut))}),
         "lengths": (masks.lengths(lengths), {
-            "one length - 1": masks.lengths(lengths - [1, 0]), "one length + 1": masks.lengths(lengths + [1, 0])
+            "one length - 1": masks.lengths(lengths - [1, 0]), "one length + 1": masks.lengths(lengths - [-1, 0])
         }),
         "valid": (masks.valid(holes), {"one hole open": masks.valid(more), "one hole more": masks.valid(less)}),
         "dilated": (masks.dilated([segment, n], [1, 4]), {
@@ -312,13 +314,197 @@ def _lses(w: Workload) -> Iterator[Case]:
     yield Case("LSE in base 2", w, replace(right, lse=lambda lse: lse / float(np.log(2))), lse=True)
 
 
-def examined(worker: Local, name: str, workload: Workload, seed: int = 1) -> Any:
-    """The record of one cell, verified as a run does it before timing."""
-    return worker.ask(p.Open(Cell(name, workload), False, False, None, seed), 600).record
+class Bench:
+    """Examines kernels on one device, keeping the draws of the last workload."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._draws: tuple[tuple[str, str, int], Draws] | None = None
+
+    def verdict(self, implementation: Implementation, workload: Workload, seed: int = 1) -> tuple[str, str]:
+        """(status, reason) as the verification of a run finds it; `unsupported` where it refuses."""
+        framework = frameworks.get(implementation.framework)
+        environment = framework.environment(self.device)
+        if reason := refusal(implementation, workload, environment):
+            return "unsupported", reason
+        framework, layout = implementation.apparatus(framework, {}), implementation.layout
+        key = (implementation.framework, workload.id, seed)
+        if self._draws is None or self._draws[0] != key:
+            self._draws = (key, Draws(framework, self.device, workload, seed))
+        draws = self._draws[1]
+        try:
+            programs = framework.programs(implementation.build(workload, {}), workload.pass_, draws.inputs(layout)[0])
+            lse = None if workload.pass_ == "backward" else implementation.build_lse(workload, {})
+            subject = Subject(framework, self.device, workload, layout, programs, draws, lse)
+            examine(subject, thorough=False)
+        except Wrong as wrong:
+            return "incorrect", str(wrong)
+        except NotImplementedError as refused:
+            return "unsupported", str(refused)
+        except Exception as error:
+            return "failed", f"{type(error).__name__}: {error}"[:300]
+        return "ok", ""
 
 
-def examine_case(worker: Local, case: Case, seed: int = 1) -> Any:
-    """The record of one case."""
-    with registry.restored():
-        registry.register(Mutant("mutant", case.kernel, case.lse))
-        return examined(worker, "mutant", case.workload, seed)
+@dataclass
+class Tally:
+    """What became of the wrong kernels, by mutation, and of the right ones, by implementation."""
+
+    found: dict[str, list[int]] = field(default_factory=dict)
+    missed: list[dict[str, str]] = field(default_factory=list)
+    right: dict[str, int] = field(default_factory=dict)
+    alarms: list[dict[str, str]] = field(default_factory=list)
+    failed: list[dict[str, str]] = field(default_factory=list)
+    tried: dict[str, list[int]] = field(default_factory=dict)
+
+    def wrong_kernel(self, case: Case, status: str, reason: str) -> None:
+        size = case.workload.kv_len
+        self.tried.setdefault(case.mutation, []).append(size)
+        if status == "incorrect":
+            self.found.setdefault(case.mutation, []).append(size)
+        else:
+            self.missed.append({"mutation": case.mutation, "workload": case.workload.id, "status": status + reason})
+
+    def right_kernel(self, name: str, workload: Workload, status: str, reason: str) -> None:
+        if status == "unsupported":
+            return
+        if status == "failed":
+            self.failed.append({"implementation": name, "workload": workload.id, "reason": reason})
+            return
+        self.right[name] = self.right.get(name, 0) + 1
+        if status == "incorrect":
+            self.alarms.append({"implementation": name, "workload": workload.id, "reason": reason})
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [
+            {
+                "mutation": name,
+                "cases": len(sizes),
+                "found": len(self.found.get(name, ())),
+                "sizes": sorted(set(sizes)),
+                "smallest_found": min(self.found.get(name, ()), default=None),
+            }
+            for name, sizes in self.tried.items()
+        ]
+        return {
+            "wrong_cells": sum(row["cases"] for row in rows),
+            "found_cells": sum(row["found"] for row in rows),
+            "right_cells": sum(self.right.values()),
+            "false_alarms": len(self.alarms),
+            "mutations": rows,
+            "missed": self.missed,
+            "right": self.right,
+            "alarms": self.alarms,
+            "failed": self.failed,
+        }
+
+    def table(self) -> str:
+        """Markdown."""
+        found = self.as_json()
+        lines = ["| wrong kernel | found | sizes tried | smallest found |", "| --- | --- | --- | --- |"]
+        for row in found["mutations"]:
+            sizes = ", ".join(str(n) for n in row["sizes"])
+            lines.append(
+                f"| {row['mutation']} | {row['found']} of {row['cases']} | {sizes} | {row['smallest_found']} |"
+            )
+        lines.append("")
+        lines.append(
+            f"Wrong kernels found: {found['found_cells']} of {found['wrong_cells']}. "
+            f"Right kernels called wrong: {found['false_alarms']} of {found['right_cells']}."
+        )
+        return "\n".join(lines)
+
+
+def controls(sizes: list[int], dtypes: list[str], passes: list[str], seed: int) -> Iterator[Workload]:
+    """Workloads for right kernels, in random order."""
+    found = [
+        case.workload
+        for n in sizes
+        for dtype in dtypes
+        for pass_ in passes
+        for case in cases(n, dtype, pass_)
+        if case.right
+    ]
+    yield from (found[n] for n in np.random.default_rng(seed).permutation(len(found)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], help="tokens, 64,256,...")
+    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
+    parser.add_argument("--passes", type=lambda text: text.split(","), default=["forward", "backward", "train"])
+    parser.add_argument("--control-sizes", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--budget", type=float, help="seconds, half of them for right kernels")
+    parser.add_argument("--shard", default="1/1", help="i/n: every n-th case, beginning with the i-th")
+    parser.add_argument("--implementations", type=lambda text: text.split(","), help="right kernels; all by default")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("-o", "--out", type=Path)
+    options = parser.parse_args()
+    sizes = options.sizes or SIZES.get(options.device, SIZES["cuda"])
+    budget = options.budget or BUDGET_S.get(options.device, BUDGET_S["cuda"])
+    tally, bench, start = Tally(), Bench(options.device), time.perf_counter()
+    part, parts = (int(n) for n in options.shard.split("/"))
+    every = [case for n in sizes for d in options.dtypes for pass_ in options.passes for case in cases(n, d, pass_)]
+    every = every[part - 1 :: parts]
+    for number, case in enumerate(every):
+        if time.perf_counter() - start > budget / 2:
+            print(f"budget spent after {number} of {len(every)} wrong kernels", flush=True)
+            break
+        status, reason = bench.verdict(Mutant("mutant", case.kernel, case.lse), case.workload, options.seed)
+        if case.right:
+            tally.right_kernel("written out", case.workload, status, reason)
+        else:
+            tally.wrong_kernel(case, status, reason)
+        if number % 50 == 0 or status != ("ok" if case.right else "incorrect"):
+            print(f"{number}/{len(every)} {case.mutation}: {status} {reason}", flush=True)
+        _keep(tally, options, sizes, start)
+    names = options.implementations or registry.loadable()[0]
+    order = list(controls(options.control_sizes or list(sizes)[:2], options.dtypes, options.passes, options.seed))
+    for number, workload in enumerate(order[part - 1 :: parts]):
+        if time.perf_counter() - start > budget:
+            print(f"budget spent after {number} of {len(order)} workloads for right kernels", flush=True)
+            break
+        for name in sorted(names, key=lambda one: one.partition(".")[0]):
+            implementation = registry.get(name)
+            if implementation.approximate or implementation.step or implementation.by_name_only:
+                continue
+            if implementation.framework not in frameworks.NAMES or not frameworks.installed(implementation.framework):
+                continue
+            if options.device not in frameworks.get(implementation.framework).devices():
+                continue
+            status, reason = bench.verdict(implementation, workload, options.seed)
+            tally.right_kernel(name, workload, status, reason)
+            if status in ("incorrect", "failed"):
+                print(f"{name} {workload.id}: {status} {reason}", flush=True)
+        if number % 10 == 0:
+            print(f"{sum(tally.right.values())} right cells, {len(tally.alarms)} called wrong", flush=True)
+        frameworks.get("torch").reset()
+        _keep(tally, options, sizes, start)
+    print(tally.table())
+
+
+def _keep(tally: Tally, options: argparse.Namespace, sizes: Any, start: float) -> None:
+    if options.out is None:
+        return
+    environment = frameworks.get("torch").environment(options.device)
+    found = {
+        "device": environment.device_name,
+        "cpu": environment.cpu,
+        "threads": environment.threads,
+        "packages": environment.packages,
+        "commit": os.popen("git rev-parse --short HEAD").read().strip(),
+        "sizes": list(sizes),
+        "dtypes": options.dtypes,
+        "passes": options.passes,
+        "shard": options.shard,
+        "spent_s": round(time.perf_counter() - start, 1),
+        **tally.as_json(),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(tally.table() + "\n")
+
+
+if __name__ == "__main__":
+    main()

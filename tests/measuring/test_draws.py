@@ -108,6 +108,7 @@ def worker(monkeypatch):
 
 def test_a_record_says_what_share_was_compared(worker, monkeypatch):
     monkeypatch.setitem(module.FORWARD_FLOPS, "cpu", 2e6)
+    monkeypatch.setitem(module.WHOLE_PAIRS, "cpu", (1, 1))
     workload = Workload(batch=4, q_len=300, heads=4, head_dim=16)
     record = worker.ask(p.Open(Cell("numpy.float32", workload), False, False, None, 1), 60).record
     sample = draws_of(workload, 1).sample
@@ -120,6 +121,7 @@ def test_a_record_says_what_share_was_compared(worker, monkeypatch):
 def test_gradients_that_fit_in_part_are_compared_there(worker, monkeypatch):
     workload = Workload(batch=2, q_len=96, heads=4, head_dim=16, pass_="train")
     monkeypatch.setitem(module.BACKWARD_FLOPS, "cpu", 2 * 10 * 32 * 96 * 96)
+    monkeypatch.setitem(module.WHOLE_PAIRS, "cpu", (1, 1))
     record = worker.ask(p.Open(Cell("numpy.float32", workload), False, False, None, 1), 60).record
     assert record.verified_at.backward_share == 2 / 8
     assert record.verified_at.backward_shape["q_len"] == 96
@@ -150,6 +152,26 @@ def test_a_gradient_that_is_wrong_on_the_smaller_shape_is_caught(worker, monkeyp
     record = worker.ask(p.Open(Cell("subject", workload), False, False, None, 1), 60).record
     assert record.status == "incorrect"
     assert "gradient of Q" in record.reason
+
+
+def test_whole_outputs_are_covered_as_far_as_the_budget_goes(monkeypatch):
+    draws = draws_of(SMALL)
+    assert draws.covered(False) == draws.covered(True)
+    assert draws.covered(False).share == 1.0
+    low, high = draws.reach
+    per_head = int((high - low).sum()) * SMALL.group
+    monkeypatch.setitem(module.WHOLE_PAIRS, "cpu", (2 * per_head, per_head - 1))
+    draws = draws_of(SMALL)
+    assert len(draws.covered(False).heads) == 2
+    assert draws.covered(False).share == 0.5
+    assert draws.covered(True).heads == ()
+    monkeypatch.setitem(module.WHOLE_PAIRS, "cpu", (per_head // 2, 1))
+    covered = draws_of(SMALL).covered(False)
+    assert len(covered.rows) == 32
+    assert covered.share == 0.125
+    [part] = draws_of(SMALL).whole("first", False)
+    every = dict(zip(draws_of(SMALL).sample.heads, draws_of(SMALL).truths(0, False)))
+    np.testing.assert_allclose(part.out, every[covered.heads[0]].out[:, covered.rows], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=pytest.mark.torch)])

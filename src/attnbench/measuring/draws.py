@@ -248,7 +248,7 @@ class Draws:
 
     def _whole(self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool) -> Whole:
         found = self._results(inputs, at, rows, gradients, "wide")
-        return Whole(*found[:3], found[3:6] or None, found[6] if gradients else None)
+        return Whole(found[0], found[1], found[2], found[3:6] or None, found[6] if gradients else None)
 
     def shifted(self, which: int, gradients: bool, step: float, **changed: float) -> list[tuple[np.ndarray, ...]]:
         """The derivative of each sampled head's exact (out, dq, dk, dv) by the logarithm of a parameter of the workload

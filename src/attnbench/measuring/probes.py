@@ -145,7 +145,9 @@ def targets(w: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return first, second
 
 
-def _of_intervals(low: np.ndarray, high: np.ndarray, w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+def _of_intervals(
+    low: np.ndarray, high: np.ndarray, w: Workload, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     sizes = (len(low), w.q_len, w.heads)
     choice = rng.integers(4, size=sizes, dtype=np.int8)
     edges = np.choose(choice, np.broadcast_arrays(low, high - 1, low - 1, high))

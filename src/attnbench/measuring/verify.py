@@ -266,9 +266,12 @@ def _check_pointed_rows(subject: Subject) -> None:
 
 
 def _verified_at(subject: Subject) -> VerifiedAt:
+    """Shares of rows compared with the reference: in float64, or of whole heads in float32."""
     w, draws = subject.workload, subject.draws
     shape = {name: value for name, value in w.axes.items() if isinstance(value, int)}
+    exact = subject.declared_error is None
+    share = max(draws.sample.share, draws.covered(False).share if exact else 0.0)
     if not w.needs_gradients:
-        return VerifiedAt(shape=shape, share=draws.sample.share)
-    share = len(draws.gradient_heads) / (w.batch * w.kv_heads)
-    return VerifiedAt(shape=shape, share=draws.sample.share, backward_shape=shape, backward_share=share)
+        return VerifiedAt(shape=shape, share=share)
+    backward = max(len(draws.gradient_heads) / (w.batch * w.kv_heads), draws.covered(True).share if exact else 0.0)
+    return VerifiedAt(shape=shape, share=share, backward_shape=shape, backward_share=backward)
