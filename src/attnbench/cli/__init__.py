@@ -106,8 +106,8 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _end_tidily() -> None:
-    """End as Ctrl-C does, so that workers and worktrees go too, when a cancelled CI job sends SIGTERM or a terminal that
-    closes SIGHUP. What the caller lets the process ignore (nohup) stays ignored."""
+    """End as Ctrl-C does, so that workers and worktrees go too, on SIGTERM (a cancelled CI job) and SIGHUP (a terminal
+    that closes). What the caller lets the process ignore (nohup) stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         return
     for name in ("SIGTERM", "SIGHUP"):
