@@ -149,6 +149,111 @@ def test_an_interrupted_gate_tells_what_it_had(repository, monkeypatch):
         gate_refs(order, Quiet())
 
 
+@pytest.mark.parametrize("after", [0, 1])
+def test_ctrl_c_in_the_controls_keeps_the_finished_cases(repository, monkeypatch, after):
+    repository.commit("nothing new", "other.py", "")
+
+    def interrupted(self):
+        yield from gate_factory.controls()[:after]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gating._Gate, "controls", interrupted)
+    monkeypatch.setattr(gating._Gate, "_case", lambda *given: gate_factory.case("regression"))
+    kept = []
+    report = run(repository, on_progress=kept.append)
+    assert (report.outcome, EXIT_CODES[report.outcome]) == ("interrupted", 130)
+    assert [case.status for case in report.cases] == ["regression"]
+    assert len(report.controls) == after
+    assert any("before the controls were finished" in warning for warning in report.warnings)
+    assert [len(one.cases) for one in kept] == [1, 1], "as soon as a case is finished, and at the end"
+    assert {one.outcome for one in kept} == {"interrupted"}
+
+
+def test_an_error_in_the_controls_keeps_the_finished_cases(repository, monkeypatch):
+    repository.commit("nothing new", "other.py", "")
+
+    def broken(self):
+        raise UsageError("no worker in sight")
+
+    monkeypatch.setattr(gating._Gate, "controls", broken)
+    for status, outcome in (("pass", "untrusted"), ("regression", "fail")):
+        monkeypatch.setattr(gating._Gate, "_case", lambda *given, status=status: gate_factory.case(status))
+        report = run(repository)
+        assert (report.outcome, [case.status for case in report.cases]) == (outcome, [status])
+        assert any("the controls ended early: no worker in sight" in warning for warning in report.warnings)
+
+
+def crashing(where, times):
+    """An attention that ends its process the first so many times it is called."""
+    return PLAIN.replace("def attend", "def plain") + (
+        f"\ndef attend(q, k, v):\n    import os, pathlib\n    folder = pathlib.Path({str(where)!r})\n"
+        f"    if len(list(folder.iterdir())) < {times}:\n"
+        "        (folder / str(os.getpid())).touch()\n        os.abort()\n"
+        "    return plain(q, k, v)\n"
+    )
+
+
+@pytest.mark.parametrize("times,statuses", [(1, ("pass", "inconclusive")), (99, ("inconclusive",))])
+def test_a_baseline_that_is_lost_is_measured_again_and_never_passes_for_new(repository, tmp_path, times, statuses):
+    (tmp_path / "crashes").mkdir()
+    repository.commit("crashes", "fast.py", crashing(tmp_path / "crashes", times))
+    repository.commit("mended", "fast.py", PLAIN)
+    report = run(repository, **ONE_LAUNCH)
+    (case,) = report.cases
+    assert case.status in statuses
+    assert (case.first.verdict is None) == (times == 99)
+    if times == 99:
+        assert "the baseline was lost: failed: crashed with SIGABRT" in case.reason
+        assert len(list((tmp_path / "crashes").iterdir())) == 2
+
+
+def test_a_baseline_whose_process_dies_while_it_loads_is_not_new_either(repository):
+    repository.commit("leaves", "fast.py", "import os\nos._exit(3)\n")
+    repository.commit("mended", "fast.py", PLAIN)
+    report = run(repository)
+    assert [case.status for case in report.cases] == ["inconclusive"]
+    assert report.outcome != "pass"
+
+
+def test_a_build_that_edits_the_other_worktree_is_refused(repository):
+    build = "for f in ${TMPDIR:-/tmp}/attnbench-*/package; do [ $f = $PWD ] || echo '# slower' >> $f/fast.py; done\n"
+    repository.write("attnbench.toml", 'framework = "numpy"\nbuild = "sh build.sh"\n')
+    repository.commit("an innocent build", "build.sh", "true\n")
+    repository.commit("a build that helps itself", "build.sh", build)
+    with pytest.raises(UsageError, match=r"fast.py of HEAD~1 changed after it was built"):
+        run(repository)
+    assert repository.worktrees() == 1
+
+
+def test_sources_that_change_while_they_are_measured_leave_no_verdict(repository, monkeypatch):
+    repository.commit("nothing new", "other.py", "")
+
+    def edit(self, *given):
+        (self._old.path / "fast.py").write_text(THRICE)
+        return gate_factory.case("improved")
+
+    monkeypatch.setattr(gating._Gate, "_case", edit)
+    report = run(repository)
+    assert report.outcome == "untrusted"
+    assert any("fast.py of HEAD~1 changed while it was measured" in warning for warning in report.warnings)
+    assert "Untrusted: see the warnings" in verdict(report)
+
+
+def test_names_that_are_no_code_of_the_repository_never_pass(repository):
+    repository.commit("nothing new", "other.py", "")
+    report = run(repository, name="numpy.float32")
+    assert [case.status for case in report.cases] == ["inconclusive"]
+    assert "nothing of this repository would be measured" in report.cases[0].reason
+    assert report.outcome != "pass"
+
+
+def test_what_neither_ref_can_load_is_not_new(repository):
+    repository.commit("nothing new", "other.py", "")
+    report = run(repository, name="nowhere:attend")
+    assert [case.status for case in report.cases] == ["inconclusive"]
+    assert "set pythonpath" in report.cases[0].reason
+
+
 def test_a_faster_but_wrong_commit_fails(repository):
     repository.commit("fast and wrong", "fast.py", WRONG)
     report = run(repository)

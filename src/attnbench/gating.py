@@ -24,7 +24,7 @@ from attnbench.run.duel import Duel, Terms
 from attnbench.run.git import commits_between, merge_base
 from attnbench.run.launch import refuse_distortion
 from attnbench.run.lock import machine_lock
-from attnbench.run.origin import NotInRef
+from attnbench.run.origin import REMEDY, NotInRef
 from attnbench.run.refs import Ref
 from attnbench.run.remote import WorkerDied
 from attnbench.spec import Failed, OutOfMemory, Timeout, Workload
@@ -180,8 +180,19 @@ class _Gate:
                 for workload in self._order.workloads:
                     yield self._case(name, workload, first, second)
         except _CannotLoad as problem:
+            problem = self._looked_at_closer(name, problem)
             for workload in self._order.workloads:
                 yield self._unloaded(name, workload, problem)
+
+    def _looked_at_closer(self, name: str, problem: _CannotLoad) -> _CannotLoad:
+        """What the baseline lacks is new only if the current ref has it; if neither loads, nothing is known."""
+        if problem.place == 0 and not problem.is_open:
+            try:
+                with self._sides(name, self._new):
+                    pass
+            except _CannotLoad as other:
+                return _CannotLoad(0, f"{problem}; nor does the current ref's: {other} To load it, {REMEDY}.", True)
+        return problem
 
     def _case(self, name: str, workload: Workload, first: Side, second: Side) -> Case:
         terms = Terms(workload=workload, floor=self._order.floors(name, workload.id), budget_s=self._order.budget_s)

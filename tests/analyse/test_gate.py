@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 from functools import partial
+from io import StringIO
 
+import gate_factory
+import msgspec
 import numpy as np
 import pytest
-from launch_factory import comparison, launch, sequence
+from launch_factory import by_metric, comparison, launch, sequence
 from msgspec.structs import replace
 from record_factory import incorrect, ok, unsupported, workload
+from rich.console import Console
 
 from attnbench.analyse.gate import confirm, geomean, holm, judge, p_slower, with_holm
 from attnbench.analyse.gate_case import case_of
 from attnbench.comparison import Case, Comparison, Control, Estimate, Verdict
+from attnbench.measuring.paired import decide
+from attnbench.report.gate import print_gate
+from attnbench.report.gate_markdown import markdown
 from attnbench.spec import Failed, Memory, OutOfMemory, Record, Timeout
 
 ON = workload()
@@ -284,3 +291,50 @@ def two_stages(rng: np.random.Generator, effect: float) -> Case:
     first = comparison(sequence(make), **named)
     second = comparison(sequence(make, looks=(16,)), **named) if first.verdict == "slower" else None
     return case(first, second)
+
+
+def test_clocks_that_contradict_each_other_are_told_in_the_case():
+    decision = decide(by_metric(wall=0.796, cpu=1.27), ("wall", "cpu"))
+    case = case_of("torch.x", ON, comparison(decision, a="a", b="b", workload=ON, notes=decision.notes))
+    assert case.status == "inconclusive"
+    assert case.reason == (
+        "the metrics contradict each other: faster by wall time, slower by cpu time (wall 0.796, cpu 1.270)"
+    )
+    assert judge([case], []).outcome == "inconclusive"
+    report = gate_factory.report(case, outcome="inconclusive")
+    for text in (markdown(report), text_of(report), msgspec.json.encode(report).decode()):
+        assert "the metrics contradict each other" in text
+
+
+def text_of(report):
+    console = Console(file=StringIO(), width=300)
+    print_gate(console, report)
+    return console.file.getvalue()
+
+
+CRASHED = Failed(implementation="torch.x", workload=ON, reason="crashed with SIGABRT")
+FULL = OutOfMemory(implementation="torch.x", workload=ON, reason="no room")
+LATE = Timeout(implementation="torch.x", workload=ON, reason="no answer within 120 s")
+
+
+@pytest.mark.parametrize(
+    "a,b,died,status",
+    [
+        (CRASHED, weighed(PEAK), ("a",), "inconclusive"),
+        (FULL, weighed(PEAK), (), "inconclusive"),
+        (LATE, weighed(PEAK), ("a",), "inconclusive"),
+        (unsupported("torch.x", "needs cuda"), weighed(PEAK), (), "no_baseline"),
+        (incorrect("torch.x", "zeros"), weighed(PEAK), (), "no_baseline"),
+        (CRASHED, CRASHED, ("a", "b"), "inconclusive"),
+        (FULL, FULL, (), "not_measured"),
+        (FULL, CRASHED, (), "inconclusive"),
+        (CRASHED, unsupported("torch.x", "needs cuda"), (), "inconclusive"),
+        (weighed(PEAK), CRASHED, ("b",), "wrong"),
+    ],
+)
+def test_a_lost_baseline_is_not_a_missing_one(a: Record, b: Record, died: tuple, status: str):
+    lost = case(compared(None, record_a=a, record_b=b, died=died))
+    assert lost.status == status
+    if status == "inconclusive":
+        assert lost.reason.startswith("the baseline was lost")
+        assert judge([case(SAME), lost], []).outcome == "inconclusive"

@@ -11,6 +11,7 @@ from git_repository import Repository
 from record_factory import incorrect, ok
 
 from attnbench.cli import execute
+from attnbench.run.lock import machine_lock
 from attnbench.store.baselines import save
 from attnbench.store.runfile import RunWriter, new_header
 
@@ -69,6 +70,46 @@ def test_implementations_come_from_the_settings(asked):
     Path("attnbench.toml").write_text('implementations = ["my_package:attend"]\n')
     assert execute(["gate", "--baseline", "main"]) == 0
     assert asked["orders"][0].implementations == ("my_package:attend",), "and nothing beside them"
+
+
+def test_without_a_list_only_what_the_repository_brings_is_gated(asked, tmp_path, capsys, monkeypatch):
+    """attnbench's own are the same in every ref of another repository."""
+    Repository(tmp_path).commit("first")
+    assert execute(["gate", "--baseline", "main"]) == 2
+    assert "nothing of it would be measured" in capsys.readouterr().err
+    assert not asked["orders"]
+    names = {"numpy.mine": "minepkg", "numpy.float32": "attnbench.impls.numpy_reference"}
+    monkeypatch.setattr("attnbench.cli.selection.swept_names", lambda: list(names))
+    monkeypatch.setattr("attnbench.registry.module_of", names.__getitem__)
+    assert execute(["gate", "--baseline", "main"]) == 0
+    assert asked["orders"][0].implementations == ("numpy.mine",)
+    Path("src/attnbench").mkdir(parents=True)
+    assert execute(["gate", "--baseline", "main"]) == 0
+    assert asked["orders"][1].implementations == tuple(names)
+
+
+def test_files_for_ci_are_written_case_by_case(asked, monkeypatch):
+    def killed(order, watch):
+        order.on_progress(gate_factory.report(gate_factory.case("regression"), outcome="interrupted"))
+        assert json.loads(Path("out/gate.json").read_text())["cases"][0]["status"] == "regression"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attnbench.gating.gate_refs", killed)
+    assert execute([*GATE, "--ci", "out"]) == 130
+    assert sorted(path.name for path in Path("out").iterdir()) == ["gate.json", "gate.md", "gate.xml"]
+
+
+def test_compare_waits_for_no_other_measurement(asked, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "cache"))
+    with machine_lock(doing="run"):
+        monkeypatch.setattr("attnbench.run.lock._held_here", {})
+        assert execute(["compare", "torch.eager", "torch.sdpa"]) == 2
+    assert "another attnbench run (pid" in capsys.readouterr().err
+    assert not asked["orders"]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "file"))
+    assert execute(["compare", "torch.eager", "torch.sdpa"]) == 0
+    assert "nothing keeps other measurements away" in capsys.readouterr().err
 
 
 def test_files_for_ci_are_written_and_the_document_is_alone_on_stdout(asked, capsys):

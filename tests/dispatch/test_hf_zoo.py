@@ -131,9 +131,7 @@ BOTH_ENDS = {
         "eos_token_id": 2, "decoder_start_token_id": 0, "local_radius": 4,
     },
 }  # fmt: skip
-TOLD = (
-    r"writes its own attention|computes with the mask|does not do (a position bias|attention sinks)"
-)
+TOLD = r"writes its own attention|computes with the mask|does not do (a position bias|attention sinks)"
 
 
 @pytest.fixture(autouse=True)
@@ -317,7 +315,14 @@ def test_vision(name):
         "patch_size": 4,
     }  # fmt: skip
     if name == "SwinModel":
-        fields = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "image_size": 16, "patch_size": 4}
+        fields = {
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "window_size": 2,
+            "image_size": 16,
+            "patch_size": 4,
+        }
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     assert same_or_refused(name, fields, lambda m: m(pixel_values=pixels).last_hidden_state) == "same"
 
@@ -387,6 +392,7 @@ class _Own(torch.nn.Module):
 @torch.no_grad()
 def test_a_layer_with_attention_of_its_own_among_others_is_right(compiled):
     """The masks take the form that serves both."""
+
     def call(attention):
         model = built("MistralForCausalLM", DECODERS["MistralForCausalLM"], attention)
         model.model.layers[0].self_attn = _Own(None)

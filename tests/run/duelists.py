@@ -62,3 +62,40 @@ def runs_out_in_the_third(q, k, v):
 
 def wrong_in_the_third(q, k, v):
     return wrong_and_fast(q, k, v) if _launches() >= 3 else plain(q, k, v)
+
+
+def hangs(q, k, v):
+    _launches()
+    time.sleep(1000)
+
+
+def _start_helpers():
+    """Two processes that never end by themselves: one in a session of its own whose parent is gone, and a child."""
+    folder = Path(os.environ["DUEL_HELPERS"])
+    for orphan in (True, False):
+        started, ready = os.pipe()
+        if os.fork() == 0:
+            if orphan:
+                os.setsid()
+                if os.fork():
+                    os._exit(0)
+            (folder / str(os.getpid())).touch()
+            os.write(ready, b"+")
+            while True:
+                time.sleep(0.001)
+        assert os.read(started, 1)
+
+
+_started: set[int] = set()
+
+
+def with_helpers(q, k, v):
+    if os.getpid() not in _started:
+        _started.add(os.getpid())
+        _start_helpers()
+    return plain(q, k, v)
+
+
+def with_helpers_then_gone(q, k, v):
+    with_helpers(q, k, v)
+    os.abort()

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
+from cli_process import alive, wait_for
 
 from attnbench.comparing import compare
 from attnbench.comparison import LOOKS, Block, Launch
 from attnbench.errors import UsageError
 from attnbench.run import duel as module
+from attnbench.run import process_tree
 from attnbench.run.arms import NurserySide, arm_of
 from attnbench.run.duel import Duel, Terms
+from attnbench.run.process_tree import descendants
 from attnbench.run.remote import Remote
 from attnbench.spec import Workload
 
@@ -56,7 +64,8 @@ def test_half_the_work_is_faster_and_twice_the_work_is_slower():
 
 def test_neighbours_are_paired_and_both_orders_occur():
     found = fight("plain", "thrice")
-    assert {launch.first for launch in found.launches} == {"a", "b"}
+    firsts = [launch.first for launch in found.launches]
+    assert all({one, other} == {"a", "b"} for one, other in zip(firsts[::2], firsts[1::2])), "in every two launches"
     for launch in found.launches:
         assert len(launch.a) == len(launch.b) >= 2
         assert all(block.ns["wall"] > 0 and block.ns["cpu"] > 0 for block in (*launch.a, *launch.b))
@@ -259,3 +268,108 @@ def test_only_metrics_of_both_arms_are_judged():
 def test_block_survives_the_wire():
     block = Block({"wall": 1.5, "cpu": 2.0}, 3)
     assert msgspec.json.decode(msgspec.json.encode(block), type=Block) == block
+
+
+# The idle side
+
+
+def all_stopped(pids):
+    """Whether all of these processes are stopped; a signal takes a moment."""
+    rests = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    return wait_for(lambda: all(psutil.Process(pid).status() in rests for pid in pids))
+
+
+def test_all_processes_of_the_idle_side_are_stopped_in_the_others_turn(monkeypatch, tmp_path):
+    """Threads and helpers that spin would take the core from the other: also one that has left its session."""
+    monkeypatch.setenv("DUEL_HELPERS", str(tmp_path / "helpers"))
+    (tmp_path / "helpers").mkdir()
+    monkeypatch.setattr(process_tree, "REFRESH_S", 0.0)
+    block, seen = module.Fighter.block, []
+
+    def watched(self, calls):
+        if self._side == "a":
+            helpers = [int(path.name) for path in (tmp_path / "helpers").iterdir()]
+            idle = [pid for pid in (*descendants(second._process.pid), *helpers) if psutil.pid_exists(pid)]
+            assert set(helpers) <= set(descendants(second._process.pid))
+            assert all_stopped([second._process.pid, *idle])
+            seen.append(len(idle))
+        return block(self, calls)
+
+    monkeypatch.setattr(module.Fighter, "block", watched)
+    arms = [arm_of(named(one), "numpy") for one in ("plain", "with_helpers")]
+    terms = Terms(workload=SMALL, launch_s=0.0, budget_s=0.01)
+    with NurserySide(arms[0], "cpu", 1) as first, NurserySide(arms[1], "cpu", 1) as second:
+        found = Duel(first, second, terms, lambda launches, decision: None).fight()
+        assert found.record_b.status == "ok", found.reason
+        assert min(seen) >= 3, "a worker and its two helpers"
+        helpers = [int(path.name) for path in (tmp_path / "helpers").iterdir()]
+        wait_for(lambda: not any(map(alive, helpers)))
+
+
+def test_what_a_crashed_worker_leaves_behind_is_gone_before_the_next(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUEL_HELPERS", str(tmp_path / "helpers"))
+    (tmp_path / "helpers").mkdir()
+    with NurserySide(arm_of(named("with_helpers_then_gone"), "numpy"), "cpu", 1) as side:
+        found = Duel(side, side, Terms(workload=SMALL), lambda launches, decision: None).fight()
+        assert found.died, found.reason
+        helpers = [int(path.name) for path in (tmp_path / "helpers").iterdir()]
+        assert helpers
+        side.hatch(1).kill()
+        wait_for(lambda: not any(map(alive, helpers)))
+
+
+def test_a_stopped_worker_ends_with_its_parent(tmp_path):
+    """Its parent is killed while it is the other side's turn: nobody will ever let it go on."""
+    code = (
+        "import os, signal\nfrom attnbench.run.arms import NurserySide, arm_of\n"
+        "with NurserySide(arm_of('numpy.float32', 'numpy'), 'cpu', 1) as side:\n"
+        "    worker = side.hatch(1)\n    side.pause()\n"
+        "    print(side._process.pid, worker._process.pid, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    wait_for(lambda: not any(map(alive, pids)))
+
+
+def test_a_nursery_that_dies_is_started_again():
+    arms = [arm_of(named(one), "numpy") for one in ("plain", "thrice")]
+    with NurserySide(arms[0], "cpu", 1) as first, NurserySide(arms[1], "cpu", 1) as second:
+        os.kill(second._process.pid, signal.SIGKILL)
+        found = Duel(first, second, Terms(workload=SMALL, budget_s=0.01), lambda launches, decision: None).fight()
+        assert found.record_b.status == "ok", found.reason
+        assert found.launches
+
+
+def test_ctrl_c_while_both_open_does_not_wait_for_them(monkeypatch):
+    """On an accelerator both open at once, in threads."""
+    monkeypatch.setattr(module.Duel, "_describe", lambda self, side, fighters: self._devices.update({side: "cuda"}))
+    both_open = Path(os.environ["DUEL_DIARY"])
+
+    def press():
+        wait_for(lambda: len(list(both_open.iterdir())) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        fight("hangs", "hangs", timeout_s=200.0)
+    assert time.monotonic() - started < 100
+
+
+def test_a_difference_is_confirmed_by_processes_that_are_newly_started(monkeypatch):
+    monkeypatch.setattr(module, "is_overwhelming", lambda decision: False)
+    arms = [arm_of(named(one), "numpy") for one in ("plain", "thrice")]
+    terms = Terms(workload=SMALL, launch_s=0.02, confirm=True, budget_s=300.0)
+    with NurserySide(arms[0], "cpu", 1) as first, NurserySide(arms[1], "cpu", 1) as second:
+        before = {first._process.pid, second._process.pid}
+        found = Duel(first, second, terms, lambda launches, decision: None).fight()
+        assert not before & {first._process.pid, second._process.pid}
+    assert found.verdict == "slower"
+    assert len(found.launches) in [2 * look for look in LOOKS]
+    assert found.estimates["wall"].launches == len(found.launches)
+
+
+def test_a_large_difference_needs_no_confirmation():
+    found = fight("plain", "thrice", confirm=True, launch_s=0.3)
+    assert found.verdict == "slower"

@@ -124,8 +124,33 @@ def test_who_holds_it_may_measure_within():
         pass
 
 
+def test_who_holds_the_lock_may_measure_within(holder: subprocess.Popen[str]):
+    with pytest.raises(UsageError, match="another attnbench gate"), measuring("compare"):
+        pass
+    holder.kill()
+    holder.wait()
+    with machine_lock(doing="bisect"), measuring("compare") as notes:
+        assert notes == []
+        with pytest.raises(UsageError, match=rf"another attnbench bisect \(pid {os.getpid()}"), machine_lock():
+            pass
+
+
+def test_a_worker_asks_for_no_lock(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ATTNBENCH_WORKER", "1")
+    with measuring("compare") as notes:
+        assert notes == []
+
+
+def test_the_patient_get_the_lock_when_it_is_free(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("attnbench.run.lock.time.sleep", lambda seconds: (holder.kill(), holder.wait()))
+    with measuring("compare", patience_s=60.0):
+        pass
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(UsageError, match="set ATTNBENCH_CACHE"), machine_lock():
         pass
+    with measuring("compare") as notes:
+        assert "nothing keeps other measurements away: cannot lock" in notes[0]

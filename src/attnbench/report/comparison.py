@@ -10,6 +10,7 @@ from rich.table import Table
 
 from attnbench.comparison import Comparison
 from attnbench.report import units
+from attnbench.report.calibration import fine_print
 
 Interval = tuple[float, float]
 MOST = 1000.0
@@ -26,6 +27,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
     console.print()
     style = STYLES.get(comparison.verdict or "", "red")
+    if comparison.verdict in ("slower", "faster") and "cpu" in comparison.estimates:
+        console.print(f"[dim]{escape(fine_print())}[/dim]", highlight=False, soft_wrap=True)
     console.print(f"[{style}]{escape(sentence(comparison))}[/{style}]", highlight=False, soft_wrap=True)
 
 

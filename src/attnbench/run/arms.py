@@ -152,6 +152,7 @@ class NurserySide:
     def _start(self) -> None:
         """Start the nursery and load the arm's code in it; raises UsageError if that cannot be."""
         self._forks = True
+        self._workers: list[_Fledgling] = []
         arm, module = self.arm, "attnbench.run.nursery"
         started = start(module, arm.framework, self._device, self._threads, self._output, arm.path, STEADY_MEMORY)
         self._process, self._connection = started
@@ -208,14 +209,17 @@ class NurserySide:
             return self._fork(seed) if self._forks else self._spawn()
 
     def _fork(self, seed: int) -> Remote:
-        for pid in set(descendants(self._process.pid)) - set(self._helpers):
+        self._workers = [one for one in self._workers if one.poll() is None]
+        known = {pid for one in self._workers for pid in (one.pid, *descendants(one.pid))}
+        for pid in set(descendants(self._process.pid)) - known - set(self._helpers):
             ProcessTree(pid).kill()  # what an earlier worker left behind
         ours, theirs = socket.socketpair()
         with theirs:
             reply = self._ask(n.Hatch(seed), theirs)
         assert isinstance(reply, n.Hatched)
         self._tree = ProcessTree(self._process.pid)
-        return Remote(self.arm.framework, _Fledgling(reply.pid, self), Connection(ours.detach()), self._output)
+        self._workers.append(_Fledgling(reply.pid, self))
+        return Remote(self.arm.framework, self._workers[-1], Connection(ours.detach()), self._output)
 
     def _spawn(self) -> Remote:
         """Slower to start than a fork, but one with other threads' locks in it might never answer."""

@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 import tomllib
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -54,15 +55,40 @@ def require(name: str) -> None:
     if not _expected.tree:
         return
     module = registry.module_of(name)
-    file = module and getattr(sys.modules.get(module), "__file__", None)
-    if file is not None and any(_lies_in(file, folder) for folder in _expected.within):
-        return
-    if module.partition(".")[0] == "attnbench":
+    if module.partition(".")[0] == "attnbench" and not _is_within(module, _expected.within):
         raise NotInRef(
             f"{name} is attnbench's own, so nothing of this repository would be measured: name a function of it, "
             "file.py:function or package.module:function."
         )
-    raise NotInRef(f"{name} is not in this ref; what Python finds is {file}: {REMEDY}.")
+    require_module(module, _expected.within)
+
+
+def require_module(module: str, within: Sequence[str]) -> None:
+    """Raise NotInRef if a loaded module comes from elsewhere although the ref has one of that name, and a plain
+    UsageError if the ref has none."""
+    if _is_within(module, within):
+        return
+    found = getattr(sys.modules.get(module), "__file__", None)
+    if _expected.tree and not _holds(Path(_expected.tree), module):
+        raise UsageError(f"{module} is not in this ref; what Python finds is {found}.")
+    raise NotInRef(f"{module} is not in this ref; what Python finds is {found}: {REMEDY}.")
+
+
+def require_file(file: str, within: Sequence[str]) -> None:
+    """Raise NotInRef if a file lies outside of the ref: it is the same for all refs."""
+    if not any(_lies_in(file, folder) for folder in within):
+        raise NotInRef(f"{file} is not in this ref: name it relative to the root of the repository.")
+
+
+def _is_within(module: str, within: Sequence[str]) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and any(_lies_in(file, folder) for folder in within)
+
+
+def _holds(tree: Path, module: str) -> bool:
+    """Whether a checkout has a file for a module, in whatever folder."""
+    place = module.replace(".", "/")
+    return any(next(tree.rglob(form), None) for form in (f"{place}.py", f"{place}/__init__.py", f"{place}.*so"))
 
 
 def other_code() -> str:

@@ -98,9 +98,10 @@ def _require_within(question: p.Enlist) -> None:
     """The code of another tree (an editable install, say) must not pass for that of a git ref."""
     assert question.reference is not None
     where = question.reference.rpartition(":")[0]
-    file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
-    if question.within and (file is None or not any(Path(file).is_relative_to(folder) for folder in question.within)):
-        raise origin.NotInRef(f"{where} is not in this ref; what Python finds is {file}: {origin.REMEDY}.")
+    if question.within and where.endswith(".py"):
+        origin.require_file(where, question.within)
+    elif question.within:
+        origin.require_module(where, question.within)
 
 
 class Worker:
