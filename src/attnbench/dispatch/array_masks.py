@@ -64,7 +64,9 @@ def attention_with_array(
 def _check_dtypes(visible: Array | None, bias: Array | None) -> None:
     """Refuse a mask of integers: 0 and 1 may mean what is visible or what is added to the logits."""
     if visible is not None and not str(visible.dtype).endswith("bool"):
-        raise InvalidWorkload(f"a mask of what is visible is boolean, not {visible.dtype}: convert it, as in mask != 0.")
+        raise InvalidWorkload(
+            f"a mask of what is visible is boolean, not {visible.dtype}: convert it, as in mask != 0."
+        )
     if bias is not None and "float" not in str(bias.dtype):
         raise InvalidWorkload(
             f"a bias is floating-point, not {bias.dtype}: numbers of another kind could be added to the logits or say "
