@@ -100,7 +100,7 @@ def _watch_models() -> None:
     @wraps(accept)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *more: Any, **how: Any) -> str:
         if requested_attention in _registered:  # its modules are not there yet
-            attention = hf_models.attention_beside_class(type(self))
+            attention = hf_models.attention_of_class(type(self))
             if attention.loses_masks:
                 raise Unsupported(hf_models.refusal(type(self).__name__, attention))
         return accept(self, requested_attention, *more, **how)
@@ -114,6 +114,7 @@ def _watch_models() -> None:
 
     @wraps(change)
     def set_attn_implementation(self: Any, attn_implementation: Any, *more: Any, **how: Any) -> None:
+        hf_models.remember(self)
         _check_parts(self, list(_configs_asked(self, self.config, attn_implementation)))
         change(self, attn_implementation, *more, **how)
 
@@ -144,7 +145,7 @@ def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
 
 
 def _check_parts(model: Any, configs: list[Any]) -> None:
-    """Refuse parts with these configs that would lose their masks; warn of those that never call us and lose nothing."""
+    """Refuse parts with these configs that would lose their masks; warn of those that never call us but lose none."""
     for config, modules in hf_models.by_config(model):
         if config is None or not any(config is one for one in configs):
             continue

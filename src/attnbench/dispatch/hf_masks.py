@@ -137,15 +137,17 @@ def _everything(index: Any, shape: tuple[int, ...]) -> bool:
 
 
 _ASKED = (
-    "shape", "ndim", "device", "dtype", "layout", "requires_grad", "grad_fn", "grad", "is_cuda", "is_cpu", "is_leaf",
-    "is_sparse", "is_nested", "is_quantized", "is_meta", "is_mps", "is_xpu", "itemsize", "nbytes", "_base",
+    "shape", "ndim", "device", "dtype", "layout", "requires_grad", "grad_fn", "grad", "itemsize", "nbytes", "_base",
     "_backward_hooks", "output_nr", "_version",
 )  # fmt: skip
-_PROPERTIES = {getattr(torch.Tensor, name).__get__ for name in _ASKED if hasattr(torch.Tensor, name)}
-_PROPERTIES.add(torch.Tensor.requires_grad.__set__)
+_PROPERTIES = {
+    getattr(torch.Tensor, name).__get__
+    for name in dir(torch.Tensor)
+    if (name in _ASKED or name.startswith("is_")) and hasattr(getattr(torch.Tensor, name), "__set__")
+} | {torch.Tensor.requires_grad.__set__}  # pyright: ignore[reportAttributeAccessIssue]
 _ABOUT = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device",
-    "__len__", "requires_grad_", "data_ptr", "__hash__", "has_names",
+    "__len__", "untyped_storage", "requires_grad_", "data_ptr", "__hash__", "has_names",
 })  # fmt: skip
 """Functions that ask for no value."""
 _KEEP = frozenset({
@@ -212,7 +214,14 @@ def describe(
     function = more.get("mask_function", causal_mask_function)
     config = more.get("config")
     model = None if torch.compiler.is_compiling() else _asking()
-    alone = _only_ours(type(config).__module__, type(config).__name__) if model is None else _checked(model, config)
+    if model is None:
+        refused, alone = _of_config(id(config), type(config).__module__, type(config).__name__)
+    else:
+        attention = hf_models.attention_for(model, config)
+        refused = hf_models.refusal(type(model).__name__, attention) if attention.loses_masks else ""
+        alone = not attention.own
+    if refused:
+        raise Unsupported(refused)
     if not alone:  # some attention in this model adds the mask to its scores: the form that serves every module
         return eager_mask(**given)
     if torch.compiler.is_compiling() or (model is not None and hf_models.compiled_layers(model)):
@@ -242,21 +251,15 @@ def _asking() -> torch.nn.Module | None:
     return None
 
 
-def _checked(model: torch.nn.Module, config: Any) -> bool:
-    """Whether all attention of a model that could get the mask calls the registered function; refuse if none does."""
-    attention = hf_models.attention_for(model, config)
-    if attention.loses_masks:
-        raise Unsupported(hf_models.refusal(type(model).__name__, attention))
-    return not attention.own
-
-
 @constant_when_traced
-def _only_ours(module: str, name: str) -> bool:
-    """The same while torch.compile traces, when only the config is known."""
-    attention = hf_models.attention_beside_config(module)
-    if attention.loses_masks:
-        raise Unsupported(hf_models.refusal(f"the model of {name}", attention))
-    return not attention.own
+def _of_config(config_id: int, module: str, name: str) -> tuple[str, bool]:
+    """Tell why the model of a config is refused, and whether all its attention calls the registered function.
+
+    Of a graph, for which the config alone is known.
+    """
+    attention = hf_models.attention_of_config(config_id, module)
+    refused = hf_models.refusal(f"the model of {name}", attention) if attention.loses_masks else ""
+    return refused, not attention.own
 
 
 def _made_ahead() -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -45,6 +45,8 @@ class _Code(NamedTuple):
     parameters: frozenset[str]
     interface: bool
     makes_masks: bool
+    builds: tuple[type, ...]
+    """Classes of modules that it names, also in a table of classes."""
 
 
 @cache
@@ -73,10 +75,13 @@ def _code(kind: type) -> _Code:
 
     for base in kind.__mro__:
         for value in () if base.__module__.startswith(_CORE) else vars(base).values():
+            found.append(value)
             follow(value.__func__ if isinstance(value, (staticmethod, classmethod)) else value, 0)
     makers = {name for name in vars(masking_utils) if name.startswith("create_")}
     calls = "ALL_ATTENTION_FUNCTIONS" in names or any(isinstance(value, AttentionInterface) for value in found)
-    return _Code(frozenset(names), frozenset(parameters), calls, bool(makers & names))
+    tables = [one for value in found if isinstance(value, dict) for one in value.values()]
+    builds = (one for one in [*found, *tables] if isinstance(one, type) and issubclass(one, torch.nn.Module))
+    return _Code(frozenset(names), frozenset(parameters), calls, bool(makers & names), tuple(dict.fromkeys(builds)))
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -102,7 +107,7 @@ def own_attention(kind: type) -> bool:
         "softmax" in name.lower() or name in ("scaled_dot_product_attention", "logsumexp") for name in code.names
     )
     named = "attention" in kind.__name__.lower() or "attn" in kind.__name__.lower()
-    return not code.interface and softmax and (named or any("mask" in name for name in code.parameters))
+    return not code.interface and bool(softmax) and (named or any("mask" in name for name in code.parameters))
 
 
 @cache
@@ -167,17 +172,26 @@ def by_config(model: torch.nn.Module) -> list[tuple[Any, list[torch.nn.Module]]]
 
 
 _SEEN: WeakKeyDictionary[torch.nn.Module, dict[int, Attention]] = WeakKeyDictionary()
+_BY_CONFIG: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
+
+
+def remember(model: torch.nn.Module) -> None:
+    """Keep which model has which configs, for graphs, that know the config alone."""
+    for config, _ in by_config(model):
+        _BY_CONFIG[id(config)] = model
 
 
 def attention_for(model: torch.nn.Module, config: Any) -> Attention:
-    """What attention stands under a config in a model; all of the model's if no part has that config. Kept."""
+    """Tell what attention stands under a config in a model, or in all of it if no part has that config. Kept."""
     seen = _SEEN.setdefault(model, {})
     if id(config) not in seen:
-        parts = by_config(model)
-        modules = [one for of, some in parts if of is config for one in some]
-        modules = modules or [one for _, some in parts for one in some]
-        seen[id(config)] = attention_of(type(one) for one in modules)
+        seen[id(config)] = _under(model, id(config)) or attention_of(type(one) for one in model.modules())
     return seen[id(config)]
+
+
+def _under(model: torch.nn.Module, config_id: int) -> Attention | None:
+    modules = [one for config, some in by_config(model) if id(config) == config_id for one in some]
+    return attention_of(type(one) for one in modules) if modules else None
 
 
 @cache
@@ -191,13 +205,37 @@ def attention_in_modules(*names: str) -> Attention:
     return attention_of(iter(kinds))
 
 
-def attention_beside_class(kind: type) -> Attention:
-    """Tell what attention a model of this class may have before it is built: what stands in its modules of Python."""
+@cache
+def attention_of_class(kind: type) -> Attention:
+    """Count the attention classes that a model of this class may have, before it is built.
+
+    Followed from class to class by name, models with another config left out; if none is found there, those of its
+    modules of Python.
+    """
+    reached: dict[type, None] = {kind: None}
+    waiting = [kind]
+    while waiting:
+        for one in _code(waiting.pop()).builds:
+            apart = issubclass(one, _pretrained()) and _config_class(one) is not _config_class(kind)
+            if one not in reached and not apart and not one.__module__.startswith(_CORE):
+                reached[one] = None
+                waiting.append(one)
+    found = attention_of(iter(reached))
+    if found.calling or found.own:
+        return found
     return attention_in_modules(*(base.__module__ for base in kind.__mro__ if not base.__module__.startswith(_CORE)))
 
 
-def attention_beside_config(module: str) -> Attention:
-    """Tell it from the Python module of the config: from the `modeling_` modules that are loaded beside it."""
+def _config_class(kind: Any) -> Any:
+    return kind.config_class
+
+
+def attention_of_config(config_id: int, module: str) -> Attention:
+    """Tell it from a config by its `id`; if no model has it, from the modelling modules beside that of its class."""
+    model = _BY_CONFIG.get(config_id)
+    found = None if model is None else _under(model, config_id)
+    if found is not None:
+        return found
     package = module.rpartition(".")[0]
     names = (name for name in list(sys.modules) if name.rpartition(".")[0] == package)
     return attention_in_modules(*sorted(name for name in names if name.rpartition(".")[2].startswith("modeling_")))
