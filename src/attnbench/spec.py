@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite, isqrt
+from numbers import Real
 from operator import index
 from typing import Any, Literal
 
@@ -175,7 +176,11 @@ def _check_shape(w: Workload) -> None:
         raise InvalidWorkload(f'pass "{w.pass_}" is not one of {", ".join(PASSES)}.')
     if w.inputs not in INPUTS:
         raise InvalidWorkload(f'inputs "{w.inputs}" is not one of {", ".join(INPUTS)}.')
-    for name, value in (("scale", w.scale), ("softcap", w.softcap)):
+    for name in ("scale", "softcap"):
+        value = getattr(w, name)
+        if isinstance(value, Real) and type(value) not in (bool, int, float):  # NumPy's numbers become Python's
+            value = float(value)
+            msgspec.structs.force_setattr(w, name, value)
         if value is not None and not _is_number(value):
             raise InvalidWorkload(f"{name} must be a finite number, not {value!r}.")
     if w.softcap is not None and not w.softcap > 0:

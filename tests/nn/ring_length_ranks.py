@@ -109,6 +109,7 @@ def disagreements():
     """What each way to disagree with rank 0 is answered with."""
     q, k, v, _ = (shard(x) for x in draw())
     single, fewer = ([x.to(torch.float32) for x in (q, k, v)], [x[:3] for x in (q, k, v)])
+    learns = q.detach().requires_grad_()
     ring = {
         "causal": lambda: RingDilatedAttention(SEGMENTS, RATES, causal=of_rank(True, False))(q, k, v),
         "scale": lambda: RingDilatedAttention(SEGMENTS, RATES, scale=of_rank(0.5, None))(q, k, v),
@@ -116,6 +117,7 @@ def disagreements():
         "pattern": lambda: RingDilatedAttention(of_rank([8, 16], [8, 32]), [1, 2])(q, k, v),
         "dtype": lambda: RingDilatedAttention(SEGMENTS, RATES)(*of_rank(single, (q, k, v))),
         "batch": lambda: RingDilatedAttention(SEGMENTS, RATES)(*of_rank(fewer, (q, k, v))),
+        "requires_grad": lambda: RingDilatedAttention(SEGMENTS, RATES)(of_rank(learns, q), k, v),
     }
     dense = {
         "causal": lambda: ring_attention(q, k, v, causal=of_rank(True, False)),
@@ -123,6 +125,7 @@ def disagreements():
         "layout": lambda: ring_attention(q, k, v, layout=of_rank("striped", "zigzag")),
         "dtype": lambda: ring_attention(*of_rank(single, (q, k, v))),
         "batch": lambda: ring_attention(*of_rank(fewer, (q, k, v))),
+        "requires_grad": lambda: ring_attention(q, of_rank(k.detach().requires_grad_(), k), v),
         "heads": lambda: ring_attention(q, *of_rank((k, v), (k[:, :, :1], v[:, :, :1]))),
         "pattern": lambda: ring_attention(q, k, v, dilated=of_rank(masks.dilated([8], [1]), None)),
     }

@@ -134,6 +134,8 @@ def multihead():
     whole.square().sum().backward()
     rows.square().sum().backward()
     errors = [apart(rows.detach(), shard(whole.detach())), apart(gather(rows.detach()), whole.detach())]
+    last = shard(whole.detach().transpose(1, 2).contiguous(), dim=-1)
+    errors.append(apart(gather(last, dim=-1), whole.detach().transpose(1, 2)))
     for a, b in zip(one.parameters(), many.parameters()):
         dist.all_reduce(b.grad)
         errors.append(apart(b.grad, a.grad))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -22,6 +24,7 @@ from attnbench.impls.block_sparse import select  # noqa: E402
 from attnbench.impls.block_sparse.content import estimate  # noqa: E402
 from attnbench.impls.block_sparse.gate import train_gate as train_heads_first  # noqa: E402
 from attnbench.impls.block_sparse.gate import true_mass  # noqa: E402
+from attnbench.nn.block_sparse import MOST_SIZES  # noqa: E402
 
 SIZE = 16
 STRUCTURED = Workload(batch=1, q_len=512, heads=2, head_dim=32, inputs="structured")
@@ -310,3 +313,19 @@ def test_nothing_is_silently_ignored(make, error, words):
 def test_the_public_names_are_there():
     names = {"BlockSparseAttention", "AdaptiveSparseAttention", "BlockGate", "train_gate"}
     assert names | {"create_block_sparse_attention", "create_adaptive_sparse_attention"} <= set(dir(nn))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.create_block_sparse_attention(0.5, "local", block_size=8),
+    lambda: nn.create_adaptive_sparse_attention(0.1, 0.7, block_size=8, pool=4),
+], ids=["fixed", "adaptive"])  # fmt: skip
+def test_tables_are_of_few_sizes_and_not_pickled(make):
+    module = make()
+    empty = len(pickle.dumps(module))
+    for tokens in range(8, 8 * 40, 8):
+        x = torch.randn(1, tokens, 2, 8)
+        module(x, x, x)
+    assert len(module._made) <= MOST_SIZES
+    assert len(pickle.dumps(module)) == empty
+    copied = pickle.loads(pickle.dumps(module))
+    torch.testing.assert_close(copied(x, x, x), module(x, x, x))

@@ -108,6 +108,12 @@ def _torch(
     if impl == "torch.sdpa" and softcap is not None:
         raise Unsupported("torch.sdpa has no soft cap.")
     exact = bias is None or bias.dtype == q.dtype or q.device.type == "cpu"  # fused kernels of a GPU round a bias
+    if impl == "torch.sdpa" and not exact:
+        assert bias is not None
+        raise Unsupported(
+            f"torch.sdpa takes a bias in the dtype of its inputs on a GPU, and {q.dtype} would round this one of "
+            f"{bias.dtype}: cast it if that is meant, or ask for torch.eager."
+        )
     if impl == "auto":
         impl = _torch_choice(q, k, v, not exact, softcap, layout)
     seen, bias = _torch_seen(visible, bias)

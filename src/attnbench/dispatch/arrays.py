@@ -6,6 +6,7 @@ from typing import Any
 
 from attnbench import frameworks
 from attnbench.errors import InvalidWorkload
+from attnbench.frameworks.jax_plain import kind_of_device
 from attnbench.spec import Array, Pass
 
 
@@ -18,20 +19,19 @@ def framework_of(*arrays: Array) -> str:
 
 
 def device_of(array: Array, framework: str) -> str:
-    """Our name of the device an array lies on (of a JAX array that is traced or only a shape: the default device)."""
+    """Our name of the device an array lies on (of a JAX array that is traced or only a shape: the default device).
+
+    Torch's meta tensors, which have no numbers, are taken for those of a CPU.
+    """
     if framework == "torch":
         kind = array.device.type
+        if kind == "meta":
+            return "cpu"
         found = frameworks.get("torch").devices()
         return "rocm" if kind == "cuda" and "rocm" in found else kind
     if framework == "numpy":
         return "cpu"
-    import jax
-    from jax.core import Tracer
-
-    kinds = frameworks.get("jax").devices()
-    nowhere = isinstance(array, Tracer | jax.ShapeDtypeStruct)
-    on_cpu = not nowhere and next(iter(array.devices())).platform == "cpu"
-    return "cpu" if on_cpu else kinds[0]
+    return kind_of_device(array)
 
 
 def pass_of(framework: str, *arrays: Array) -> Pass:

@@ -110,6 +110,8 @@ def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
         from attnbench.dispatch import jax_traced
 
         return jax_traced.planned(q, k, v, words)
+    if words.impl == "auto" and str(getattr(q, "device", "")) == "meta":
+        words = words._replace(impl="torch.eager")  # only shapes are asked, which its operators all tell
     demand = demand_of(q, k, v, words, train)
     return Plan(running(words.impl, demand, words.layout), bytes_kept(demand))
 

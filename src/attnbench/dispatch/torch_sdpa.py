@@ -11,6 +11,7 @@ or, with `fallback=True`, goes to torch's own function with a warning, once per 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -152,6 +153,7 @@ def _refuse(reason: str, fallback: bool) -> None:
     told = f"attnbench's scaled_dot_product_attention does not take {reason}"
     if not fallback:
         raise Unsupported(f"{told}; fallback=True hands such calls to torch's own.")
-    if reason not in _WARNED:
-        _WARNED.add(reason)
+    kind = re.sub(r"[\d, ()]+", " ", reason)  # once for all shapes
+    if kind not in _WARNED:
+        _WARNED.add(kind)
         warnings.warn(f"{told}: torch's own takes such calls.", stacklevel=4)

@@ -183,3 +183,21 @@ def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: A
     probabilities = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v, precision=precision)
     return out.reshape(*q.shape[:3], v.shape[-1])
+
+
+def kind_of_device(array: Array) -> str:
+    """Return our name of the device that an array lies on; of one that is traced or only a shape, the default device.
+
+    The default is that of `jax.default_device` if one is in force: a program traced under it is compiled for it.
+    """
+    import jax
+    from jax.core import Tracer
+
+    from attnbench import frameworks
+
+    if isinstance(array, Tracer | jax.ShapeDtypeStruct):
+        default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        platform = getattr(default, "platform", default)
+    else:
+        platform = next(iter(array.devices())).platform
+    return "cpu" if platform == "cpu" else frameworks.get("jax").devices()[0]

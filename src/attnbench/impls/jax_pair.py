@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 from attnbench import frameworks
+from attnbench.frameworks.jax_plain import kind_of_device
 from attnbench.impls.parts.pairing import Pairing, Role
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
@@ -57,21 +57,13 @@ class JaxPair(Pairing):
 
         pair = self.configured(config)
         calls = lru_cache(lambda device: differentiable(pair.chosen(workload, environment_of(device)), with_lse))
-        return lambda q, k, v: calls(_kind(q))(q, k, v)
+        return lambda q, k, v: calls(kind_of_device(q))(q, k, v)
 
 
 @lru_cache(maxsize=8)
 def environment_of(device: str) -> Environment:
     """Facts about a device, asked once."""
     return frameworks.get("jax").environment(device)
-
-
-def _kind(array: Any) -> str:
-    """The kind of device an array lies on; of a traced one the default."""
-    from jax.core import Tracer
-
-    on_cpu = not isinstance(array, Tracer) and next(iter(array.devices())).platform == "cpu"
-    return "cpu" if on_cpu else frameworks.get("jax").devices()[0]
 
 
 PAIR = JaxPair()

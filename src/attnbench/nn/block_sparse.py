@@ -7,6 +7,7 @@ itself has none (a gate is trained apart, see sparse_gate). Causal masks are ali
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_spars
 from attnbench.workloads.masks import MaskShape, causal, full
 from attnbench.workloads.masks.block_layout import block_layout
 
+MOST_SIZES = 16
+"""Sizes of which a module keeps its tables."""
 BY_CONTENT = ("dynamic_threshold", "learned")
 Kept = tuple[BlockTables, float]
 """The blocks of a call, and the share that was dropped."""
@@ -38,7 +41,19 @@ class _SparseAttention(torch.nn.Module):
         super().__init__()
         check_common(block_size, causal, scale)
         self.block_size, self.causal, self.scale = block_size, causal, scale
-        self._choices: dict[Any, Choice] = {}
+        self._made: dict[Any, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made again from sizes: it may lie on a device, and is no part of the module."""
+        return {**super().__getstate__(), "_made": {}}
+
+    def _made_once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for a key; of the last few sizes only."""
+        if key not in self._made:
+            if len(self._made) >= MOST_SIZES:
+                self._made.pop(next(iter(self._made)))
+            self._made[key] = make()
+        return self._made[key]
 
     @outside_graphs
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
@@ -85,10 +100,9 @@ class _SparseAttention(torch.nn.Module):
     def _choice(self, q: torch.Tensor, k: torch.Tensor) -> Choice:
         """What may be chosen among for arrays of these sizes, made once."""
         shape = MaskShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        if (shape, q.device) not in self._choices:
-            mask = causal() if self.causal else full()
-            self._choices[shape, q.device] = choice(mask, shape, self.block_size, q.device)
-        return self._choices[shape, q.device]
+        mask = causal() if self.causal else full()
+        key = ("choice", shape, q.device)
+        return self._made_once(key, lambda: choice(mask, shape, self.block_size, q.device))
 
 
 class BlockSparseAttention(_SparseAttention):
@@ -129,7 +143,6 @@ class BlockSparseAttention(_SparseAttention):
         self.gate = gate
         self.pool = checked_pool(pool, gate, block_size, scale) if pattern in BY_CONTENT else POOL
         self.register_buffer("threshold", torch.tensor(float("nan") if threshold is None else float(threshold)))
-        self._fixed: dict[Any, Kept] = {}
 
     def _asked(self) -> dict[str, Any]:
         asked = {"sparsity": self.sparsity, "pattern": self.pattern}
@@ -166,14 +179,16 @@ class BlockSparseAttention(_SparseAttention):
 
     def _pattern(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
         shape = MaskShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        if (shape, q.device) not in self._fixed:
+
+        def made() -> Kept:
             mask = sparse_mask(
                 self.pattern, self.sparsity, shape, block_size=self.block_size, causal=self.causal, seed=self.seed
             )
             layout = block_layout(mask, shape)
             assert layout is not None
-            self._fixed[shape, q.device] = tables_of(layout, shape, q.device), layout.sparsity
-        return self._fixed[shape, q.device]
+            return tables_of(layout, shape, q.device), layout.sparsity
+
+        return self._made_once(("pattern", shape, q.device), made)
 
 
 class AdaptiveSparseAttention(_SparseAttention):

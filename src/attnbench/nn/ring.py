@@ -162,6 +162,7 @@ def gather(x: torch.Tensor, layout: Layout = "zigzag", process_group: Any = None
     """The whole array, on every rank, of what each of them holds; no gradient flows through it."""
     import torch.distributed as dist
 
+    dim = dim % x.dim()
     _, world = rank_and_world(process_group)
     if world == 1:
         return x

@@ -79,6 +79,28 @@ def refused():
         return str(error)
 
 
+def dilated_by_explicit_axes():
+    """Largest differences of jax.dilated's gradients if batch, tokens or heads are sharded over an explicit axis."""
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+    import attnbench as ab
+
+    arrays = [jax.random.normal(jax.random.key(n), (4, 16, 4, 8)) for n in range(3)]
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Explicit,))
+
+    def loss(q, k, v):
+        return (ab.attention(q, k, v, mask=ab.masks.dilated([8, 16], [1, 2]), impl="jax.dilated") ** 2).sum()
+
+    want, found = jax.grad(loss, (0, 1, 2))(*arrays), {}
+    with jax.sharding.set_mesh(mesh):
+        for name, spec in (("batch", ("x",)), ("tokens", (None, "x")), ("heads", (None, None, "x"))):
+            sharded = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec))) for x in arrays]
+            got = jax.jit(jax.grad(loss, (0, 1, 2)))(*sharded)
+            pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(got, want)]
+            found[name] = max(float(np.abs(a - b).max()) for a, b in pairs)
+    return found
+
+
 print(
     json.dumps(
         {
@@ -86,6 +108,7 @@ print(
             "record": record("jax.ring"),
             "float64": float64(),
             "refused": refused(),
+            "dilated": dilated_by_explicit_axes(),
         }
     )
 )

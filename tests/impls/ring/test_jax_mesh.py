@@ -57,6 +57,11 @@ def test_float64_and_refusal(seen):
     assert "more than the 8 devices" in seen["refused"]
 
 
+def test_dilated_attention_under_explicit_axes(seen):
+    assert set(seen["dilated"]) == {"batch", "tokens", "heads"}
+    assert max(seen["dilated"].values()) < LARGEST
+
+
 def test_one_device_is_refused_with_the_remedy():
     from attnbench.impls.ring.jax_ring import ALL_GATHER, RING
     from attnbench.spec import Environment

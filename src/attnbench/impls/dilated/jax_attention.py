@@ -6,7 +6,8 @@ of at most `BLOCK_PAIRS` logits; several blocks are recomputed in the backward. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -62,8 +63,32 @@ def dilated_attention(
     _check(q, k, v, pattern, causal, scale, mix_grad, kv_lengths)
     lengths = jnp.full(q.shape[0], q.shape[1]) if kv_lengths is None else jnp.asarray(kv_lengths)
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    compute = partial(_compute, pattern=pattern, causal=causal, factor=factor, mix_grad=mix_grad)
+    mixed, lse = _on_any_mesh(compute, q, k, v, lengths)
+    return (mixed, lse) if return_lse else mixed
+
+
+def _on_any_mesh(compute: Callable[..., Any], q: Array, *rest: Array) -> Any:
+    """Run it; under a mesh with explicit axes, leave to XLA how what lies between is sharded, and shard as q is."""
+    import jax
+    from jax.sharding import AxisType, PartitionSpec
+
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return compute(q, *rest)
+    batch, tokens, heads, dim = (*jax.typeof(q).sharding.spec, None, None, None, None)[:4]
+    out, lse = PartitionSpec(batch, tokens, heads, dim), PartitionSpec(batch, heads, tokens)
+    return jax.sharding.auto_axes(compute, out_sharding=(out, lse))(q, *rest)
+
+
+def _compute(
+    q: Array, k: Array, v: Array, lengths: Array, *, pattern: Dilated, causal: bool, factor: float, mix_grad: str
+) -> tuple[Array, Array]:
+    """Return the output and the LSE [b, h, s] in float32."""
+    import jax
+    import jax.numpy as jnp
+
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    branches = [_cut(pattern, n, q.shape[1], q.shape[2]) for n in range(len(segment_lengths))]
+    branches = [_cut(pattern, n, q.shape[1], q.shape[2]) for n in range(len(pattern.segment_lengths))]
     results = [_attend(branch, q, k, v, lengths, causal, factor) for branch in branches]
     out, lse = (jnp.stack(part) for part in zip(*results))
     top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
@@ -77,7 +102,7 @@ def dilated_attention(
     weights = weights / jnp.where(total > 0, total, 1.0)
     weights = jax.lax.stop_gradient(weights) if mix_grad == "detached" else weights
     mixed = jnp.sum(weights[..., None] * out, axis=0).astype(q.dtype)
-    return (mixed, lse.transpose(0, 2, 1).astype(jnp.float32)) if return_lse else mixed
+    return mixed, lse.transpose(0, 2, 1).astype(jnp.float32)
 
 
 def _check(

@@ -169,11 +169,17 @@ def rank_and_world(group: Any) -> tuple[int, int]:
 def agreement(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None, **more: object
 ) -> dict[str, object]:
-    """What every rank must give alike besides lengths and layout; `more` has the same names on every rank."""
+    """What every rank must give alike besides lengths and layout; `more` has the same names on every rank.
+
+    So is whether gradients are recorded: a rank that has none would leave the others waiting in their backward pass.
+    """
+    import torch
+
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     factor = float(q.shape[3] ** -0.5 if scale is None else scale)
     heads, dims = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
     arrays = {"dtype": q.dtype, "batch": q.shape[0], "heads": heads, "head_dim": dims}
-    return {**arrays, "causal": causal, "scale": factor, **more}
+    return {**arrays, "causal": causal, "scale": factor, "requires_grad": recorded, **more}
 
 
 def global_lengths(

@@ -1,0 +1,88 @@
+"""Arguments and arrays at the edges: NumPy's numbers, meta tensors, JAX's default device, a bias by name."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+import attnbench as ab
+from attnbench.errors import InvalidWorkload, Unsupported
+
+pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.float16(0.5), np.int64(2)])
+def test_numbers_of_numpy_are_numbers(number):
+    q, k, v = (np.random.default_rng(n).standard_normal((1, 8, 2, 8)).astype(np.float32) for n in range(3))
+    for name in ("scale", "softcap"):
+        given = ab.attention(q, k, v, **{name: number})
+        np.testing.assert_array_equal(given, ab.attention(q, k, v, **{name: float(number)}))
+        work = ab.Workload(batch=1, q_len=8, heads=2, head_dim=8, **{name: number})
+        assert type(getattr(work, name)) is float
+        assert work.id == ab.Workload(batch=1, q_len=8, heads=2, head_dim=8, **{name: float(number)}).id
+
+
+@pytest.mark.parametrize("number", [np.float32("nan"), np.float64("inf"), True, "0.5"])
+def test_what_is_no_finite_number_is_refused(number):
+    with pytest.raises(InvalidWorkload, match="scale must be a finite number"):
+        ab.Workload(batch=1, q_len=8, heads=2, head_dim=8, scale=number)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("mask", [None, ab.masks.causal(), ab.masks.lengths([3, 8])], ids=str)
+def test_meta_tensors_give_shapes(mask):
+    import torch
+
+    q, k, v = (torch.empty(2, 8, heads, 16, device="meta", requires_grad=True) for heads in (4, 2, 2))
+    out, lse = ab.attention(q, k, v, mask=mask, return_lse=True)
+    assert (out.shape, out.device.type, lse.shape) == (q.shape, "meta", (2, 4, 8))
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.torch
+def test_a_bias_that_would_be_rounded_is_refused_by_name():
+    """On a GPU, of which fake tensors are enough: nothing is computed before the refusal."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from attnbench.dispatch.array_masks import attention_with_array
+
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 8, 16, device="cuda", dtype=torch.bfloat16)
+        bias = torch.empty(1, 2, 8, 8, device="cuda")
+        with pytest.raises(Unsupported, match="would round"):
+            attention_with_array(q, q, q, bias=bias, impl="torch.sdpa", layout="bhsd")
+
+
+@pytest.mark.torch
+def test_one_warning_for_all_shapes_that_torchs_own_takes():
+    import torch
+
+    from attnbench.dispatch import torch_sdpa
+
+    torch_sdpa._WARNED.clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for tokens in (5, 6, 7):
+            q, k = torch.randn(2, 4, tokens, 8), torch.randn(1, 4, tokens, 8)
+            torch_sdpa.scaled_dot_product_attention(q, k, k, fallback=True)
+    assert len([one for one in seen if "broadcast" in str(one.message)]) == 1
+
+
+@pytest.mark.jax
+def test_a_trace_under_a_default_device_is_for_that_device(monkeypatch):
+    import jax
+
+    from attnbench.frameworks import get
+    from attnbench.frameworks.jax_plain import kind_of_device
+
+    monkeypatch.setattr(type(get("jax")), "devices", lambda self: ("cuda", "cpu"))
+    shape = jax.ShapeDtypeStruct((1,), "float32")
+    assert kind_of_device(shape) == "cuda"
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert kind_of_device(shape) == "cpu"
+    with jax.default_device("cpu"):
+        assert kind_of_device(shape) == "cpu"
