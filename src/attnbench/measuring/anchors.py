@@ -23,6 +23,9 @@ ACCELERATOR_MATMUL, ACCELERATOR_COPY = 4096, 1 << 29
 CEILING_MATMUL = {"cpu": 1024}
 CEILING_MATMUL_ACCELERATOR = 8192
 CEILING_SECONDS = 0.4
+SHORT_MATMUL = 384
+"""Size of a product of about a millisecond on a CPU. On a busy machine a long product is always interrupted, and short
+calls of an honest kernel would seem to exceed the ceiling."""
 NOTHING = Inputs(None, None, None, None)
 NO_ANCHORS = "no anchors of its sitting"
 
@@ -142,8 +145,12 @@ def measure_ceilings(framework: Framework, device: str, dtype: str, brief: bool 
     size = CEILING_MATMUL.get(device, CEILING_MATMUL_ACCELERATOR)
     seconds = CEILING_SECONDS / 4 if brief else CEILING_SECONDS
     dtypes = {dtype, "float32"} if device == "cpu" else {dtype}  # a CPU kernel may well work in float32 inside
-    products = [framework.matmul(size, name, device) for name in dtypes]
-    flops = max(2 * size**3 / _best_s(framework, product, device, seconds) for product in products)
+    sizes = (size, SHORT_MATMUL) if device == "cpu" else (size,)
+    flops = max(
+        2 * n**3 / _best_s(framework, framework.matmul(n, name, device), device, seconds / len(sizes))
+        for n in sizes
+        for name in dtypes
+    )
     copied = ((1 << 28) if device == "cpu" else (1 << 31)) >> (2 if brief else 0)
     copy_s = _best_s(framework, framework.copy(copied, device), device, seconds)
     return Ceilings(flops, 2 * copied / copy_s, _cache_bytes(device))
