@@ -59,8 +59,8 @@ class Transforms:
     def fresh(self) -> Transform:
         """Draw a transform that changes every logit."""
         w = self._workload
-        shapes = ((w.heads, w.head_dim), (w.kv_heads, w.head_dim), (w.kv_heads, w.value_dim), (w.heads, w.value_dim))
-        q, k, v, dout = (self._signs(*shape) for shape in shapes)
+        q, k = self._signs(w.heads, w.head_dim), self._signs(w.kv_heads, w.head_dim)
+        v, dout = self._signs(w.kv_heads, w.value_dim), self._signs(w.heads, w.value_dim)
         roll = int(self.rng.integers(w.q_len))
         if w.inputs != "structured":
             return Transform(q, k, v, dout, roll)
@@ -75,7 +75,8 @@ class Transforms:
         return Transform(per_query_head(channels), channels, values, per_query_head(cotangents), known=True)
 
     def _signs(self, heads: int, width: int) -> np.ndarray:
-        return SIGNS[self.rng.integers(2, size=self._shape(heads, width), dtype=np.int8)]
+        bits = np.frombuffer(self.rng.bytes(self._workload.batch * heads * width), np.int8)
+        return SIGNS[bits & 1].reshape(self._shape(heads, width))
 
     def _shape(self, heads: int, width: int) -> tuple[int, ...]:
         return (self._workload.batch, *((1, heads) if self._head_axis == 2 else (heads, 1)), width)
