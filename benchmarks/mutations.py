@@ -235,6 +235,7 @@ def cases(n: int, dtype: str, pass_: str) -> Iterator[Case]:
             yield Case(f"{name}: {what}", w, wrong)
             if pass_ != "forward" and not callable(other):
                 yield Case(f"{name}: {what}, in the backward pass", w, Kernel(w, backward=changed(w, mask=other)))
+    yield from _parameters(base)
     yield from _parameters(changed(base, mask=masks.causal()))
     yield from _places(changed(base, mask=masks.causal()), n)
     yield from _places(base, n)
@@ -254,21 +255,22 @@ def cases(n: int, dtype: str, pass_: str) -> Iterator[Case]:
 
 
 def _parameters(w: Workload) -> Iterator[Case]:
+    kind = w.visible_mask.id
     for factor in (1.005, 0.995):
         other = changed(w, scale=factor * w.softmax_scale)
-        yield Case(f"scale x {factor:g}", w, Kernel(other))
+        yield Case(f"{kind}: scale x {factor:g}", w, Kernel(other))
         if w.needs_gradients:
-            yield Case(f"scale x {factor:g}, in the backward pass", w, Kernel(w, backward=other))
-    yield Case("logits clamped to 8", w, Kernel(w, clamp=8.0))
+            yield Case(f"{kind}: scale x {factor:g}, in the backward pass", w, Kernel(w, backward=other))
+    yield Case(f"{kind}: logits clamped to 8", w, Kernel(w, clamp=8.0))
     for cap in (30.0, 50.0):
         capped = changed(w, softcap=cap)
-        yield Case(f"right: softcap {cap:g}", capped, Kernel(capped), right=True)
-        yield Case(f"softcap {cap:g} dropped", capped, Kernel(w))
-        yield Case(f"softcap {cap:g} x 1.1", capped, Kernel(changed(capped, softcap=1.1 * cap)))
+        yield Case(f"right: {kind}: softcap {cap:g}", capped, Kernel(capped), right=True)
+        yield Case(f"{kind}: softcap {cap:g} dropped", capped, Kernel(w))
+        yield Case(f"{kind}: softcap {cap:g} x 1.1", capped, Kernel(changed(capped, softcap=1.1 * cap)))
         if w.needs_gradients:
-            yield Case(f"softcap {cap:g}: derivative dropped", capped, Kernel(capped, slope=False))
+            yield Case(f"{kind}: softcap {cap:g}: derivative dropped", capped, Kernel(capped, slope=False))
             yield Case(
-                f"softcap {cap:g} x 1.1, in the backward pass",
+                f"{kind}: softcap {cap:g} x 1.1, in the backward pass",
                 capped,
                 Kernel(capped, backward=changed(capped, softcap=1.1 * cap)),
             )
@@ -445,8 +447,9 @@ def main() -> None:
     budget = options.budget or BUDGET_S.get(options.device, BUDGET_S["cuda"])
     tally, bench, start = Tally(), Bench(options.device), time.perf_counter()
     part, parts = (int(n) for n in options.shard.split("/"))
-    every = [case for n in sizes for d in options.dtypes for pass_ in options.passes for case in cases(n, d, pass_)]
-    every = every[part - 1 :: parts]
+    kinds = [(n, dtype, pass_) for n in sizes for dtype in options.dtypes for pass_ in options.passes]
+    order = np.random.default_rng(options.seed).permutation(len(kinds))
+    every = [case for number in order for case in cases(*kinds[number])][part - 1 :: parts]
     for number, case in enumerate(every):
         if time.perf_counter() - start > budget / 2:
             print(f"budget spent after {number} of {len(every)} wrong kernels", flush=True)

@@ -25,6 +25,8 @@ NEAR_CAP = 0.9
 """Share of the soft cap that logits of `counted` reach."""
 RUNS = (1, 2, 3, 5)
 """Keys of one sign in a row, by channel: a block of keys that is left out does not cancel in all of them."""
+BEGUN = 4
+"""Keys at the beginning whose values are drawn at random."""
 STEPS = (4, 5, 6, 7)
 """Sizes of queries, in quarters; few bits, so that 16 bits hold every logit exactly."""
 RATIOS = (16, 64, 128)
@@ -52,7 +54,10 @@ def counted(framework: Framework, device: str, workload: Workload, like: Inputs,
     kind = order // 2 % 2
     rank = 2 * (order // 4) + order % 2
     width = np.array([RUNS[n % len(RUNS)] for n in range(w.value_dim)])
-    code = 1 - 2 * ((rank[..., None] + rng.integers(2 * width)) // width % 2)
+    code = 1 - 2 * ((rank[..., None] + rng.integers(2 * width, size=(2, w.value_dim))[kind]) // width % 2)
+    # Where all rows see all keys, both kinds might cancel: then a ratio between them would not show.
+    begun = order < BEGUN
+    code[begun] = signs(BEGUN, w.value_dim)[order[begun]]
     ratio, power = _sizes(w)
     up, down = 2.0 ** ceil(power / 2), 2.0 ** floor(power / 2)
     axis = signs(w.batch, w.kv_heads, w.head_dim)
