@@ -130,9 +130,12 @@ class Remote:
 
     def _watch_memory(self) -> None:
         try:
-            resident = psutil.Process(self._process.pid).memory_info().rss
+            process = psutil.Process(self._process.pid)
+            resident, ended = process.memory_info().rss, process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
-            return
+            resident, ended = 0, True
+        if ended and not self._connection.poll():
+            raise EOFError  # whatever it has started may still hold its end of the socket
         if resident > self._limit_bytes:
             self.kill()
             limit = self._limit_bytes / 1e9
