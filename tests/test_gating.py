@@ -158,11 +158,12 @@ def test_ctrl_c_in_the_controls_keeps_the_finished_cases(repository, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gating._Gate, "controls", interrupted)
-    monkeypatch.setattr(gating._Gate, "_case", lambda *given: gate_factory.case("regression"))
+    found = gate_factory.case("wrong", first=gate_factory.comparison("same"))
+    monkeypatch.setattr(gating._Gate, "_case", lambda *given: found)
     kept = []
     report = run(repository, on_progress=kept.append)
     assert (report.outcome, EXIT_CODES[report.outcome]) == ("interrupted", 130)
-    assert [case.status for case in report.cases] == ["regression"]
+    assert [case.status for case in report.cases] == ["wrong"]
     assert len(report.controls) == after
     assert any("before the controls were finished" in warning for warning in report.warnings)
     assert [len(one.cases) for one in kept] == [1, 1], "as soon as a case is finished, and at the end"
@@ -176,8 +177,9 @@ def test_an_error_in_the_controls_keeps_the_finished_cases(repository, monkeypat
         raise UsageError("no worker in sight")
 
     monkeypatch.setattr(gating._Gate, "controls", broken)
-    for status, outcome in (("pass", "untrusted"), ("regression", "fail")):
-        monkeypatch.setattr(gating._Gate, "_case", lambda *given, status=status: gate_factory.case(status))
+    for status, outcome in (("pass", "untrusted"), ("wrong", "fail")):
+        found = gate_factory.case(status, first=gate_factory.comparison("same"))
+        monkeypatch.setattr(gating._Gate, "_case", lambda *given, found=found: found)
         report = run(repository)
         assert (report.outcome, [case.status for case in report.cases]) == (outcome, [status])
         assert any("the controls ended early: no worker in sight" in warning for warning in report.warnings)

@@ -309,9 +309,11 @@ def test_all_processes_of_the_idle_side_are_stopped_in_the_others_turn(monkeypat
 def test_what_a_crashed_worker_leaves_behind_is_gone_before_the_next(monkeypatch, tmp_path):
     monkeypatch.setenv("DUEL_HELPERS", str(tmp_path / "helpers"))
     (tmp_path / "helpers").mkdir()
-    with NurserySide(arm_of(named("with_helpers_then_gone"), "numpy"), "cpu", 1) as side:
-        found = Duel(side, side, Terms(workload=SMALL), lambda launches, decision: None).fight()
-        assert found.died, found.reason
+    arms = [arm_of(named(one), "numpy") for one in ("plain", "with_helpers_then_gone")]
+    with NurserySide(arms[0], "cpu", 1) as other, NurserySide(arms[1], "cpu", 1) as side:
+        found = Duel(other, side, Terms(workload=SMALL), lambda launches, decision: None).fight()
+        assert found.died == ("b",)
+        assert "crashed with SIGABRT" in found.reason, "though its helpers still hold the socket"
         helpers = [int(path.name) for path in (tmp_path / "helpers").iterdir()]
         assert helpers
         side.hatch(1).kill()

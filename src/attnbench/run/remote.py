@@ -185,8 +185,11 @@ class Remote:
                 self._family_at = time.monotonic() + FAMILY_S
                 if children := worker.children(recursive=True):
                     taken, by = sum(map(_own_bytes, (worker, *children))), "and the processes that it started took"
+            ended = worker.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
-            return
+            taken, by, ended = 0, "", True
+        if ended and not self._connection.poll():
+            raise EOFError  # whatever it has started may still hold its end of the socket
         if taken > self._limit_bytes:
             self.kill()
             limit = self._limit_bytes / 1e9
