@@ -9,9 +9,13 @@ kernel: in how many cases it was found, and the smallest and largest size.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec

@@ -201,3 +201,24 @@ def test_one_flipped_byte_is_told_with_its_line(written: Written):
     written.path.write_bytes(written.content.replace(b'"header"', b'"hea\xffer"', 1))
     with pytest.raises(BrokenFile, match="line 1: this is no attnbench run file"):
         read_run(written.path)
+
+
+@pytest.mark.parametrize(
+    ("framework", "device", "harness", "clock"),
+    [
+        ("jax", "cuda", "0.1.0", "kernels only"),
+        ("jax", "cuda", "", "kernels only"),
+        ("jax", "cuda", "0.1.0 (estimator 2)", "kernel"),
+        ("torch", "cuda", "0.1.0", "kernel"),
+    ],
+)
+def test_device_times_that_left_out_copies_are_another_clock(tmp_path, framework, device, harness, clock):
+    record = ok(f"{framework}.cudnn", [1e5, 1.1e5])
+    environment = msgspec.structs.replace(CPU, framework=framework, device=device, harness=harness)
+    time = msgspec.structs.replace(record.time, clock="kernel")
+    record = msgspec.structs.replace(record, time=time, environment=environment)
+    writer = RunWriter(tmp_path / "run.jsonl", new_header("0.1.0", "quick"))
+    writer.write([record])
+    writer.close()
+    (found,) = read_run(tmp_path / "run.jsonl").records
+    assert found.time.clock == clock

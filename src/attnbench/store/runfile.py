@@ -25,10 +25,12 @@ from msgspec import Struct
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.reading import decode_json, read_lines
-from attnbench.spec import Environment, Ok, Record
+from attnbench.spec import Environment, Ok, Record, Time
 from attnbench.store.times import impossible_times
 
 SCHEMA = 1
+KERNELS_ONLY = "kernels only"
+"""Clock of older records of JAX: device time without copies and fills."""
 LONGEST_SLUG = 80
 """Characters of a device or suite name in a file's name, which may have 255."""
 
@@ -320,7 +322,25 @@ def _rejoin(path: Path, number: int, line: RecordLine, environments: Mapping[str
         return line.record
     if line.environment not in environments:
         raise BrokenFile(path, number, f'its environment "{line.environment}" does not stand above it.')
-    return msgspec.structs.replace(line.record, environment=environments[line.environment])
+    environment = environments[line.environment]
+    return _with_true_clock(msgspec.structs.replace(line.record, environment=environment), environment)
+
+
+def _with_true_clock(record: Record, environment: Environment) -> Record:
+    """Rename the device time of JAX that attnbench wrote before its estimator had a number.
+
+    It left out copies and fills, which the clock of torch counted, so the two must not be ranked as one.
+    """
+    if environment.framework != "jax" or environment.device != "cuda" or "estimator" in environment.harness:
+        return record
+    if not isinstance(record, Ok) or record.time is None:
+        return record
+
+    def renamed(time: Time) -> Time:
+        return msgspec.structs.replace(time, clock=KERNELS_ONLY) if time.clock == "kernel" else time
+
+    also = {KERNELS_ONLY if name == "kernel" else name: renamed(time) for name, time in record.also.items()}
+    return msgspec.structs.replace(record, time=renamed(record.time), also=also)
 
 
 def _torn_warning(path: Path, number: int, torn: bytes) -> str:
