@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -406,19 +407,48 @@ class Tally:
 
     def table(self) -> str:
         """Markdown."""
-        found = self.as_json()
-        lines = ["| wrong kernel | found | sizes tried | smallest found |", "| --- | --- | --- | --- |"]
-        for row in found["mutations"]:
-            sizes = ", ".join(str(n) for n in row["sizes"])
-            lines.append(
-                f"| {row['mutation']} | {row['found']} of {row['cases']} | {sizes} | {row['smallest_found']} |"
-            )
-        lines.append("")
-        lines.append(
-            f"Wrong kernels found: {found['found_cells']} of {found['wrong_cells']}. "
-            f"Right kernels called wrong: {found['false_alarms']} of {found['right_cells']}."
+        return table(self.as_json())
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add up what several shards found, on one kind of device."""
+    whole = {name: parts[0][name] for name in ("device", "cpu", "packages", "commit", "dtypes", "passes")}
+    rows: dict[str, dict[str, Any]] = {}
+    for row in (row for part in parts for row in part["mutations"]):
+        known = rows.setdefault(row["mutation"], {**row, "cases": 0, "found": 0})
+        smallest = [size for size in (known["smallest_found"], row["smallest_found"]) if size is not None]
+        known.update(
+            cases=known["cases"] + row["cases"],
+            found=known["found"] + row["found"],
+            sizes=sorted({*known["sizes"], *row["sizes"]}),
+            smallest_found=min(smallest, default=None),
         )
-        return "\n".join(lines)
+    right = Counter[str]()
+    for part in parts:
+        right.update(part["right"])
+    counts = ("wrong_cells", "found_cells", "right_cells", "false_alarms", "spent_s")
+    return {
+        **whole,
+        "shards": len(parts),
+        **{name: round(sum(part[name] for part in parts), 1) for name in counts},
+        "mutations": list(rows.values()),
+        **{name: [one for part in parts for one in part[name]] for name in ("missed", "alarms", "failed")},
+        "right": dict(right.most_common()),
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Write the outcome as Markdown."""
+    lines = ["| wrong kernel | found | sizes tried | smallest found |", "| --- | --- | --- | --- |"]
+    for row in found["mutations"]:
+        sizes = ", ".join(str(n) for n in row["sizes"])
+        lines.append(f"| {row['mutation']} | {row['found']} of {row['cases']} | {sizes} | {row['smallest_found']} |")
+    lines.append("")
+    lines.append(
+        f"Wrong kernels found: {found['found_cells']} of {found['wrong_cells']}. "
+        f"Right kernels called wrong: {found['false_alarms']} of {found['right_cells']}."
+    )
+    return "\n".join(lines)
 
 
 def controls(sizes: list[int], dtypes: list[str], passes: list[str], seed: int) -> Iterator[Workload]:
@@ -446,7 +476,14 @@ def main() -> None:
     parser.add_argument("--implementations", type=lambda text: text.split(","), help="right kernels; all by default")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="only add up what these shards found")
     options = parser.parse_args()
+    if options.join:
+        found = joined([json.loads(path.read_text()) for path in options.join])
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(table(found) + "\n")
+        print(table(found))
+        return
     sizes = options.sizes or SIZES.get(options.device, SIZES["cuda"])
     budget = options.budget or BUDGET_S.get(options.device, BUDGET_S["cuda"])
     tally, bench, start = Tally(), Bench(options.device), time.perf_counter()
