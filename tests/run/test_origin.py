@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from git_repository import Repository
@@ -159,3 +161,16 @@ def test_the_working_tree_is_no_other_place_of_itself(repository: Repository, co
     mine = str(tmp_path / "site/minepkg")
     assert other_places(repository.path, repository.path) == (mine,)
     assert other_places(Path("/elsewhere"), repository.path) == (str(repository.path), mine)
+
+
+def test_a_module_without_a_file_of_its_own_is_no_other_code(repository: Repository, monkeypatch: pytest.MonkeyPatch):
+    """torch.ops calls itself "_ops.py", which the folder one happens to be in does not hold."""
+    monkeypatch.chdir(repository.path)
+    others = (str(repository.path),)
+    monkeypatch.setattr(origin, "_expected", Origin(tree="/elsewhere", within=("/elsewhere",), others=others))
+    pretended = ModuleType("pretended")
+    monkeypatch.setitem(sys.modules, "pretended", pretended)
+    pretended.__file__ = "_ops.py"
+    assert origin.other_code() == ""
+    pretended.__file__ = str(repository.path / "wrapper.py")
+    assert "pretended was imported from" in origin.other_code()
