@@ -123,8 +123,12 @@ def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) 
         right, least = truth.out, None
     else:
         assert truth.grads is not None
+        assert truth.cancelling_grads is not None
         right = truth.grads[("dq", "dk", "dv").index(name)]
-        right, least = (right, truth.cancelling) if name == "dq" else (right[None], None)
+        terms = dict(zip(("dq", "dk"), truth.cancelling_grads))
+        right, least = (
+            (right, terms["dq"]) if name == "dq" else (right[None], terms[name][None] if name in terms else None)
+        )
     right = _host(subject, right) if isinstance(mine, np.ndarray) else right
     size, off = (_host(subject, _row_norms(x)) for x in (right, mine - right))
     if least is not None:
