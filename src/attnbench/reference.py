@@ -28,6 +28,8 @@ class Gradients(NamedTuple):
     cancelling: Array | None
     """[g, t]: the size of the terms that cancel in each row of dq, scale * |dO * out| * |P K|. A rounded output puts a
     share of it into that row, which is large where a row sees few keys and nearly all weight is on one of them."""
+    key_terms: Array | None = None
+    """[s]: the sum of squares of what such rows put into each row of dk."""
 
 
 class Head(NamedTuple):
@@ -169,17 +171,19 @@ def backward_rows(
     dlogits = p.normal * (xp.astype(xp.matmul(dout, xp.matrix_transpose(head.v)), wide) - shared)
     if p.slope is not None:
         dlogits = dlogits * p.slope
-    cancelling = None
+    cancelling = key_terms = None
     if terms:
         reached = p.normal if p.slope is None else p.normal * p.slope
         mean_key = xp.linalg.vector_norm(xp.matmul(xp.astype(reached, head.k.dtype), head.k), axis=-1)
         products = xp.linalg.vector_norm(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1)
-        cancelling = workload.softmax_scale * products * xp.astype(mean_key, wide)
+        cancelling = abs(workload.softmax_scale) * products * xp.astype(mean_key, wide)
+        per_row = workload.softmax_scale * products * xp.linalg.vector_norm(xp.astype(q, wide), axis=-1)
+        key_terms = xp.sum((reached * per_row[..., None]) ** 2, axis=(0, 1))
     dlogits = xp.astype(dlogits * workload.softmax_scale, head.q.dtype)
     flat = (-1, head.k.shape[0])
     dk = xp.matmul(xp.matrix_transpose(xp.reshape(dlogits, flat)), xp.reshape(q, (-1, q.shape[-1])))
     dv = xp.matmul(xp.matrix_transpose(xp.reshape(narrow, flat)), xp.reshape(dout, (-1, dout.shape[-1])))
-    return Gradients(xp.matmul(dlogits, head.k), dk, dv, cancelling)
+    return Gradients(xp.matmul(dlogits, head.k), dk, dv, cancelling, key_terms)
 
 
 def row_blocks(workload: Workload, rows: np.ndarray, pairs: int = BLOCK_PAIRS) -> list[np.ndarray]:

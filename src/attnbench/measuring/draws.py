@@ -248,7 +248,7 @@ class Draws:
 
     def _whole(self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool) -> Whole:
         found = self._results(inputs, at, rows, gradients, "wide")
-        return Whole(found[0], found[1], found[2], found[3:6] or None, found[6] if gradients else None)
+        return Whole(found[0], found[1], found[2], found[3:6] or None, found[6:] or None)
 
     def shifted(self, which: int, gradients: bool, step: float, **changed: float) -> list[tuple[np.ndarray, ...]]:
         """The derivative of each sampled head's exact (out, dq, dk, dv) by the logarithm of a parameter of the workload
@@ -395,10 +395,11 @@ def _head_results(workload, arrays, at, rows, reach, gradients, namespace, wide,
         for block, some in zip(blocks, keys)
     ]
     dq, *cancelling = (xp.concat([piece[n] for piece in pieces], axis=1) for n in ((0, 3) if terms else (0,)))
-    dk, dv = xp.zeros_like(k[:, 0]), xp.zeros_like(v[:, 0])
+    sums = [xp.zeros_like(k[:, 0]), xp.zeros_like(v[:, 0]), *([xp.zeros_like(k[:, 0, 0])] if terms else [])]
     for piece, some in zip(pieces, keys):
-        dk, dv = (_added(xp, whole, part, some) for whole, part in ((dk, piece.dk), (dv, piece.dv)))
-    return *found, dq, dk, dv, *cancelling
+        sums = [_added(xp, whole, part, some) for whole, part in zip(sums, (piece.dk, piece.dv, piece.key_terms))]
+    dk, dv, *key_terms = sums
+    return *found, dq, dk, dv, *cancelling, *(xp.sqrt(x) for x in key_terms)
 
 
 def _reached(workload: Workload, reach: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> slice:

@@ -33,7 +33,8 @@ class Whole(NamedTuple):
     top: Any
     """Largest weight of one key, of each row."""
     grads: tuple[Any, ...] | None
-    cancelling: Any = None
+    cancelling_grads: tuple[Any, ...] | None = None
+    """Sizes of the terms that cancel in each row of dq and of dk."""
 
 
 Kind = TypeVar("Kind", Truth, Whole)
