@@ -18,14 +18,12 @@ from attnbench.run import git
 from attnbench.run.arms import Arm, LocalSide, NurserySide, Side, arm_of
 from attnbench.run.duel import Duel, Terms, Watch
 from attnbench.run.launch import CannotTravel, check_seconds, refuse_distortion
-from attnbench.run.lock import measuring
+from attnbench.run.lock import LOCK_PATIENCE_S, measuring
 from attnbench.run.origin import Origin, other_places
 from attnbench.run.refs import Ref, checkout
 from attnbench.spec import Implementation, Workload
 
 Subject = str | Callable[..., Any] | Implementation
-LOCK_PATIENCE_S = 600.0
-"""A comparison asked for in Python waits so long for another measurement on this machine to end."""
 IN_PROCESS = "in the calling process: one of the two cannot be sent to another, so launches share one memory layout"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Literal, SupportsIndex, overload
 
@@ -15,6 +16,7 @@ from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.run.crew import Crew
 from attnbench.run.launch import CannotTravel, Listener, Request, check_seconds, launch
+from attnbench.run.lock import LOCK_PATIENCE_S, measuring
 from attnbench.spec import Implementation, Record, Workload
 from attnbench.workloads import masks
 from attnbench.workloads.suites import parse_mask
@@ -229,12 +231,13 @@ def _carry_out(request: Request) -> Results:
     if os.environ.get("ATTNBENCH_WORKER"):
         raise UsageError("a worker cannot start a run: guard the call with `if __name__ == '__main__':`.")
     records = Results()
-    try:
-        launch(request, records.extend, Listener(), crew=_standing_crew(request))
-    except CannotTravel:
-        records.clear()
-        with registry.restored():
-            launch(msgspec.structs.replace(request, in_process=True), records.extend, Listener())
+    with measuring("measurement", LOCK_PATIENCE_S) if request.measure else nullcontext():
+        try:
+            launch(request, records.extend, Listener(), crew=_standing_crew(request))
+        except CannotTravel:
+            records.clear()
+            with registry.restored():
+                launch(msgspec.structs.replace(request, in_process=True), records.extend, Listener())
     return Results(record for record in records if record.implementation not in ANCHORS)
 
 

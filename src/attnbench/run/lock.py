@@ -15,6 +15,8 @@ from attnbench.errors import UsageError
 from attnbench.run.ceilings import cache_folder
 
 POLL_S = 0.2
+LOCK_PATIENCE_S = 600.0
+"""What is asked for in Python waits so long for another measurement on this machine to end; a command does not wait."""
 _held_here: dict[str, int] = {}
 """Locks of this process, and the thread that holds each."""
 
