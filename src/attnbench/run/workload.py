@@ -6,7 +6,6 @@ A cell that dies takes its worker along; the others of that worker are opened ag
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ from attnbench.run.memory_need import least_bytes
 from attnbench.run.plan import Group
 from attnbench.run.remote import WorkerDied
 from attnbench.run.remote_cell import CellDied, RemoteCell, last_words
+from attnbench.run.scratch import scratch
 from attnbench.spec import Cell, Cost, Failed, Ok, OutOfMemory, Record, Time, Workload
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class WorkloadRun:
         self._in_company = len(groups) > 1
         heavy = self._heavy(cells) if self._in_company else []
         light = [cell for cell in cells if cell not in heavy]
-        with tempfile.TemporaryDirectory(prefix="attnbench-") as self._shared:
+        with scratch() as self._shared:
             self._run_together(light)
             for few in self._that_fit_together(heavy):
                 self._run_apart(few)
@@ -180,7 +180,7 @@ class WorkloadRun:
         request = self._request
         self._listener.stage(cell, "verify")
         # What a user function's process computes is no truth for others: it shares no folder with them.
-        shared = None if group.has_user_code else self._shared
+        shared = None if group.has_user_code else str(self._shared)
         question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed, shared)
         try:
             answer = self._crew.ask(group, question, request.timeout_s)

@@ -1,0 +1,56 @@
+"""A command that its terminal leaves behind ends as Ctrl-C would, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnbench import cli
+
+HANDLERS = (
+    "import signal\nfrom attnbench.cli import _end_tidily\n_end_tidily()\n"
+    "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)\n"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_ends_a_command_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch, capsys, number: int):
+    before = {one: signal.getsignal(one) for one in (signal.SIGHUP, signal.SIGTERM)}
+    monkeypatch.setattr("attnbench.cli.app", lambda *given, **named: os.kill(os.getpid(), number))
+    try:
+        assert cli.execute(["list"]) == 130
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_what_nohup_ignores_stays_ignored():
+    done = subprocess.run(
+        [sys.executable, "-c", HANDLERS],
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_a_folder_whose_owner_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from attnbench.run.scratch import remove_abandoned, scratch
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with scratch() as live:
+        (tmp_path / "attnbench-someones").mkdir()
+        dead = tmp_path / "attnbench-1-dead"
+        dead.mkdir()
+        (dead / ".owner").write_text("")
+        remove_abandoned()
+        assert live.exists()
+        assert not dead.exists()
+        assert (tmp_path / "attnbench-someones").exists(), "it does not say whose it is"
+    assert not live.exists()
