@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
 from attnbench.impls.conditions import first_reason, needs_dtype, needs_no_softcap, needs_package
 from attnbench.impls.torch_masks import SdpaMask, additive, may_have_dead_rows, sdpa_mask
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
@@ -77,8 +77,13 @@ class HfSdpa(_Transformers):
     def build(self, workload: Workload, config: Config) -> Call:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        masks = once_per_device(lambda device: sdpa_mask(workload, device, zeroes_dead_rows=True))
-        module, scale = _layer(workload), workload.softmax_scale
+        def make(device: Any) -> SdpaMask:
+            mask = sdpa_mask(workload, device, zeroes_dead_rows=True)
+            if mask.is_causal and workload.q_len == 1:  # the function takes one query to see every key
+                return SdpaMask(mask_tensors(workload, device).visible, False)
+            return mask
+
+        masks, module, scale = once_per_device(make), _layer(workload), workload.softmax_scale
 
         def call(q: Array, k: Array, v: Array) -> Array:
             mask = masks(q.device)
