@@ -172,6 +172,27 @@ def test_time_is_told_apart():
     np.testing.assert_allclose(found, np.concatenate([np.sin(angles), np.cos(angles)], axis=-1), atol=2e-3)
 
 
+@pytest.mark.parametrize("through", [lambda function: function, jax.jit], ids=["eager", "jit"])
+def test_time_is_rounded_as_in_openpi(through):
+    """Bit for bit: the reciprocal of a period, twice that, times pi, times the time, each rounded to float32."""
+    width, (shortest, longest) = 1024, (4e-3, 4.0)
+
+    def transcribed(time):
+        steps = jnp.linspace(0.0, 1.0, width // 2)
+        frequencies = jnp.divide(1.0, shortest * (longest / shortest) ** steps)
+        angles = jnp.outer(time, frequencies * 2 * jnp.pi)
+        return jnp.concatenate((jnp.sin(angles), jnp.cos(angles)), 1)
+
+    at = jax.random.beta(jax.random.key(0), 1.5, 1, (64,)) * 0.999 + 0.001
+    found = through(lambda time: pi0.time_embedding(time, width))(at)
+    assert found.dtype == jnp.float32
+    assert np.array_equal(found, through(transcribed)(at))
+    periods = np.asarray(shortest * (longest / shortest) ** jnp.linspace(0.0, 1.0, width // 2))
+    angles = np.asarray(at)[:, None] * (np.float32(1) / periods * np.float32(2) * np.float32(np.pi))
+    assert angles.dtype == np.float32
+    np.testing.assert_allclose(found, np.concatenate([np.sin(angles), np.cos(angles)], 1), rtol=0, atol=5e-7)
+
+
 @pytest.mark.parametrize("num_steps", [0, -1, 2.5, True])
 def test_steps_are_counted(num_steps):
     with pytest.raises(UsageError, match="num_steps"):

@@ -207,9 +207,12 @@ def _started(noise: Array, config: Pi0Config, observation: Observation) -> Array
 
 
 def time_embedding(time: Array, width: int, shortest: float = 4e-3, longest: float = 4.0) -> Array:
-    """Sines and cosines of time [B] with periods between the two: [B, width]."""
+    """Sines and cosines of time [B] with periods between the two: [B, width].
+
+    Angles reach 1570, so the order in which their factors are rounded shows: it is openpi's.
+    """
     periods = shortest * (longest / shortest) ** jnp.linspace(0.0, 1.0, width // 2)
-    angles = time[:, None] * (2 * jnp.pi / periods)[None]
+    angles = time[:, None] * (1.0 / periods * 2 * jnp.pi)[None]
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 

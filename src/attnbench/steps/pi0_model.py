@@ -143,7 +143,7 @@ def time_embedding(times: np.ndarray, width: int, held: Rounded) -> np.ndarray:
     """
     exponents = held(held(np.linspace(0.0, 1.0, width // 2)) * held(np.log(LONGEST / SHORTEST)))
     periods = held(SHORTEST * held(np.exp(exponents)))
-    angles = held(np.asarray(times, np.float64)[:, None] * held(2 * np.pi / periods))
+    angles = held(np.asarray(times, np.float64)[:, None] * held(held(1 / periods) * 2 * np.pi))
     return held(np.concatenate([np.sin(angles), np.cos(angles)], -1))
 
 
