@@ -15,6 +15,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from attnbench import frameworks, registry
 from attnbench.errors import UsageError
 from attnbench.spec import Config, Environment, Implementation, Workload
@@ -97,7 +99,10 @@ def why_not(name: str, config: Config, demand: Demand) -> str | None:
         return "takes no mask that is an argument of the call"
     reason = refusal(implementation, workload, demand.framework, demand.device)
     if reason is None and demand.with_lse and implementation.build_lse(workload, config) is None:
-        return "gives no LSE"
+        wide = replace(workload, dtype="float32")
+        can = workload.dtype != "float32" and refusal(implementation, wide, demand.framework, demand.device) is None
+        there = can and implementation.build_lse(wide, config) is not None
+        return f"gives no LSE in {workload.dtype}, only in float32" if there else "gives no LSE"
     if reason is None and needs_partial(implementation, demand) and implementation.partial(workload, config) is None:
         return "has no backward pass that a graph of torch.compile can call"
     return reason
