@@ -122,3 +122,21 @@ def test_on_a_gpu(case):
     assert found.isfinite().all()
     wanted = expected(visible, None if bias is None else bias.float().cpu().numpy())
     np.testing.assert_allclose(found.float().cpu(), wanted, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("word", ["visible", "bias"])
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "int32"])
+@pytest.mark.parametrize(
+    "framework", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "jax")] + ["numpy"]
+)
+def test_a_mask_of_integers_is_refused(framework, dtype, word):
+    """Nobody can tell whether 1 is visible or added to the logits."""
+    arrays = [to(framework, x) for x in (Q, K, V)]
+    for impl in ("auto", "numpy.reference" if framework == "numpy" else f"{framework}.eager"):
+        with pytest.raises(InvalidWorkload, match="mask != 0"):
+            attention_with_array(*arrays, **{word: to(framework, VISIBLE.astype(dtype))}, impl=impl)
+
+
+def test_numbers_are_not_taken_for_what_is_visible():
+    with pytest.raises(InvalidWorkload, match="what is visible is boolean, not float32"):
+        attention_with_array(Q, K, V, visible=VISIBLE.astype(np.float32))

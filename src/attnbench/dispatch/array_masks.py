@@ -50,6 +50,7 @@ def attention_with_array(
 ) -> Array:
     """Attention where `visible` (booleans) holds, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
     given = [array for array in (visible, bias) if array is not None]
+    _check_dtypes(visible, bias)
     framework = "torch" if hasattr(q, "requires_grad") else framework_of(q, k, v)
     takers = TAKE_ARRAYS.get(framework, ())
     if not given or not takers or impl not in ("auto", *takers):
@@ -58,6 +59,19 @@ def attention_with_array(
     if framework == "torch":
         return _torch(q, k, v, visible, bias, scale, softcap, impl, layout)
     return _jax(q, k, v, visible, bias, scale, softcap, impl, layout)
+
+
+def _check_dtypes(visible: Array | None, bias: Array | None) -> None:
+    """Refuse a mask of integers: 0 and 1 may mean what is visible or what is added to the logits."""
+    if visible is not None and not str(visible.dtype).endswith("bool"):
+        raise InvalidWorkload(
+            f"a mask of what is visible is boolean, not {visible.dtype}: convert it, as in mask != 0."
+        )
+    if bias is not None and "float" not in str(bias.dtype):
+        raise InvalidWorkload(
+            f"a bias is floating-point, not {bias.dtype}: numbers of another kind could be added to the logits or say "
+            "which pairs are visible. Pass booleans (True is visible), as in mask != 0, or floating-point logits."
+        )
 
 
 def _demand(

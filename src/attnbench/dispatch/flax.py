@@ -80,7 +80,9 @@ def _attend(
     if is_causal:
         tril = jnp.tri(q.shape[1], k.shape[1], dtype=bool)[None, None]
         visible = tril if visible is None else visible & tril
-    bias = None if bias is None else _pairs(bias, lead)
+    if bias is not None:  # Flax adds it to the logits whatever its type
+        bias = _pairs(bias, lead)
+        bias = bias if jnp.issubdtype(bias.dtype, jnp.floating) else bias.astype(jnp.float32)
     return array_masks.attention_with_array(q, k, v, visible=visible, bias=bias, impl=impl)
 
 
