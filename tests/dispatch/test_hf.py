@@ -23,7 +23,12 @@ LOOSE = {"rtol": 0.1, "atol": 0.15}
 
 @pytest.fixture(autouse=True)
 def _registered():
+    """No graph of another test, nor what it set of torch.compile: there are 8 graphs for one function at most."""
     hf.register()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False, suppress_errors=False):
+        yield
+    torch._dynamo.reset()
 
 
 def close(ours, theirs, mask, tolerance):
@@ -208,7 +213,12 @@ def test_dropout_is_refused_in_training_only():
 
 @pytest.mark.parametrize(
     ("keyword", "what"),
-    [("s_aux", "sinks"), ("position_bias", "position bias"), ("novelty", "the keyword novelty"), ("cache", "paged")],
+    [
+        ("s_aux", "sinks: load the model with .*eager"),
+        ("position_bias", "position bias"),
+        ("novelty", "the keyword novelty"),
+        ("cache", "paged"),
+    ],
 )
 def test_what_changes_the_result_is_refused(keyword, what):
     q = torch.randn(1, 2, 4, 8)
@@ -285,6 +295,102 @@ def test_compiled_without_padding_the_mask_is_causal_and_no_array(monkeypatch):
     lm.set_attn_implementation("attnbench")
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(lm, backend="eager")(ids).logits, theirs, **TIGHT)
+
+
+def each_layer(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+
+
+def each_attention(model):
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend="eager")
+
+
+def replaced(model):
+    for at, layer in enumerate(model.model.layers):
+        model.model.layers[at] = torch.compile(layer, backend="eager")
+
+
+def each_forward(model):
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager")
+
+
+@pytest.mark.parametrize("how", [each_layer, each_attention, replaced, each_forward])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@torch.no_grad()
+def test_layers_that_are_compiled_one_by_one(name, how):
+    """Ten paddings, a mask of ones and none: a graph for masks and one without, not one for each mask."""
+    from torch._dynamo.utils import counters
+
+    lm, batches = model(name), [batch("right") for _ in range(10)]
+    for hidden, one in enumerate(batches):
+        one["attention_mask"][0, 13 - hidden :] = 0
+    batches.append({"input_ids": batches[0]["input_ids"]})
+    theirs = with_attention(lm, "eager", lambda m: [m(**one, use_cache=False).logits for one in batches])
+    lm.set_attn_implementation("attnbench")
+    how(lm)
+    counters.clear()
+    for one, expected in zip(batches, theirs):
+        given = one.get("attention_mask", torch.ones_like(one["input_ids"]))
+        close(lm(**one, use_cache=False).logits, expected, given, TIGHT)
+    assert counters["stats"]["unique_graphs"] <= {"llama": 2, "gemma2": 4}[name]
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_generation_with_layers_that_are_compiled(side):
+    lm, how = model("llama"), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    theirs = with_attention(lm, "eager", lambda m: m.generate(**batch(side), **how).tolist())
+    lm.set_attn_implementation("attnbench")
+    each_layer(lm)
+    assert lm.generate(**batch(side), **how).tolist() == theirs
+
+
+@pytest.mark.parametrize("mask", [None, "ones", "padding"])
+@torch.no_grad()
+def test_a_compiled_layer_that_nobody_saw_takes_a_description(mask, monkeypatch):
+    monkeypatch.setattr(hf.hf_models, "compiled_layers", lambda model: False)
+    lm, given = model("llama"), batch("right" if mask == "padding" else None)
+    if mask is None:
+        del given["attention_mask"]
+    theirs = with_attention(lm, "eager", lambda m: m(**given, use_cache=False).logits)
+    lm.set_attn_implementation("attnbench")
+    each_layer(lm)
+    real = given.get("attention_mask", torch.ones_like(given["input_ids"]))
+    close(lm(**given, use_cache=False).logits, theirs, real, TIGHT)
+
+
+@torch.no_grad()
+def test_a_mask_that_moves_with_each_layer_stays_a_description(monkeypatch):
+    """As accelerate's hooks do, for models over several devices."""
+    from transformers import masking_utils
+
+    def moved(module, args, words):
+        return args, {key: x.to("cpu") if isinstance(x, torch.Tensor) else x for key, x in words.items()}
+
+    lm, given = model("llama"), batch("right")
+    theirs = with_attention(lm, "eager", lambda m: m(**given, use_cache=False).logits)
+    lm.set_attn_implementation("attnbench")
+    for layer in lm.model.layers:
+        layer.register_forward_pre_hook(moved, with_kwargs=True)
+    monkeypatch.setattr(masking_utils, "sdpa_mask", None)
+    close(lm(**given, use_cache=False).logits, theirs, given["attention_mask"], TIGHT)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32])
+def test_a_mask_of_integers_is_refused(dtype):
+    lm, ids = model("llama"), batch(None)["input_ids"]
+    mask = torch.ones(2, 1, 13, 13).tril()
+    with pytest.raises(Unsupported, match=r"pass booleans \(True is visible\), as in mask != 0"):
+        with_attention(lm, "attnbench", lambda m: m(ids, attention_mask=mask.to(dtype), use_cache=False))
+
+
+@pytest.mark.parametrize("mask", [torch.ones(4, 4, dtype=torch.bool), torch.ones(2, 4, 4), [[True]]])
+def test_a_mask_with_other_axes_is_refused(mask):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(Unsupported, match=r"4 axes|a mask with"):
+        hf.attention_forward(torch.nn.Module(), q, q, q, mask)
 
 
 def test_the_shapes_are_grouped_heads():

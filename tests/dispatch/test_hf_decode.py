@@ -31,6 +31,7 @@ TOKENS = 30
 def _nothing_planned():
     decode._CLASSES.clear()
     Measured.built.clear()
+    torch._dynamo.reset()
     yield
     decode._CLASSES.clear()
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import masking_utils as masking
 
-from attnbench.dispatch.hf_masks import DescribedMask, describe
+from attnbench.dispatch.hf_masks import DescribedMask, MaskArray, describe
 from attnbench.workloads.masks import MaskShape
 
 pytestmark = pytest.mark.torch
@@ -118,7 +118,7 @@ def test_keys_that_no_query_sees_are_left_out():
 def test_a_function_of_ones_own_is_evaluated():
     own = masking.or_masks(masking.causal_mask_function, lambda b, h, q, kv: kv < 3)
     found = describe(batch_size=1, q_length=6, kv_length=6, mask_function=own, device="cpu")
-    assert type(found) is torch.Tensor
+    assert type(found) is MaskArray
     assert found[0, 0, 0].tolist() == [True] * 3 + [False] * 3
 
 
@@ -133,10 +133,33 @@ def test_a_step_that_will_be_compiled_gets_its_array():
 def test_a_described_mask_is_taken_for_its_array():
     mask = describe(batch_size=2, q_length=5, kv_length=5, device="cpu")
     whole = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
-    assert torch.equal(mask.contiguous(), whole)
-    assert type(mask.contiguous()) is torch.Tensor
     assert (mask.ndim, mask.dtype, mask.device.type, len(mask)) == (4, torch.bool, "cpu", 2)
     assert torch.equal(mask[:, :, 2:], whole[:, :, 2:])
     assert torch.equal(torch.cat([mask, mask]), torch.cat([whole, whole]))
-    assert torch.equal(mask.to(torch.float32), whole.float())
-    assert type(mask[:, :, 2:]) is torch.Tensor
+    assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(whole, 0.0, -1.0))
+    assert torch.equal(torch.ones(2, 1, 5, 5).masked_fill(~mask, 0.0), whole.float())
+    assert torch.equal(mask & whole[..., :1], whole & whole[..., :1])
+    assert type(mask[:, :, 2:]) is MaskArray
+    assert type(~mask) is torch.Tensor
+
+
+def test_copies_and_whole_slices_are_descriptions():
+    """Layers cut the mask to their keys, and accelerate's hooks move it: no T x S array for any of them."""
+    mask = describe(batch_size=2, q_length=5, kv_length=5, attention_mask=padding("left", 5), device="cpu")
+    mask.evaluate = pytest.fail
+    for copy in (mask.to("cpu"), mask.clone(), mask.detach(), mask.contiguous(), mask[:, :, :, :5], mask[..., :7]):
+        assert isinstance(copy, DescribedMask)
+        assert copy.described is mask.described or copy.described == mask.described
+    moved = mask.to("meta")
+    assert isinstance(moved, DescribedMask)
+    assert moved.device.type == "meta"
+
+
+def test_the_array_is_made_once(monkeypatch):
+    made, make = [], masking.sdpa_mask
+    monkeypatch.setattr(masking, "sdpa_mask", lambda **given: made.append(1) or make(**given))
+    mask = describe(batch_size=2, q_length=5, kv_length=5, device="cpu")
+    for _ in range(3):
+        mask[:, :, :, :4]
+        mask.to("cpu")[:, :, 2:]
+    assert made == [1]

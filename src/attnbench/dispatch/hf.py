@@ -4,6 +4,10 @@ Both interfaces are registered. Ours of masks (`attnbench.dispatch.hf_masks`) de
 as an attnbench mask: causal, window, padding, packed documents, and the part of a static cache that is written. What it
 cannot describe, and what is traced by torch.compile, stays the boolean array that Transformers itself would make.
 
+A model that writes its own attention, for masks of another form, is refused: when it is loaded, when its
+implementation is set, or when it asks for a mask (`attnbench.dispatch.hf_models`). `check(model)` tells which modules
+will call us.
+
 Whatever a model asks that attention here does not do (dropout, sinks, a position bias, attention weights) is refused
 with the reason; nothing is left out silently, but for one thing: where layers are compiled and not the whole model, a
 graph that was traced before does not see that attention weights are asked for now of a model that keeps this to itself
@@ -12,13 +16,15 @@ graph that was traced before does not see that attention weights are asked for n
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Iterator
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnbench.dispatch import array_masks, decode
+from attnbench.dispatch import array_masks, decode, hf_models
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.autocast import under_autocast
-from attnbench.dispatch.hf_masks import Described, DescribedMask, describe
+from attnbench.dispatch.hf_masks import Described, DescribedMask, MaskArray, describe
 from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
 from attnbench.tracing import constant_when_traced
@@ -63,6 +69,7 @@ def register(name: str = "attnbench", impl: str = "auto") -> str:
     _registered.add(name)
     AttentionInterface.register(name, partial(attention_forward, impl=impl))
     AttentionMaskInterface.register(name, describe)
+    _watch_models()
     return name
 
 
@@ -78,6 +85,129 @@ def _check_name(name: str) -> None:
             f'Transformers takes "owner/name" for a kernel of the Hub and cuts "paged|" off, so no model would load '
             f'with "{name}": use neither.'
         )
+
+
+def _watch_models() -> None:
+    """Look at each model that is loaded with a name of ours, or set to it: Transformers takes any registered name."""
+    from transformers import PreTrainedModel
+
+    if hasattr(PreTrainedModel, "_attnbench_watches"):
+        return
+    accept: Any = PreTrainedModel.get_correct_attn_implementation
+    built: Any = PreTrainedModel.post_init
+    change: Any = PreTrainedModel.set_attn_implementation
+
+    @wraps(accept)
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *more: Any, **how: Any) -> str:
+        if requested_attention in _registered:  # its modules are not there yet
+            attention = hf_models.attention_of_class(type(self))
+            if attention.loses_masks:
+                raise Unsupported(hf_models.refusal(type(self).__name__, attention))
+        return accept(self, requested_attention, *more, **how)
+
+    @wraps(built)
+    def post_init(self: Any) -> None:
+        hf_models.remember(self)
+        configs = [config for config, _ in hf_models.by_config(self)]
+        _check_parts(self, [config for config in configs if _implementation(config) in _registered])
+        built(self)
+
+    @wraps(change)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *more: Any, **how: Any) -> None:
+        hf_models.remember(self)
+        _check_parts(self, list(_configs_asked(self, self.config, attn_implementation)))
+        change(self, attn_implementation, *more, **how)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    PreTrainedModel.post_init = post_init
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
+    PreTrainedModel._attnbench_watches = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _implementation(config: Any) -> Any:
+    return getattr(config, "_attn_implementation", None)
+
+
+def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
+    """Configs that `set_attn_implementation` would give a name of ours: all, or those that a dict names."""
+    if not isinstance(request, dict):
+        if request in _registered:
+            yield config
+            for key in getattr(config, "sub_configs", ()):
+                yield from _configs_asked(model, getattr(config, key, None), request)
+            yield from (one for one, _ in hf_models.by_config(model) if config is model.config)
+        return
+    for key, value in request.items():
+        if key == "":
+            yield from [config] if value in _registered else []
+        else:
+            yield from _configs_asked(model, getattr(config, key, None), value)
+
+
+def _check_parts(model: Any, configs: list[Any]) -> None:
+    """Refuse parts with these configs that would lose their masks; warn of those that never call us but lose none."""
+    for config, modules in hf_models.by_config(model):
+        if config is None or not any(config is one for one in configs):
+            continue
+        attention = hf_models.attention_of(type(one) for one in modules)
+        name = type(modules[0]).__name__
+        if attention.loses_masks:
+            raise Unsupported(hf_models.refusal(name, attention))
+        if attention.own and not attention.calling and name not in _told:
+            _told.add(name)
+            warnings.warn(
+                f"{name} writes its own attention ({', '.join(attention.own)}), which goes on as before: attnbench is "
+                "not called there. attnbench.dispatch.hf.check(model) tells who calls it.",
+                stacklevel=4,
+            )
+
+
+_told: set[str] = set()
+
+
+class Module(NamedTuple):
+    """One attention module of a model."""
+
+    path: str
+    kind: str
+    implementation: str | None
+    """`attn_implementation` of its config."""
+    ours: bool
+    """Whether it will call attnbench."""
+
+    def __str__(self) -> str:
+        by = "calls attnbench" if self.ours else f'does not (attn_implementation="{self.implementation}")'
+        return f"{self.path} ({self.kind}): {by}"
+
+
+class Check(NamedTuple):
+    """Attention modules of a model, and why the model is refused if it is."""
+
+    modules: tuple[Module, ...]
+    refusal: str | None
+
+    def __str__(self) -> str:
+        ours = sum(one.ours for one in self.modules)
+        told = f"{ours} of {len(self.modules)} attention modules call attnbench."
+        return "\n".join(filter(None, [self.refusal, told, *(str(one) for one in self.modules if not one.ours)]))
+
+
+def check(model: torch.nn.Module) -> Check:
+    """Tell which attention modules of a loaded model will call attnbench. Read from their code; nothing is computed."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: list[Module] = []
+    refusal = None
+    for config, modules in hf_models.by_config(model):
+        name = _implementation(config)
+        attention = hf_models.attention_of(type(one) for one in modules)
+        if name in _registered and attention.loses_masks:
+            refusal = hf_models.refusal(type(modules[0]).__name__, attention)
+        for module in modules:
+            kind = type(module)
+            calls = hf_models.calls_interface(kind)
+            if calls or hf_models.own_attention(kind):
+                found.append(Module(paths[id(module)], kind.__name__, name, calls and name in _registered))
+    return Check(tuple(found), refusal)
 
 
 def attention_forward(
@@ -96,6 +226,7 @@ def attention_forward(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What a layer calls: query, key and value [b, heads, tokens, dim], the output [b, tokens, heads, dim]."""
+    _check_array(attention_mask)
     _check(dropout, attention_mask, others)
     query, key, value = under_autocast(query, key, value)
     usual = scaling is None or scaling == query.shape[-1] ** -0.5
@@ -115,7 +246,8 @@ def attention_forward(
         else:
             out = dispatch.attention(query, key, value, mask=seen.mask, **how)
     else:
-        array = attention_mask[..., : key.shape[2]]
+        array = attention_mask.plain() if isinstance(attention_mask, MaskArray) else attention_mask
+        array = array[..., : key.shape[2]]
         kind = "visible" if str(array.dtype) == "torch.bool" else "bias"
         out = array_masks.attention_with_array(query, key, value, **{kind: array}, **how)
     return out.transpose(1, 2).contiguous(), None
@@ -128,6 +260,23 @@ def _recorded(*arrays: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
     return torch.is_grad_enabled() and any(array.requires_grad for array in arrays)
+
+
+def _check_array(mask: Any) -> None:
+    """Refuse masks of which nobody can tell what they mean."""
+    import torch
+
+    if mask is None or isinstance(mask, DescribedMask):
+        return
+    if not isinstance(mask, torch.Tensor):
+        raise Unsupported(f"attnbench's attention takes no {type(mask).__name__} as a mask: pass a tensor with 4 axes.")
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise Unsupported(
+            f"a mask of {mask.dtype} may say which pairs are visible or be added to the logits: pass booleans (True is "
+            "visible), as in mask != 0, or floating-point numbers that are added."
+        )
+    if mask.dim() != 4:
+        raise Unsupported(f"a mask with {mask.dim()} axes came to attention: pass one of [batch, heads or 1, q, kv].")
 
 
 def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) -> None:
@@ -147,7 +296,9 @@ def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) ->
     for name, value in others.items():
         if value is not None and name not in NO_MATTER:
             what = REFUSED.get(name, f"the keyword {name}, which it does not know")
-            raise Unsupported(f'attnbench\'s attention does not do {what}: use attn_implementation="eager" or "sdpa".')
+            raise Unsupported(
+                f'attnbench\'s attention does not do {what}: load the model with attn_implementation="eager".'
+            )
 
 
 def _weights_recorded() -> bool:

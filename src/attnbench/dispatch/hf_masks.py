@@ -10,12 +10,16 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from attnbench.dispatch import hf_models
+from attnbench.errors import Unsupported
+from attnbench.tracing import constant_when_traced
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask, Full
 from attnbench.workloads.masks.data import to_numpy
@@ -44,35 +48,138 @@ class _Step(NamedTuple):
     kv_start: int
 
 
-class DescribedMask(torch.Tensor):
+class MaskArray(torch.Tensor):
+    """Transformers' boolean mask, True for what is visible, which only attention that knows this form may read.
+
+    A model with attention of its own expects numbers to add to its scores, or True for what is hidden. So whatever
+    makes numbers of this mask is refused; what leaves it a mask (a slice, a copy, `&`) is this again.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        if func in _PROPERTIES or name in _ABOUT or name.startswith(("is_", "_is_")):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(lambda x: x.array() if isinstance(x, DescribedMask) else x, (args, kwargs))
+        fills = name in ("masked_fill", "masked_fill_") and isinstance(args[1] if len(args) > 1 else None, MaskArray)
+        if not (name in _KEEP or name in _READ) or fills:
+            raise Unsupported(_misread(name))
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        if name in _READ:
+            return out
+        if any(x.dtype != torch.bool for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+            raise Unsupported(_misread(name))
+        return tree_map(lambda x: x.as_subclass(MaskArray) if isinstance(x, torch.Tensor) else x, out)
+
+    def plain(self) -> torch.Tensor:
+        """Return it as an array like any other."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+
+class DescribedMask(MaskArray):
     """A description that Transformers takes for its boolean mask [b, 1, q, kv]: it has the shape, and no storage.
 
-    Any operation on it but asking for its shape and place works on the array that Transformers would have made.
+    Copies of it, on other devices too, are descriptions. Other operations work on the array that Transformers would
+    have made, which is made once.
     """
 
     described: Described
     evaluate: Callable[[], torch.Tensor]
 
     @staticmethod
-    def make(described: Described, shape: tuple[int, ...], device: Any, evaluate: Any) -> DescribedMask:
+    def make(described: Described, shape: Any, device: Any, evaluate: Callable[[], torch.Tensor]) -> DescribedMask:
         """`evaluate` gives the array itself."""
         mask = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(DescribedMask)
-        mask.described, mask.evaluate = described, evaluate
+        mask.described, mask.evaluate = described, cache(evaluate)
         return mask
+
+    def array(self) -> MaskArray:
+        """Return the array."""
+        array = self.evaluate().to(self.device)
+        with torch._C.DisableTorchFunctionSubclass():
+            return array.as_subclass(MaskArray)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ABOUT:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(lambda x: x.evaluate() if isinstance(x, DescribedMask) else x, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if args and isinstance(args[0], DescribedMask):
+            mask, kwargs = args[0], kwargs or {}
+            if func.__name__ in _COPY:
+                with torch._C.DisableTorchFunctionSubclass():
+                    seems = func(*args, **kwargs)
+                if seems.dtype == torch.bool:
+                    return mask if seems is mask else _copied(mask, seems.device)
+            if func is torch.Tensor.__getitem__ and _everything(args[1], tuple(mask.shape)):
+                return mask
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-_PROPERTIES = ("shape", "ndim", "device", "dtype", "layout", "requires_grad", "grad_fn", "is_cuda", "is_cpu")
-_ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
-}  # fmt: skip
+_COPY = frozenset({"to", "cpu", "cuda", "clone", "detach", "contiguous", "alias", "bool", "pin_memory"})
+
+
+def _copied(mask: DescribedMask, device: torch.device) -> DescribedMask:
+    real = mask.described.real
+    described = mask.described._replace(real=None if real is None else real.to(device))
+    return DescribedMask.make(described, tuple(mask.shape), device, mask.evaluate)
+
+
+def _everything(index: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an index leaves out nothing: slices, as layers cut a mask to the keys there are."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts = (*parts[:at], *[slice(None)] * (len(shape) - len(parts) + 1), *parts[at + 1 :])
+    return len(parts) <= len(shape) and all(
+        isinstance(part, slice) and part.indices(size) == (0, size, 1) for part, size in zip(parts, shape)
+    )
+
+
+_ASKED = (
+    "shape", "ndim", "device", "dtype", "layout", "requires_grad", "grad_fn", "grad", "itemsize", "nbytes", "_base",
+    "_backward_hooks", "output_nr", "_version",
+)  # fmt: skip
+_PROPERTIES = {
+    getattr(torch.Tensor, name).__get__
+    for name in dir(torch.Tensor)
+    if (name in _ASKED or name.startswith("is_")) and hasattr(getattr(torch.Tensor, name), "__set__")
+} | {torch.Tensor.requires_grad.__set__}  # pyright: ignore[reportAttributeAccessIssue]
+_ABOUT = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device",
+    "__len__", "untyped_storage", "requires_grad_", "data_ptr", "__hash__", "has_names",
+})  # fmt: skip
+"""Functions that ask for no value."""
+_KEEP = frozenset({
+    "__getitem__", "to", "bool", "cpu", "cuda", "pin_memory", "contiguous", "clone", "detach", "alias", "expand",
+    "expand_as", "broadcast_to", "repeat", "repeat_interleave", "tile", "reshape", "view", "view_as", "unsqueeze",
+    "squeeze", "flatten", "unflatten", "transpose", "permute", "swapaxes", "movedim", "narrow", "select", "split",
+    "chunk", "unbind", "cat", "concat", "stack", "pad", "flip", "roll", "index_select", "gather", "take_along_dim",
+    "tril", "triu", "__and__", "__rand__", "__iand__", "__or__", "__ror__", "__ior__", "__xor__", "__rxor__",
+    "bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor", "masked_fill",
+})  # fmt: skip
+"""Functions that make a mask of a mask."""
+_READ = frozenset({
+    "where", "__invert__", "bitwise_not", "logical_not", "any", "all", "equal", "tolist", "item", "numpy", "nonzero",
+    "__bool__", "__repr__", "__str__", "__format__", "__array__", "allclose", "zeros_like", "ones_like", "empty_like",
+    "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "__reduce_ex__", "__deepcopy__",
+})  # fmt: skip
+"""Functions for which True is visible, or that do not say what it means."""
+
+
+def _misread(name: str) -> str:
+    """Say which module of which model read a mask as numbers; its frame is still there."""
+    frame, inner, outer = sys._getframe(2), None, None
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            inner, outer = inner or type(module), type(module)
+        frame = frame.f_back
+    who = "the code" if inner is None or outer is None else f"{inner.__name__} of {outer.__name__}"
+    return (
+        f"{who} computes with the mask that is made for attnbench's attention ({name}): it has attention of its own, "
+        f"for masks of another form, and its result would be wrong. {hf_models.OTHERWISE}"
+    )
 
 
 def describe(
@@ -87,7 +194,7 @@ def describe(
     **more: Any,
 ) -> torch.Tensor | None:
     """The mask interface of Transformers; None is plain causal. Older releases give positions by `cache_position`."""
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     given = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask}
     given |= {**more, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -105,7 +212,19 @@ def describe(
 
     may_skip = more.get("allow_is_causal_skip", True)
     function = more.get("mask_function", causal_mask_function)
-    if torch.compiler.is_compiling():
+    config = more.get("config")
+    model = None if torch.compiler.is_compiling() else _asking()
+    if model is None:
+        refused, alone = _of_config(id(config), type(config).__module__, type(config).__name__)
+    else:
+        attention = hf_models.attention_for(model, config)
+        refused = hf_models.refusal(type(model).__name__, attention) if attention.loses_masks else ""
+        alone = not attention.own
+    if refused:
+        raise Unsupported(refused)
+    if not alone:  # some attention in this model adds the mask to its scores: the form that serves every module
+        return eager_mask(**given)
+    if torch.compiler.is_compiling() or (model is not None and hf_models.compiled_layers(model)):
         square = isinstance(q_offset, int) and q_offset == kv_offset and q_length == kv_length
         plain = may_skip and cache_position is None and attention_mask is None and function is causal_mask_function
         return None if plain and square else evaluate()
@@ -115,8 +234,32 @@ def describe(
     step = _Step(q_length, kv_length, q_start, kv_offset)
     described = _described(function, step, attention_mask)
     if described is None:
-        return evaluate()
+        return evaluate().as_subclass(MaskArray)
     return DescribedMask.make(described, (batch_size, 1, q_length, kv_length), device, evaluate)
+
+
+def _asking() -> torch.nn.Module | None:
+    """Find the module whose code asks for the mask, a few calls above."""
+    frame = sys._getframe(2)
+    for _ in range(LEVELS):
+        if frame is None:
+            return None
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            return module
+        frame = frame.f_back
+    return None
+
+
+@constant_when_traced
+def _of_config(config_id: int, module: str, name: str) -> tuple[str, bool]:
+    """Tell why the model of a config is refused, and whether all its attention calls the registered function.
+
+    Of a graph, for which the config alone is known.
+    """
+    attention = hf_models.attention_of_config(config_id, module)
+    refused = hf_models.refusal(f"the model of {name}", attention) if attention.loses_masks else ""
+    return refused, not attention.own
 
 
 def _made_ahead() -> bool:
