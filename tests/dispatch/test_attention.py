@@ -238,3 +238,11 @@ def test_explain_without_a_pick():
     assert all("float16" in one.reason for one in told.candidates)
     with pytest.raises(Unsupported, match=r"no numpy implementation .*numpy.float32: .*numpy.reference: "):
         ab.attention(*(x.astype(np.float16) for x in drawn[:3]))
+
+
+@pytest.mark.jax
+def test_an_lse_that_only_float32_has_is_refused_with_these_words():
+    jnp = pytest.importorskip("jax.numpy")
+    q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+    with pytest.raises(Unsupported, match=r"jax\.xla .*gives no LSE in bfloat16, only in float32"):
+        ab.attention(q, q, q, impl="jax.xla", return_lse=True)

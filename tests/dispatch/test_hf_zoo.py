@@ -168,7 +168,7 @@ def inputs(side):
         mask[0, :4] = 0
     elif side == "right":
         mask[0, -4:] = 0
-    return {"input_ids": ids * mask + (1 - mask) * 0, "attention_mask": mask}
+    return {"input_ids": ids * mask, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -249,7 +249,7 @@ def test_a_part_of_a_model_is_refused_and_may_be_left_out():
     parts = {"encoder": "attnbench", "decoder": "eager", "": "eager"}
     model = transformers.VisionEncoderDecoderModel._from_config(config, attn_implementation=parts).eval()
     checked = hf.check(model)
-    assert {one.kind for one in checked.modules if one.ours} == {"ViTAttention"} or checked.modules
+    assert [one.ours for one in checked.modules if one.path.startswith("encoder.")] == [True]
     assert {one.ours for one in checked.modules if one.kind == "TrOCRAttention"} == {False}
     with pytest.raises(Unsupported, match=r"TrOCR\w+ writes its own attention"):
         model.set_attn_implementation({"decoder": "attnbench"})

@@ -107,9 +107,9 @@ def _watch_models() -> None:
 
     @wraps(built)
     def post_init(self: Any) -> None:
-        _check_parts(
-            self, [config for config, _ in hf_models.by_config(self) if _implementation(config) in _registered]
-        )
+        hf_models.remember(self)
+        configs = [config for config, _ in hf_models.by_config(self)]
+        _check_parts(self, [config for config in configs if _implementation(config) in _registered])
         built(self)
 
     @wraps(change)
