@@ -25,6 +25,7 @@ from attnbench.frameworks.torch_autocast import without_autocast
 from attnbench.impls.arrays import LAYOUTS, both_heads
 from attnbench.impls.parts.torch_autograd import of_both, through_lse
 from attnbench.impls.parts.torch_once import refuse
+from attnbench.impls.parts.torch_rules import current
 from attnbench.spec import Call, Config, Implementation, Workload
 from attnbench.workloads.masks.literals import literal
 
@@ -180,7 +181,7 @@ def _choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> int:
     request = _asked(key)
     if request.pick is not None:
         return CHOSEN_BEFORE
-    place = (*_place(q, k, v, key), policy.generation())
+    place = (*_place(q, k, v, key), current(), policy.generation())
     found: Any = _picked.get(place)
     if found is None:
         pick, decision = chosen(request.words.impl, demand_of(q, k, v, request.words, request.train, "operator"))

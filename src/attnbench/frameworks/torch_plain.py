@@ -80,7 +80,7 @@ def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
         kind = torch.float64 if exact else torch.float32
         weight = log_weight(*index).to(kind).expand(sizes).contiguous()
     dead = ~visible.any(-1, keepdim=True)
-    return MaskTensors(visible, weight, dead if is_fake(dead) or bool(dead.any()) else None)
+    return MaskTensors(visible, weight, dead if dead.is_meta or is_fake(dead) or bool(dead.any()) else None)
 
 
 def once_per_device(make: Callable[[torch.device], Made], constant: bool = True) -> Callable[[torch.device], Made]:
