@@ -31,8 +31,9 @@ from attnbench.store.runfile import read_run
 ROOT = Path(__file__).parents[1]
 AGAIN = "-again"
 SCALE = 1.5
-SHOWN = "grid-gpu.jsonl"
-"""The run whose charts the README shows: one kind of shapes over lengths and batches. The report has them all."""
+SHOWN = "grid-gpu-device-time.jsonl"
+"""The run whose charts the README shows: one kind of shapes over lengths and batches, torch and JAX by one clock. The
+report has them all."""
 
 
 def read(folder: Path, again: bool = False) -> list[Source]:

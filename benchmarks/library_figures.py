@@ -38,15 +38,15 @@ def timed(records: Sequence[Record], name: str) -> dict[str, Weighed]:
     }
 
 
-def suite(name: str, first: str = "") -> str:
+def suite(name: str) -> str:
     """Every JAX library against einsum, each by the one of two runs in which it took more of the shapes."""
-    both = [read_run(RESULTS / f"{name}{part}.jsonl").records for part in (first, "-rest")]
+    both = [read_run(RESULTS / f"{name}{part}.jsonl").records for part in ("", "-rest")]
     rows = []
     for pass_ in PASSES:
-        one_run, other = ([r for r in records if r.workload.pass_ == pass_] for records in both)
-        bases = [(one_run, timed(one_run, BASE)), (other, base_of(other, one_run))]
+        first, second = ([r for r in records if r.workload.pass_ == pass_] for records in both)
+        bases = [(first, timed(first, BASE)), (second, base_of(second, first))]
         found = []
-        for one in jax_libraries([*one_run, *other]):
+        for one in jax_libraries([*first, *second]):
             able = [run for run in bases if one in jax_libraries(run[0])]
             records, base = max(able, key=lambda run: len(timed(run[0], one)))
             found.append((timed(records, one), one, base, records))
@@ -184,7 +184,7 @@ def stability() -> str:
 PAGES: Pages = {
     "docs/choose.md": {"stability": ("cpu/choice_stability.json", stability)},
     "docs/libraries.md": {
-        "grid": ("h200/grid-gpu-before.jsonl and grid-gpu-rest.jsonl", lambda: suite("grid-gpu", "-before")),
+        "grid": ("h200/grid-gpu.jsonl and grid-gpu-rest.jsonl", lambda: suite("grid-gpu")),
         "gemma": ("h200/gemma.jsonl and gemma-rest.jsonl", lambda: suite("gemma")),
         "others": ("h200/earlier/all-implementations.jsonl", others),
     },
