@@ -27,9 +27,9 @@ RUNS = (1, 2, 3, 5)
 """Keys of one sign in a row, by channel: a block of keys that is left out does not cancel in all of them."""
 BEGUN = 4
 """Keys at the beginning whose values are drawn at random."""
-STEPS = (4, 5, 6, 7)
-"""Sizes of queries, in quarters; few bits, so that 16 bits hold every logit exactly."""
-RATIOS = (16, 64, 128)
+STEPS = {16: (4, 5, 6, 7), 64: (4, 8), 128: (4, 8)}
+"""Ratio of the two kinds of keys -> sizes of queries, in quarters: together few bits, so that 16 bits hold every logit
+exactly."""
 WIDEST_GAP = 2.0
 """Between the logits of the two kinds of keys, at most where a finer ratio has a smaller one."""
 LONGEST_RUN = 64
@@ -62,8 +62,8 @@ def counted(framework: Framework, device: str, workload: Workload, like: Inputs,
     up, down = 2.0 ** ceil(power / 2), 2.0 ** floor(power / 2)
     axis = signs(w.batch, w.kv_heads, w.head_dim)
     axis[..., rng.permutation(w.head_dim)[_channels(w) :]] = 0
-    lengths = rng.integers(len(STEPS), size=(w.q_len, w.heads), dtype=np.int8)
-    q = put(np.array(STEPS, np.float32)[lengths] / 4)[None, :, :, None] * put(
+    steps = np.array(STEPS[ratio], np.float32)
+    q = put(steps[rng.integers(len(steps), size=(w.q_len, w.heads), dtype=np.int8)] / 4)[None, :, :, None] * put(
         up * np.repeat(axis, w.group, axis=1)
     )[:, None]  # fmt: skip
     k = put((ratio - kind) / ratio)[:, :, None, None] * put(down * axis)[:, None]
@@ -75,8 +75,8 @@ def _sizes(w: Workload) -> tuple[int, int]:
     """(ratio, power): the two kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 ** power."""
     target = LARGE_LOGIT if w.softcap is None else NEAR_CAP * w.softcap
     slope = 1.0 if w.softcap is None else 1 - tanh(NEAR_CAP) ** 2
-    ratio = next((n for n in RATIOS if target * slope / n <= WIDEST_GAP), RATIOS[-1])
-    unit = abs(w.softmax_scale) * _channels(w) * sum(STEPS) / len(STEPS) / 4
+    ratio = next((n for n in STEPS if target * slope / n <= WIDEST_GAP), max(STEPS))
+    unit = abs(w.softmax_scale) * _channels(w) * sum(STEPS[ratio]) / len(STEPS[ratio]) / 4
     return ratio, round(log2(target / unit)) if unit else 0
 
 
