@@ -17,7 +17,7 @@ import array_api_compat
 import numpy as np
 
 from attnbench.frameworks import Framework, Inputs
-from attnbench.spec import Workload
+from attnbench.spec import DTYPE_BYTES, Workload
 from attnbench.workloads.masks import Dilated, Mask, MaskShape
 
 LARGE_LOGIT = 20.0
@@ -36,6 +36,9 @@ LONGEST_RUN = 64
 POINTED = 12.0
 """Least logit of the keys that `pointed` queries point at, beyond any clamp that would pass unseen."""
 SHARP_ENOUGH = 24.0
+LARGEST_ROUNDED = 90.0
+"""Logit of 16-bit inputs that point at keys, at most: a plain implementation rounds it to a quarter. A soft cap that
+needs larger ones is left to the other checks."""
 LOOKED_UP_PAIRS = 1 << 26
 """Pairs of a mask without a formula for its edges that are looked at to find them."""
 
@@ -119,7 +122,8 @@ def pointed_logit(w: Workload) -> float:
     need, room = log(w.kv_len) + 3, w.head_dim / 2
     inside = 1 - 2 * need / room
     least = SHARP_ENOUGH if inside <= 0 else min(SHARP_ENOUGH, room * (1 - inside**0.5))
-    return max(POINTED, least, 0.0 if w.softcap is None else NEAR_CAP * w.softcap)
+    near = 0.0 if w.softcap is None else NEAR_CAP * w.softcap
+    return max(POINTED, least, near if DTYPE_BYTES[w.dtype] > 2 or near <= LARGEST_ROUNDED else 0.0)
 
 
 def _places(w: Workload, keys: np.ndarray) -> np.ndarray:
