@@ -3,7 +3,7 @@ along that direction is an estimate of how wrong it is, and over many elements f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ DEVIATIONS = 5
 """So many standard errors of the estimate are allowed beside that."""
 
 
-def check(subject: Subject, outputs: dict[str, np.ndarray | Sequence[np.ndarray]]) -> None:
+def check(subject: Subject, outputs: Mapping[str, Sequence[np.ndarray]]) -> None:
     """Estimate both from the outputs on the first input set, {name: sampled heads}."""
     w, draws = subject.workload, subject.draws
     asked = {"scale": (w.softmax_scale, SCALE_OFF)}
@@ -34,8 +34,8 @@ def check(subject: Subject, outputs: dict[str, np.ndarray | Sequence[np.ndarray]
             for name in names:
                 at = ("out", "dq", "dk", "dv").index(name)
                 exact = [t.out if t.grads is None or not at else t.grads[at - 1] for t in truths]
-                errors = [np.ravel(got) - np.ravel(right) for got, right in zip(outputs[name], exact)]
-                found, deviation = estimate(errors, [np.ravel(slope[at]) for slope in slopes])
+                errors = [got.reshape(right.shape) - right for got, right in zip(outputs[name], exact)]
+                found, deviation = estimate(errors, [slope[at] for slope in slopes])
                 limit = off + DEVIATIONS * deviation
                 if not abs(found) <= limit:
                     raise Wrong(
@@ -45,11 +45,12 @@ def check(subject: Subject, outputs: dict[str, np.ndarray | Sequence[np.ndarray]
 
 
 def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The multiple of the slopes that fits the errors best, and its standard error; (0, inf) without any slope."""
-    error, slope = np.concatenate(errors), np.concatenate(slopes)
-    size = float(slope @ slope)
+    """The multiple of the slopes [..., rows, width] that fits the errors best, and its standard error; (0, inf) without
+    any slope. Errors within a row are not independent (a rounded logit moves all of it); those of rows are taken so."""
+    error, slope = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in arrays]) for arrays in (errors, slopes))
+    size = float(np.vdot(slope, slope))
     if not size > 0:
         return 0.0, float("inf")
-    found = float(error @ slope) / size
-    rest = (error - found * slope) * slope
-    return found, float(np.sqrt(rest @ rest)) / size
+    found = float(np.vdot(error, slope)) / size
+    rest = np.einsum("ij,ij->i", error - found * slope, slope)
+    return found, float(np.linalg.norm(rest)) / size

@@ -17,7 +17,7 @@ import array_api_compat
 import numpy as np
 
 from attnbench.frameworks import Framework, Inputs
-from attnbench.spec import Workload
+from attnbench.spec import DTYPE_BYTES, Workload
 from attnbench.workloads.masks import Dilated, Mask, MaskShape
 
 LARGE_LOGIT = 20.0
@@ -27,15 +27,18 @@ RUNS = (1, 2, 3, 5)
 """Keys of one sign in a row, by channel: a block of keys that is left out does not cancel in all of them."""
 BEGUN = 4
 """Keys at the beginning whose values are drawn at random."""
-STEPS = (4, 5, 6, 7)
-"""Sizes of queries, in quarters; few bits, so that 16 bits hold every logit exactly."""
-RATIOS = (16, 64, 128)
+STEPS = {16: (4, 5, 6, 7), 64: (4, 8), 128: (4, 8)}
+"""Ratio of the two kinds of keys -> sizes of queries, in quarters: together few bits, so that 16 bits hold every logit
+exactly."""
 WIDEST_GAP = 2.0
 """Between the logits of the two kinds of keys, at most where a finer ratio has a smaller one."""
 LONGEST_RUN = 64
 POINTED = 12.0
 """Least logit of the keys that `pointed` queries point at, beyond any clamp that would pass unseen."""
 SHARP_ENOUGH = 24.0
+LARGEST_ROUNDED = 90.0
+"""Logit of 16-bit inputs that point at keys, at most: a plain implementation rounds it to a quarter. A soft cap that
+needs larger ones is left to the other checks."""
 LOOKED_UP_PAIRS = 1 << 26
 """Pairs of a mask without a formula for its edges that are looked at to find them."""
 
@@ -62,8 +65,8 @@ def counted(framework: Framework, device: str, workload: Workload, like: Inputs,
     up, down = 2.0 ** ceil(power / 2), 2.0 ** floor(power / 2)
     axis = signs(w.batch, w.kv_heads, w.head_dim)
     axis[..., rng.permutation(w.head_dim)[_channels(w) :]] = 0
-    lengths = rng.integers(len(STEPS), size=(w.q_len, w.heads), dtype=np.int8)
-    q = put(np.array(STEPS, np.float32)[lengths] / 4)[None, :, :, None] * put(
+    steps = np.array(STEPS[ratio], np.float32)
+    q = put(steps[rng.integers(len(steps), size=(w.q_len, w.heads), dtype=np.int8)] / 4)[None, :, :, None] * put(
         up * np.repeat(axis, w.group, axis=1)
     )[:, None]  # fmt: skip
     k = put((ratio - kind) / ratio)[:, :, None, None] * put(down * axis)[:, None]
@@ -75,8 +78,8 @@ def _sizes(w: Workload) -> tuple[int, int]:
     """(ratio, power): the two kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 ** power."""
     target = LARGE_LOGIT if w.softcap is None else NEAR_CAP * w.softcap
     slope = 1.0 if w.softcap is None else 1 - tanh(NEAR_CAP) ** 2
-    ratio = next((n for n in RATIOS if target * slope / n <= WIDEST_GAP), RATIOS[-1])
-    unit = abs(w.softmax_scale) * _channels(w) * sum(STEPS) / len(STEPS) / 4
+    ratio = next((n for n in STEPS if target * slope / n <= WIDEST_GAP), max(STEPS))
+    unit = abs(w.softmax_scale) * _channels(w) * sum(STEPS[ratio]) / len(STEPS[ratio]) / 4
     return ratio, round(log2(target / unit)) if unit else 0
 
 
@@ -119,7 +122,8 @@ def pointed_logit(w: Workload) -> float:
     need, room = log(w.kv_len) + 3, w.head_dim / 2
     inside = 1 - 2 * need / room
     least = SHARP_ENOUGH if inside <= 0 else min(SHARP_ENOUGH, room * (1 - inside**0.5))
-    return max(POINTED, least, 0.0 if w.softcap is None else NEAR_CAP * w.softcap)
+    near = 0.0 if w.softcap is None else NEAR_CAP * w.softcap
+    return max(POINTED, least, near if DTYPE_BYTES[w.dtype] > 2 or near <= LARGEST_ROUNDED else 0.0)
 
 
 def _places(w: Workload, keys: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ KEY_SHARE, KEY_ULPS, KEY_SUMS = 0.03, 2, 1e-7
 lose per key."""
 POINTED_ULPS, POINTED_PER_LOGIT, POINTED_FLOOR, POINTED_ROW = 3, 0.25, 1e-3, 0.4
 """What `pointed` results may be off by as a whole: ulp, more of them for larger logits, which a plain implementation
-rounds too; and one row of them, as a share of it or of a typical one."""
+rounds too; and one row of them, as a share of it or of a typical one, the same for its logits added."""
 MORE_ROWS, MISSING, LEAST_ROW = 2, 0.75, 5e-3
 """Times what a sampled row may be off by, since the worst of many more rows is worse; a row that is off by most of
 itself is another one; of float32, what is held to be right is rounded as well."""
@@ -71,13 +71,13 @@ def check_pointed(subject: Subject) -> tuple[str, ...]:
         return ()
     outputs = run(subject.programs.main, subject.draws.probe("pointed", subject.layout))
     subject.framework.wait(outputs)
-    limit = POINTED_FLOOR + EPS[subject.workload.dtype] * (
-        POINTED_ULPS + POINTED_PER_LOGIT * probes.pointed_logit(subject.workload)
-    )
+    ulp = EPS[subject.workload.dtype]
+    logits = POINTED_PER_LOGIT * ulp * probes.pointed_logit(subject.workload)
+    limit = POINTED_FLOOR + POINTED_ULPS * ulp + logits
     for name, rows in _compared(subject, "pointed", dict(zip(OUTPUTS[subject.workload.pass_], outputs))).items():
         what = f"{LONG_NAMES[name]} (queries that point at edges)"
         share = rows.off / np.maximum(np.maximum(rows.size, typical_row(rows.size)), rows.least)
-        _require(subject, what, name, share, np.full_like(share, POINTED_ROW))
+        _require(subject, what, name, share, np.full_like(share, POINTED_ROW + logits))
         size = float(np.linalg.norm(rows.size))
         relative = float(np.linalg.norm(rows.off)) / (size or 1.0)
         if not relative <= limit:
