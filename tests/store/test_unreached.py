@@ -7,11 +7,11 @@ import pytest
 from page_factory import source, timed
 from record_factory import workload
 
-from attnbench.report.html.page import compose, render
-from attnbench.report.html.sections import Source
 from attnbench.store.unreached import tell_unreached, unreached
 
 pytest.importorskip("altair")
+from attnbench.report.html.page import compose, render
+from attnbench.report.html.sections import Source
 
 
 def asked(*lengths: int, held: tuple[int, ...], request: object = None, name: str = "run.jsonl") -> Source:
