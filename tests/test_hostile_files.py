@@ -197,7 +197,7 @@ def test_names_and_reasons_in_every_output(
             holder[key] = {f"{name}{HOSTILE}": one for name, one in holder[key].items()}
     content = "\n".join(map(json.dumps, lines)).encode() + b"\n"
     for command in COMMANDS[RUN]:
-        assert read(RUN, content, command) in (0, 2)
+        assert read(RUN, content, command) in (0, 2, 3)  # 3: a renamed cell has nothing to be compared with
     assert read(RUN, content, ["gate", "--baseline", RUN, "--current", RUN, "--ci", "ci"]) == 0
     assert read(RUN, content, ["baseline", "show", "torch.eager", "--dir", "kept", "-k", "t128"]) == 2
     assert read(RUN, content, ["history", "kept"]) == 0

@@ -151,8 +151,8 @@ def test_what_was_captured_is_a_suite(tmp_path):
     suite = suites.load(str(path))
     assert suite.name == "model"
     assert [one.id for one in suite.workloads] == [one.id for one in calls.workloads]
-    with pytest.raises(UsageError, match=r"cannot write .*No such file"):
-        calls.save(tmp_path / "nowhere" / "model.toml")
+    with pytest.raises(UsageError, match=r"cannot write .*model\.toml"):
+        calls.save(path / "model.toml")
     assert suite.workloads[0].source == "1 of 2 calls captured in a step"
     done = attnbench(tmp_path, "run", "model.toml", "--impl", "torch.eager", "--budget", "0.05", "--json")
     assert done.returncode == 0, done.stderr

@@ -58,14 +58,14 @@ def test_kill_loses_only_the_workload_in_progress_and_resume_goes_on(second_work
     wait_for(lambda: not any(map(alive, pids)), 15)
     kept = path.read_bytes()
     path.write_bytes(kept + b'{"line":"record","record":{"status":"ok","impl')
-    done = attnbench(tmp_path, "run", "--resume", path)
+    done = attnbench(tmp_path, "run", "--resume", path, "--impl", SLOW)
     assert done.returncode == 0, done.stderr
     assert "line was cut off" in done.stderr
     assert path.read_bytes().startswith(kept)
     assert lengths(path) == [16, 24]
     names = {record.implementation for record in read_run(path).records}
     assert names == {"slow", "numpy.float32", "anchor.matmul", "anchor.copy"}
-    again = attnbench(tmp_path, "run", "--resume", path)
+    again = attnbench(tmp_path, "run", "--resume", path, "--impl", SLOW)
     assert again.returncode == 0
     assert lengths(path) == [16, 24]
 
