@@ -74,6 +74,8 @@ def ranking(part: Part) -> str:
     chosen = fullest(part.cells.records)
     device = next(iter(part.section.environments.values())).device_name
     clocks = sorted({record.time.clock for record in chosen if record.time is not None})
+    words = {"kernel": "device"}  # kernels, copies and fills
+    clocks = [words.get(clock, clock) for clock in clocks]
     return f"{device}, {' and '.join(clocks)} times:\n\n```\n{printed(chosen)}\n```"
 
 

@@ -325,8 +325,11 @@ def _with_culprit(cases: Sequence[Case], old: Ref, new: Ref, folder: Path) -> li
     """Where a single commit lies between the refs, it is the one."""
     if not old.commit or not new.commit or new.dirty or not any(case.status == "regression" for case in cases):
         return list(cases)
-    between = commits_between(old.commit, new.commit, folder)
-    if len(between) != 1 or merge_base(old.commit, new.commit, folder) != old.commit:
+    try:
+        between = commits_between(old.commit, new.commit, folder)
+        if len(between) != 1 or merge_base(old.commit, new.commit, folder) != old.commit:
+            return list(cases)
+    except UsageError:  # a shallow clone, say: who did it is a hint, and must not cost the verdict
         return list(cases)
     sha, subject = between[0]
     return [replace(case, culprit=f'{sha[:9]} "{subject}"') if case.status == "regression" else case for case in cases]

@@ -130,3 +130,21 @@ def test_recomputation_asks_what_the_forward_pass_asked(how, where):
         return
     for one, other in zip(got, want):
         torch.testing.assert_close(one, other)
+
+
+def test_a_checkpoint_may_be_computed_again_more_than_once():
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = arrays()
+    with ab.use_policy(eager()):
+        out = checkpoint(
+            lambda q, k, v: ab.attention(q, k, v, mask=CAUSAL),
+            *leaves,
+            use_reentrant=False,
+            context_fn=checkpoint_context,
+        )
+    first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    second = torch.autograd.grad(out.sum(), leaves)
+    for one, other in zip(first, second):
+        torch.testing.assert_close(one, other)

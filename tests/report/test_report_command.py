@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from page_factory import timed, two_frameworks
 from record_factory import CPU, incorrect, unsupported, workload
 from run_history import step_history
 
+from attnbench import drafts
 from attnbench.cli import execute
 from attnbench.report.annotations import record_commands
 from attnbench.report.summaries import FILES
@@ -44,14 +46,16 @@ def write_run(path: Path, records: Sequence[Record], header: Header | None = Non
 
 def refuse(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     """From now on no file with this word in its name can be written."""
-    write = Path.write_text
+    draft_of = drafts.draft_of
 
-    def full(self: Path, *arguments: object, **options: object) -> int:
-        if word in self.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, *arguments, **options)  # type: ignore[arg-type]
+    @contextmanager
+    def full(path: Path) -> Iterator[Path]:
+        with draft_of(path) as draft:
+            if word in path.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            yield draft
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(drafts, "draft_of", full)
 
 
 class TestWhere:

@@ -119,7 +119,7 @@ def test_ceilings_are_measured_once(cache, monkeypatch):
     [
         (Ceilings(6e11, 6e10), True),
         (Ceilings(4e11, 1e11), False),
-        (Ceilings(1e12, 4e10), False),
+        (Ceilings(1e12, 2e10), False),
         (Ceilings(1e12, 1e11, 1 << 40), False),
     ],
 )

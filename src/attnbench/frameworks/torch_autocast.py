@@ -21,7 +21,7 @@ def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     import torch
 
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch knows no autocast of meta tensors
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -33,7 +33,7 @@ def without_autocast(kind: str) -> AbstractContextManager[Any]:
 
     if torch.compiler.is_dynamo_compiling():
         return torch.autocast(kind, enabled=False)  # it costs more, and torch.compile can follow it
-    return _Off(kind) if torch.is_autocast_enabled(kind) else _UNCHANGED
+    return _Off(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else _UNCHANGED
 
 
 def without_autocast_for(arrays: Iterable[Any]) -> AbstractContextManager[Any]:

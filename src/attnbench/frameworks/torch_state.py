@@ -18,6 +18,7 @@ def settings() -> Mapping[str, Setting]:
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     told: dict[str, Callable[[], Any]] = {
         "torch's default dtype": torch.get_default_dtype,
+        "torch's default device": lambda: str(torch.get_default_device()),
         "torch's gradient mode": torch.is_grad_enabled,
         "torch's inference mode": torch.is_inference_mode_enabled,
         "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled,
@@ -71,20 +72,21 @@ def functions() -> Sequence[tuple[str, Any, Watched]]:
 def refuse_modes() -> None:
     """Raise if a call has left a mode active: it could compute when its output is looked at, outside of the timing."""
     import torch
-    from torch.utils._device import DeviceContext
 
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return
-    modes = [mode for mode in _function_modes() if type(mode) is not DeviceContext] + _dispatch_modes()
+    modes = _function_modes() + _dispatch_modes()
     if modes:
         names = ", ".join(map(_name, modes))
         raise RuntimeError(f"the call left a mode of torch active ({names}): its time cannot be trusted")
 
 
 def _function_modes() -> list[Any]:
+    """List the active function modes, without that of torch.set_default_device: it only says where arrays are made."""
     from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
 
-    return list(_get_current_function_mode_stack())
+    return [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
 
 
 def _dispatch_modes() -> list[Any]:

@@ -182,9 +182,13 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
     # Wall time beside device time is the host's: it contradicts only beyond the floor.
     sides = signs if main == "device" else {name: _sign(one, 0.0) for name, one in found.items()}
     if any(signs[name] and -signs[name] in sides.values() for name in found):
-        # More threads, say, or something else that took the processor in one arm's turns: nobody knows which.
+        # Something may have taken the processor in one arm's turns, so that "faster" cannot be believed. "Slower" by
+        # the published time can if it is much, or if the other is hardly faster: waiting, or fewer threads, is slower
+        # however little the processor did meanwhile.
         told = ", ".join(f"{_WORDS[side]} by {name} time" for name, side in sides.items())
-        return None, [*doubts, f"{CONTRADICTION}: {told}"]
+        much = found[main].low > log1p(LARGE) or -1 not in signs.values()
+        slower = signs[main] == 1 and main not in doubtful and much
+        return ("slower" if slower else None), [*doubts, f"{CONTRADICTION}: {told}"]
     if 1 in certain:
         return "slower", doubts
     if -1 in certain and 1 not in signs.values():

@@ -7,9 +7,9 @@ in a thread of its own, which knows of no `with`: `set_policy` reaches it, and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from contextvars import Token as ContextToken
 from functools import lru_cache
 from typing import get_args
 
@@ -100,16 +100,21 @@ def checkpoint_context() -> tuple[AbstractContextManager[None], AbstractContextM
 
     What is computed again in the backward pass, in whichever thread, asks the policies that its forward pass asked.
     """
-    return nullcontext(), _again(_stack.get())
+    return nullcontext(), _Again(_stack.get())
 
 
-@contextmanager
-def _again(stack: _Stack) -> Iterator[None]:
-    token = _stack.set(stack)
-    try:
-        yield
-    finally:
-        _stack.reset(token)
+class _Again:
+    """Asks the policies of a forward pass, each time that its checkpoint is computed again."""
+
+    def __init__(self, stack: _Stack) -> None:
+        self._asked = stack
+        self._tokens: list[ContextToken[_Stack]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_stack.set(self._asked))
+
+    def __exit__(self, *_: object) -> None:
+        _stack.reset(self._tokens.pop())
 
 
 def active() -> tuple[Policy, ...]:

@@ -6,6 +6,7 @@ the check and the record, nor may a clock that it brings decide how fast it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from attnbench.steps import StepImplementation
 DECLARED = (
     "name", "framework", "layout", "approximate", "declared_error", "declared_recall", "verify_only", "by_name_only",
     "materialises_scores", "step", "process", "expects", "forbids", "untested", "traceable", "any_kv_len",
-    "lse_gradient", "tunables", "every_config",
+    "lse_gradient", "tunables", "every_config", "compiles_each_plan", "not_deterministic", "switches",
 )  # fmt: skip
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class Untrusted(Exception):

@@ -11,10 +11,10 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
+from io import FileIO
 from threading import get_ident
-from typing import BinaryIO
 
 from attnbench.errors import UsageError
 from attnbench.run.ceilings import cache_folder
@@ -44,7 +44,7 @@ def machine_lock(
     path = cache_folder() / f"{name}-{slug(platform.node())}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b")
+        file = path.open("a+b", buffering=0)
     except OSError as error:
         raise _no_lock(path, error) from error
     with file:
@@ -88,13 +88,14 @@ def measuring(doing: str, patience_s: float = 0.0, tell: Callable[[str], None] |
         yield notes
 
 
-def _write(file: BinaryIO, text: str) -> None:
-    file.truncate(0)
-    file.write(text.encode())
-    file.flush()
+def _write(file: FileIO, text: str) -> None:
+    """Say who holds the lock. It is held all the same if the disk is full."""
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(text.encode())
 
 
-def _holder(name: str, file: BinaryIO) -> tuple[str, str]:
+def _holder(name: str, file: FileIO) -> tuple[str, str]:
     """Return who holds the lock, and how to end it."""
     file.seek(0)
     pid, _, rest = file.read().decode(errors="replace").partition(" ")

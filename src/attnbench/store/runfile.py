@@ -149,8 +149,9 @@ class RunWriter:
         self._append(lines)
 
     def close(self) -> None:
-        """Close the file; nothing was left to flush."""
-        self._file.close()
+        """Close the file; nothing is left to flush but what a full disk refused, which was told."""
+        with suppress(OSError):
+            self._file.close()
 
     def _append(self, lines: Sequence[Line]) -> None:
         try:
@@ -238,23 +239,28 @@ def _lock(path: Path, file: BinaryIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         pid = _pid_of_writer(path)
-        raise UsageError(
-            f"{path} is being written by another attnbench (pid {pid}): wait for it, or `kill {pid}` if it hangs."
-        ) from error
+        who, stop = (
+            ("this process", "close it first") if pid == os.getpid() else (f"pid {pid}", f"`kill {pid}` if it hangs")
+        )
+        if pid is None:
+            who, stop = "a process that cannot be seen from here", "end it there"
+        raise UsageError(f"{path} is being written by another attnbench ({who}): wait for it, or {stop}.") from error
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
-def _pid_of_writer(path: Path) -> int:
-    """Return the other process that has the file open, or this one if there is none."""
+def _pid_of_writer(path: Path) -> int | None:
+    """Return a process that has the file open for writing, another one rather than this; None if none can be seen."""
     import psutil
 
-    real = str(path.resolve())
+    real, found = str(path.resolve()), None
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and any(one.path == real for one in process.open_files()):
+            files = [one for one in process.open_files() if one.path == real]
+            if process.pid != os.getpid() and files:
                 return process.pid
-    return os.getpid()
+            found = process.pid if len(files) > 1 else found
+    return found
 
 
 def _finite(record: Record) -> Record:
