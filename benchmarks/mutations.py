@@ -40,6 +40,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 SIZES = {"cpu": (64, 256, 1024, 4096), "cuda": (512, 2048, 8192)}
 HEADS, KV_HEADS, DIM = 4, 2, 64
 BUDGET_S = {"cpu": 600.0, "cuda": 230.0}
+COMMIT = os.popen("git rev-parse --short HEAD").read().strip()
+"""Of the code that is examined, taken before anything is."""
 Tweak = Callable[..., Any]
 """(b, h, q, kv, visible) -> visible."""
 
@@ -537,7 +539,8 @@ def _keep(tally: Tally, options: argparse.Namespace, sizes: Any, start: float) -
         "cpu": environment.cpu,
         "threads": environment.threads,
         "packages": environment.packages,
-        "commit": os.popen("git rev-parse --short HEAD").read().strip(),
+        "commit": COMMIT,
+        "seed": options.seed,
         "sizes": list(sizes),
         "dtypes": options.dtypes,
         "passes": options.passes,
