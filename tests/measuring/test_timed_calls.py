@@ -268,8 +268,9 @@ class Probabilities(Stored):
 
 
 @pytest.mark.parametrize("memo", [CarefulMemo, Probabilities])
-def test_what_is_kept_of_logits_helps_in_no_timed_call(worker, memo, monkeypatch):
+def test_what_is_kept_of_logits_helps_in_no_timed_call(request, memo, monkeypatch):
     monkeypatch.setattr(sessions.Session, "_wants_known", lambda *_: False)
+    worker = request.getfixturevalue("worker")  # it would notice a change that is made later
     kernel = memo()
     assert open_cell(worker, kernel) is None
     for _ in range(VISITS):
@@ -277,9 +278,10 @@ def test_what_is_kept_of_logits_helps_in_no_timed_call(worker, memo, monkeypatch
     assert kernel.hits == 0
 
 
-def test_calls_of_known_result_are_made_but_not_timed(worker, monkeypatch):
+def test_calls_of_known_result_are_made_but_not_timed(request, monkeypatch):
     """A memo is right in them and fast, and gains nothing by it."""
     monkeypatch.setattr(sessions.Session, "_wants_known", lambda *_: True)
+    worker = request.getfixturevalue("worker")
     kernel = CarefulMemo()
     assert open_cell(worker, kernel) is None
     taken = visit(worker, kernel, count=5, calls=2)
