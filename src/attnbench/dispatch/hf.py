@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnbench.dispatch import array_masks, decode, hf_models
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.autocast import under_autocast
 from attnbench.dispatch.hf_masks import Described, DescribedMask, MaskArray, describe
 from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
+from attnbench.frameworks.torch_autocast import under_autocast
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads import masks
 from attnbench.workloads.masks import Full
