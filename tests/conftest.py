@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from attnbench import registry
 from attnbench.run.instructions import isa_cap
 
 os.environ.update(isa_cap())  # before torch is first imported
@@ -40,6 +41,13 @@ def pytest_collection_modifyitems(items):
         for framework in ("torch", "jax"):
             if framework in item.keywords and importlib.util.find_spec(framework) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{framework} is not installed"))
+
+
+@pytest.fixture(autouse=True)
+def _registry_restored():
+    """A test that registers an implementation must not change which names the next test sees."""
+    with registry.restored():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -75,12 +75,13 @@ def test_implementations_come_from_the_settings(asked):
 def test_without_a_list_only_what_the_repository_brings_is_gated(asked, tmp_path, capsys, monkeypatch):
     """attnbench's own are the same in every ref of another repository."""
     Repository(tmp_path).commit("first")
+    names = {"numpy.float32": "attnbench.impls.numpy_reference"}
+    monkeypatch.setattr("attnbench.cli.selection.swept_names", lambda: list(names))
+    monkeypatch.setattr("attnbench.registry.module_of", names.__getitem__)
     assert execute(["gate", "--baseline", "main"]) == 2
     assert "nothing of it would be measured" in capsys.readouterr().err
     assert not asked["orders"]
-    names = {"numpy.mine": "minepkg", "numpy.float32": "attnbench.impls.numpy_reference"}
-    monkeypatch.setattr("attnbench.cli.selection.swept_names", lambda: list(names))
-    monkeypatch.setattr("attnbench.registry.module_of", names.__getitem__)
+    names["numpy.mine"] = "minepkg"
     assert execute(["gate", "--baseline", "main"]) == 0
     assert asked["orders"][0].implementations == ("numpy.mine",)
     Path("src/attnbench").mkdir(parents=True)
