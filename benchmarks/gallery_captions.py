@@ -24,11 +24,13 @@ def winners(part: Part, chart: Chart) -> str:
     shapes = shapes_of(part.cells.rows)
     counts = Counter(one.first["label"] for one in shapes)
     close = sum(one.close for one in shapes)
-    field = len({row["label"] for row in part.cells.rows if row.get("ns") is not None and row["exact"]})
+    ran = Counter(row["label"] for row in part.cells.rows if row.get("ns") is not None and row["exact"])
     first, *others = [f"{name} {count}" for name, count in counts.most_common()]
+    fewer = ", ".join(f"{name} ran on {ran[name]}" for name in counts if ran[name] < len(shapes))
     return (
-        f"The fastest of {field} implementations on {len(shapes)} shapes: {', '.join([f'{first} times', *others])}; "
-        f"≈ where the next kernel is too close to call ({close} shapes)."
+        f"The fastest of {len(ran)} implementations on {len(shapes)} shapes: {', '.join([f'{first} times', *others])}"
+        f"{f' ({fewer} of them)' if fewer else ''}; "
+        f"≈ if the next kernel is too close to call ({close} shapes)."
     )
 
 
@@ -46,12 +48,12 @@ def rate(part: Part, chart: Chart) -> str:
 
 
 def memory(part: Part, chart: Chart) -> str:
-    rows, base = _drawn(part, chart), part.cells.baselines[0]
-    most = max((row for row in rows if row["label"] == base), key=lambda row: row["peak"])
+    rows = _drawn(part, chart)
+    most = max(rows, key=lambda row: row["peak"])
     least = min((row for row in rows if row["workload"] == most["workload"]), key=lambda row: row["peak"])
     times = significant(most["peak"] / least["peak"])
     return (
-        f"Memory beyond the inputs ({chart.choices[0].text}): at {_place(most)} {base} needs {size(most['peak'])}, "
+        f"Memory beyond the inputs ({chart.choices[0].text}): at {_place(most)} {most['label']} needs {size(most['peak'])}, "
         f"{times} times the {size(least['peak'])} of {least['label']}; a tick is what theory asks for."
     )
 
