@@ -17,6 +17,7 @@ from attnbench.run.instructions import isa_cap
 os.environ.update(isa_cap())  # before torch is first imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its children
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Arrays are tiny here, and threads of tests side by side wait for each other's cores: one each takes a third of the
 time. Tests of how workers run are without it: run/conftest.py."""

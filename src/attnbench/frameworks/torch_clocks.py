@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from attnbench.frameworks.base import UNWATCHED, Clock, Inputs, InputSets, Program, Samples, Watch
-from attnbench.frameworks.torch_profile import device_activity, is_device_work, raw_events, synchronize
+from attnbench.frameworks.torch_profile import is_device_work, raw_events, recorder, synchronize
 from attnbench.frameworks.torch_programs import ReplayableProgram
 
 if TYPE_CHECKING:
@@ -133,12 +133,10 @@ class KernelClock(_DeviceClock):
     def sample(
         self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
     ) -> Samples:
-        from torch.profiler import profile
-
         cold = ColdCache(self._device)
         fences = _fence_names(self._device)
         picked = watch.picks(count, calls)
-        with profile(activities=[device_activity(self._device)]) as profiler:
+        with recorder(self._device, host=False) as profiler:
             for index in range(count * calls):
                 state = program.prepare(inputs[index % len(inputs)])
                 cold.flush()
@@ -153,11 +151,9 @@ class KernelClock(_DeviceClock):
 @cache
 def _fence_names(device: str) -> frozenset[str]:
     """Kernel names of flush and mark, learned by profiling them alone."""
-    from torch.profiler import profile
-
     cold = ColdCache(device)
     synchronize(device)
-    with profile(activities=[device_activity(device)]) as profiler:
+    with recorder(device, host=False) as profiler:
         cold.flush()
         cold.mark()
         synchronize(device)

@@ -11,7 +11,7 @@ from attnbench.frameworks.base import Inputs, Peak, Program, unseen
 from attnbench.frameworks.torch_programs import owned
 
 if TYPE_CHECKING:
-    from torch.profiler import profile
+    from torch.autograd.profiler import profile
 
 RUN = "attnbench::run"
 TAKEN = "allocated_bytes.all.allocated"
@@ -38,28 +38,22 @@ def synchronize(device: str) -> None:
         torch.get_device_module(device).synchronize()
 
 
-def device_activity(device: str) -> Any:
-    """The profiler's name for the kernels of a device."""
-    from torch.profiler import ProfilerActivity
+def recorder(device: str, host: bool = True, **options: Any) -> profile:
+    """Return a context that records operators of the host and kernels of the device.
 
-    return {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device)
+    `torch.profiler.profile` wraps it and imports torch.compile first, which takes each process over a second.
+    """
+    from torch.autograd.profiler import profile
 
-
-def _activities(device: str) -> list[Any]:
-    from torch.profiler import ProfilerActivity
-
-    activity = device_activity(device)
-    return [ProfilerActivity.CPU] if activity is None else [ProfilerActivity.CPU, activity]
+    return profile(use_kineto=True, use_cpu=host, use_device=None if device == "cpu" else device, **options)
 
 
 def _profiled(program: Program, inputs: Inputs, device: str, **options: Any) -> profile:
-    """A profile of one `run`; a call before it has compiled and filled the caches."""
-    from torch.profiler import profile
-
+    """Return the profile of one `run`; a call before it has compiled and filled the caches."""
     program.run(program.prepare(inputs))
     state = program.prepare(inputs)
     synchronize(device)
-    with profile(activities=_activities(device), **options) as profiler:
+    with recorder(device, **options) as profiler:
         output = program.run(state)
         synchronize(device)
     del output
@@ -68,10 +62,8 @@ def _profiled(program: Program, inputs: Inputs, device: str, **options: Any) -> 
 
 def raw_events(profiler: profile) -> list[Any]:
     """The profiler's events in order of time (the summary it makes of them has lost memory and device order)."""
-    inner = profiler.profiler
-    assert inner is not None
-    assert inner.kineto_results is not None
-    return sorted(inner.kineto_results.events(), key=lambda event: event.start_ns())
+    assert profiler.kineto_results is not None
+    return sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
 
 
 def is_device_work(event: Any) -> bool:
@@ -115,10 +107,10 @@ def write_trace(program: Program, inputs: Inputs, path: Path, device: str) -> Pa
 
 def cpu_peak(program: Program, inputs: Inputs) -> Peak:
     """Running sum of the allocator's events inside `run`; preparation is profiled too, so that its frees are seen."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import record_function
 
     program.run(program.prepare(inputs))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with recorder("cpu", profile_memory=True) as profiler:
         state = program.prepare(inputs)
         with record_function(RUN):
             output = program.run(state)

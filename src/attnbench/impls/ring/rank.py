@@ -33,8 +33,8 @@ from attnbench.spec import Pass
 if TYPE_CHECKING:
     import torch
 
-PRELOADED = ("torch.distributed", "torch._dynamo")
-"""What every rank has from its parent; the profiler asks for the second, which takes over a second to import."""
+PRELOADED = ("torch.distributed",)
+"""Modules that every rank has from its parent."""
 LOOKS = 3
 """Passes that are timed in an inspection; the median is told."""
 ROTATIONS: dict[Pass, tuple[bool, ...]] = {"forward": (False,), "backward": (True,), "train": (False, True)}
