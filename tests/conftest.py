@@ -21,11 +21,17 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Arrays are tiny here, and threads of tests side by side wait for each other's cores: one each takes a third of the
 time. Tests of how workers run are without it: run/conftest.py."""
+os.environ.setdefault("ATTNBENCH_THREADS", "1")
+"""Likewise for the workers of commands that tests start. Tests of threads say how many."""
 if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     # XLA's older code generator compiles tiny programs in half the time; a flag that it does not know would end the
     # process. Whole commands and the tests of how workers run are without it: cli_process.py, run/conftest.py.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 HERE = Path(__file__).parent
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(HERE.parent / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+"""What JAX compiles is kept between test processes and between runs of the suite: most programs are the same."""
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 os.environ["ATTNBENCH_CACHE"] = str(HERE.parent / ".pytest_cache" / f"attnbench-{WORKER}")
 """Of its own for each test process: who tests side by side must not find the other's lock."""

@@ -131,7 +131,8 @@ def test_a_good_one_on_a_side_branch_is_told_of(bench: Bench, capsys: pytest.Cap
 
 def test_the_comparison_is_the_one_of_compare_refs(monkeypatch: pytest.MonkeyPatch):
     asked: dict = {}
+    monkeypatch.setenv("ATTNBENCH_THREADS", "3")
     monkeypatch.setattr(comparing, "compare_refs", lambda **given: asked.update(given))
     import_module("attnbench.cli.bisect").compare_refs("a", "b", "torch.sdpa", workload())
     wanted = {"baseline": "a", "current": "b", "implementation": "torch.sdpa", "workload": workload()}
-    assert asked == wanted | {"device": None, "threads": None}
+    assert asked == wanted | {"device": None, "threads": 3}
