@@ -146,6 +146,9 @@ class Worker:
 
     def answer(self, question: p.Question) -> p.Answer:
         """One question, one answer; what a cell does wrong comes back as its record."""
+        of_open_cell = isinstance(question, p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.Trace)
+        if of_open_cell and question.cell not in self._sessions:
+            return p.Refused(f"{question.cell} is not open in this process", not_open=True)
         found = self._answers[type(question)](question)
         if os.getpid() != self._pid:
             os._exit(1)  # a fork that a kernel made and let return: only one may answer
