@@ -36,7 +36,7 @@ class Recorder:
         self._listener = listener
         self._sources = fingerprint_sources(prepared.request.implementations)
         self.writer: RunWriter | None = prepared.writer
-        self._untold = prepared.is_new
+        self._request_unwritten = prepared.is_new
         self.done: frozenset[str] = frozenset()
         """Ids of the cells that were recorded since."""
         self._earlier = set() if prepared.resumed is None else _fingerprints(prepared.resumed)
@@ -52,7 +52,7 @@ class Recorder:
                 [*self._listener.environments.values(), *(r.environment for r in records if r.environment)]
             )
             self.writer = RunWriter.create(self._prepared.runs_dir, machine, self._prepared.suite, self._header())
-            self._untold = False
+            self._request_unwritten = False
         self.tell_request()
         self.writer.write(records)
         self.done |= {record.cell.id for record in records}
@@ -63,9 +63,9 @@ class Recorder:
 
     def tell_request(self) -> None:
         """Write into a resumed file what is asked of it, unless it says so already."""
-        if self._untold and self.writer is not None:
+        if self._request_unwritten and self.writer is not None:
             self.writer.add_header(self._header())
-            self._untold = False
+            self._request_unwritten = False
 
     def _header(self) -> Header:
         from attnbench.cli import installed_version
