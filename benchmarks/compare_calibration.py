@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from calibrating import beside, decided, keep, read
 from scipy import stats
 
 from attnbench.comparing import compare
-from attnbench.comparison import Comparison
 from attnbench.report.calibration import PACKAGED
 from attnbench.spec import Ok, Workload
 
@@ -50,48 +48,9 @@ def spin() -> None:
         sum(range(1000))
 
 
-@contextmanager
-def neighbour(condition: str) -> Iterator[None]:
-    if condition == "idle":
-        yield
-        return
-    process = multiprocessing.get_context("spawn").Process(target=spin, daemon=True)
-    process.start()
-    try:
-        yield
-    finally:
-        process.kill()
-        process.join()
-
-
-def line_of(condition: str, effect: str, threads: int | None, found: Comparison) -> dict[str, Any]:
-    environment = found.record_a.environment if isinstance(found.record_a, Ok) else None
-    return {
-        "condition": condition,
-        "effect": effect,
-        "verdict": found.verdict,
-        "reason": found.reason,
-        "notes": list(found.notes),
-        "ratios": {name: [one.ratio, *one.interval] for name, one in found.estimates.items()},
-        "launches": len(found.launches),
-        "elapsed_s": round(found.elapsed_s, 2),
-        "threads": threads,
-        "load": round(os.getloadavg()[0], 2),
-        "device": environment and environment.device_name,
-        "cores": environment and environment.cores,
-        "fingerprint": environment and environment.fingerprint,
-        "packages": environment and {k: v for k, v in environment.packages.items() if k in ("torch", "numpy")},
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def read(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
-
-
 def measure(options: argparse.Namespace) -> None:
     end = time.monotonic() + 60 * options.minutes
-    counts = Counter((line["condition"], line["effect"]) for line in read(options.out) if line["verdict"] is not None)
+    counts = Counter({case: len(lines) for case, lines in decided(read(options.out)).items()})
     plan = [(condition, effect) for effect in options.effect for condition in options.condition]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
@@ -102,23 +61,18 @@ def measure(options: argparse.Namespace) -> None:
             if counts[condition, effect] >= options.count:
                 return
             a, b = (f"{folder}/{name}.py:attend" for name in ("one", effect))
-            with neighbour(condition):
+            with beside(spin, [()] if condition == "busy" else []):
                 found = compare(a, b, WORKLOAD, device="cpu", threads=options.threads, budget_s=options.budget)
             counts[condition, effect] += 1
-            with options.out.open("a") as file:
-                file.write(json.dumps(line_of(condition, effect, options.threads, found)) + "\n")
-            told = f"{found.verdict or found.reason} {found.ratio or 0:.3f}, {len(found.launches)} launches"
-            print(f"{condition} {effect}: {told}, {found.elapsed_s:.0f} s", flush=True)
+            environment = found.record_a.environment if isinstance(found.record_a, Ok) else None
+            facts = {"threads": options.threads, "load": round(os.getloadavg()[0], 2), "notes": list(found.notes)}
+            keep(options.out, condition, effect, found, **facts, cores=environment and environment.cores)
 
 
 def summary(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each condition and effect: how many were called what, and the one-sided 95 % bound of the wrong ones."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for line in lines:
-        if line["verdict"] is not None:
-            groups.setdefault((line["condition"], line["effect"]), []).append(line)
     rows = []
-    for (condition, effect), mine in sorted(groups.items()):
+    for (condition, effect), mine in decided(lines).items():
         seen = Counter(line["verdict"] for line in mine)
         wrong = seen["slower"] + seen["faster"] if effect == "same" else seen["faster"] + seen["same"]
         bound = float(stats.beta.ppf(0.95, wrong + 1, len(mine) - wrong)) if wrong < len(mine) else 1.0

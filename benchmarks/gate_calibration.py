@@ -11,24 +11,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
 import random
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from calibrating import beside, decided, keep, read
 from scipy import stats
 
 from attnbench.comparing import sides
-from attnbench.comparison import Comparison, Launch
+from attnbench.comparison import Launch
 from attnbench.run.arms import arm_of
 from attnbench.run.duel import Duel, Terms
-from attnbench.spec import Ok, Workload
+from attnbench.spec import Workload
 
 BATCHES = {
     "cpu": {"A/A": 40, "+2.5 %": 41, "+5 %": 42, "+10 %": 44},
@@ -41,7 +39,7 @@ TARGETS = {
     "+5 %": ("found", 0.95),
     "+10 %": ("found", 0.99),
 }
-STREAM_BYTES = 1 << 26
+STREAMS, STREAM_BYTES = 2, 1 << 26
 BURST_S, PAUSE_S = 1.0, 2.0
 
 
@@ -64,22 +62,6 @@ def stream(seed: int) -> None:
         time.sleep(rng.expovariate(1 / PAUSE_S))
 
 
-@contextmanager
-def load(condition: str) -> Iterator[None]:
-    count = 2 if condition == "burst" else 0
-    processes = [
-        multiprocessing.get_context("spawn").Process(target=stream, args=(n,), daemon=True) for n in range(count)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
 def usual_rules(launches: Sequence[Launch], metric: str) -> dict[str, bool]:
     """Whether each rule calls b slower; a's blocks come from the first half of the launches, b's from the second."""
     half = len(launches) // 2
@@ -97,25 +79,6 @@ def usual_rules(launches: Sequence[Launch], metric: str) -> dict[str, bool]:
     }
 
 
-def line_of(condition: str, effect: str, found: Comparison) -> dict[str, Any]:
-    environment = found.record_a.environment if isinstance(found.record_a, Ok) else None
-    return {
-        "condition": condition,
-        "effect": effect,
-        "verdict": found.verdict,
-        "reason": found.reason,
-        "ratios": {name: [one.ratio, *one.interval] for name, one in found.estimates.items()},
-        "launches": len(found.launches),
-        "elapsed_s": round(found.elapsed_s, 2),
-        "timing_s": round(found.timing_s, 2),
-        "rules": usual_rules(found.launches, "device" if "device" in found.estimates else "wall"),
-        "device": environment and environment.device_name,
-        "fingerprint": environment and environment.fingerprint,
-        "packages": environment and {k: v for k, v in environment.packages.items() if k in ("torch", "numpy")},
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
 def measure(minutes: float, out: Path, options: argparse.Namespace) -> None:
     end = time.monotonic() + 60 * minutes
     effects = workloads(options.device)
@@ -128,15 +91,10 @@ def measure(minutes: float, out: Path, options: argparse.Namespace) -> None:
                 return
             work, more = effects[effect]
             terms = Terms(workload=work, other=more, budget_s=options.budget)
-            with load(condition):
+            with beside(stream, [(n,) for n in range(STREAMS)] if condition == "burst" else []):
                 found = Duel(first, second, terms, lambda launches, decision: None).fight()
-            with out.open("a") as file:
-                file.write(json.dumps(line_of(condition, effect, found)) + "\n")
-            print(
-                f"{condition:6} {effect:7} {found.verdict or found.reason:12} {found.ratio or 0:.3f} "
-                f"{len(found.launches)} launches {found.elapsed_s:.0f} s",
-                flush=True,
-            )
+            rules = usual_rules(found.launches, "device" if "device" in found.estimates else "wall")
+            keep(out, condition, effect, found, timing_s=round(found.timing_s, 2), rules=rules)
 
 
 def bounds(hits: int, total: int) -> str:
@@ -147,11 +105,7 @@ def bounds(hits: int, total: int) -> str:
 
 
 def summary(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for line in lines:
-        if line["verdict"] is not None:
-            groups[line["condition"], line["effect"]].append(line)
-    return [row(condition, effect, mine) for (condition, effect), mine in sorted(groups.items())]
+    return [row(condition, effect, mine) for (condition, effect), mine in decided(lines).items()]
 
 
 def row(condition: str, effect: str, mine: list[dict[str, Any]]) -> dict[str, Any]:
@@ -186,8 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.minutes:
         measure(options.minutes, options.out, options)
-    lines = [json.loads(text) for text in options.out.read_text().splitlines()]
-    table = summary(lines)
+    table = summary(read(options.out))
     options.out.with_suffix(".summary.json").write_text(json.dumps(table, indent=1) + "\n")
     for one in table:
         print(", ".join(f"{name} {value}" for name, value in one.items()))

@@ -41,16 +41,18 @@ def test_what_nohup_ignores_stays_ignored():
 
 
 def test_a_folder_whose_owner_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from attnbench.run.scratch import remove_abandoned, scratch
+    from attnbench.run.scratch import remove_abandoned, scratch, this_system
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with scratch() as live:
         (tmp_path / "attnbench-someones").mkdir()
-        dead = tmp_path / "attnbench-1-dead"
-        dead.mkdir()
-        (dead / ".owner").write_text("")
+        dead, elsewhere = tmp_path / "attnbench-1-dead", tmp_path / "attnbench-1-elsewhere"
+        for folder, system in ((dead, this_system()), (elsewhere, "another machine")):
+            folder.mkdir()
+            (folder / ".owner").write_text(system)
         remove_abandoned()
         assert live.exists()
         assert not dead.exists()
+        assert elsewhere.exists(), "a lock of another machine may not be seen here"
         assert (tmp_path / "attnbench-someones").exists(), "it does not say whose it is"
     assert not live.exists()

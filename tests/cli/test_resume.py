@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,139 @@ def test_proposed_commands_name_the_functions_again(lab: FakeLab, strange: Path,
     path = out.strip().splitlines()[-1]
     told = " ".join(err.split())
     assert f"attnbench run --resume {path} --impl evil.py:f --trace t --timeout 12" in told.replace("- ", "-")
+
+
+ADDED = ["--impl", "evil.py:f", "--against", "torch.eager", "--seq-len", "32", "48"]
+"""What a resumed run may be asked for beside what its file was begun for."""
+
+
+def proposed(err: str) -> list[str]:
+    """The words of the command that an interrupted run ends with."""
+    (line,) = (line for line in err.splitlines() if "Go on with: " in line)
+    program, *words = shlex.split(line.partition("Go on with: ")[2])
+    assert program == "attnbench"
+    return words
+
+
+def asked(lab: FakeLab) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Implementations and lengths of every request that was run."""
+    return [(one.implementations, [workload.q_len for workload in one.workloads]) for one in lab.requests]
+
+
+@pytest.mark.parametrize("again", [ADDED, ["--impl", "./evil.py:f"], ["--impl", "evil.py:f", "--seq-len", "16"]])
+def test_a_function_that_a_resumed_run_added_must_not_change_either(
+    lab: FakeLab, strange: Path, again: list[str], capsys: pytest.CaptureFixture[str]
+):
+    write_run(Path("r.jsonl"))
+    assert execute(["run", "--resume", "r.jsonl", *ADDED, "--quiet"]) == 0
+    kept = Path("r.jsonl").read_bytes()
+    (strange / "evil.py").write_text(EVIL + "# faster\n")
+    capsys.readouterr()
+    assert execute(["run", "--resume", "r.jsonl", *again, "--quiet"]) == 2
+    assert "evil.py has changed since r.jsonl was begun" in " ".join(capsys.readouterr().err.split())
+    assert Path("r.jsonl").read_bytes() == kept
+    (strange / "evil.py").write_text(EVIL)
+    assert execute(["run", "--resume", "r.jsonl", *again, "--quiet"]) in (0, 3)
+
+
+def test_two_functions_do_not_share_a_name_in_one_file(lab: FakeLab, strange: Path, capsys: pytest.CaptureFixture[str]):
+    (strange / "other.py").write_text("# other code\n" + EVIL)
+    write_run(Path("r.jsonl"), implementations=["torch.sdpa", "evil.py:f"])
+    assert execute(["run", "--resume", "r.jsonl", "--impl", "other.py:f", "--seq-len", "32"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "r.jsonl calls evil.py:f f, and would call other.py:f the same" in told
+    assert lab.requests == []
+    assert execute(["run", "--resume", "r.jsonl", "--impl", "other.py:g", "--seq-len", "32", "--quiet"]) == 0
+    assert execute(["run", "--resume", "r.jsonl", "--impl", "evil_module:g", "--seq-len", "32", "--quiet"]) == 2
+
+
+def test_a_file_that_was_only_moved_is_the_same_code(lab: FakeLab, strange: Path):
+    write_run(Path("r.jsonl"))
+    assert execute(["run", "--resume", "r.jsonl", *ADDED, "--quiet"]) == 0
+    (strange / "evil.py").rename(strange / "moved.py")
+    moved = ["--impl", "moved.py:f", "--against", "torch.eager", "--seq-len", "64", "--quiet"]
+    assert execute(["run", "--resume", "r.jsonl", *moved]) == 0
+
+
+def test_times_of_a_file_that_nobody_named_are_told_of(lab: FakeLab, strange: Path, capsys: pytest.CaptureFixture[str]):
+    """Older versions did not write down which functions a resumed run had added."""
+    write_run(Path("r.jsonl"))
+    writer = RunWriter(Path("r.jsonl"))
+    writer.write([ok("f", [1e6, 1e6], workload(32))])
+    writer.close()
+    assert execute(["run", "--resume", "r.jsonl", *ADDED]) == 0
+    assert "holds times of f and does not say of which file" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_the_command_that_is_proposed_goes_on_with_all_that_was_interrupted(
+    lab: FakeLab, strange: Path, finished: int, capsys: pytest.CaptureFixture[str]
+):
+    write_run(Path("r.jsonl"), implementations=["torch.sdpa", "evil_module:f2"], seed=7)
+    lab.interrupt_after = finished
+    command = [*ADDED, "--trace", "my traces", "--timeout", "12", "--budget", "0.25", "--clock", "wall"]
+    assert execute(["run", "--resume", "r.jsonl", *command]) == 130
+    words = proposed(capsys.readouterr().err)
+    (interrupted,), lab.requests[:], lab.interrupt_after = tuple(lab.requests), [], None
+    assert execute(words) in (0, 3)
+    first, second = lab.requests
+    assert first.implementations == ("torch.sdpa", "evil_module:f2")
+    assert [one.q_len for one in first.workloads] == [64, 128]
+    assert second == interrupted
+    assert {first.timeout_s, second.timeout_s} == {12.0}
+    assert read_run(Path("r.jsonl")).against == ("torch.eager",)
+    held = {(record.implementation, record.workload.q_len) for record in read_run(Path("r.jsonl")).records}
+    assert held >= {("torch.sdpa", 128), ("f", 32), ("f", 48), ("torch.eager", 32), ("torch.eager", 48)}
+
+
+def test_a_long_command_is_proposed_on_one_line(lab: FakeLab, strange: Path, capsys: pytest.CaptureFixture[str]):
+    folder = strange / ("deep" * 40)
+    folder.mkdir()
+    (folder / "mine.py").write_text(EVIL)
+    lab.interrupt_after = 1
+    reference = f"{folder / 'mine.py'}:f"
+    assert execute(["run", "--impl", reference, "--against", "torch.sdpa", "--seq-len", "64", "128"]) == 130
+    out, err = capsys.readouterr()
+    path = out.strip().splitlines()[-1]
+    assert proposed(err) == ["run", "--resume", path, "--impl", reference]
+    assert execute(["show", path]) == 0
+    assert f"`attnbench run --resume {path} --impl {reference}` goes on" in capsys.readouterr().err
+
+
+def test_a_request_that_was_resumed_twice_is_run_once(lab: FakeLab, strange: Path):
+    write_run(Path("r.jsonl"))
+    for _ in range(2):
+        assert execute(["run", "--resume", "r.jsonl", *ADDED, "--quiet"]) == 0
+    lab.requests.clear()
+    assert execute(["run", "--resume", "r.jsonl", "--impl", "evil.py:f", "--quiet"]) == 0
+    assert asked(lab) == [(("torch.sdpa",), [64, 128]), (("evil.py:f", "torch.eager"), [32, 48])]
+
+
+def test_what_was_added_is_listed_and_told_of_too(lab: FakeLab, strange: Path, capsys: pytest.CaptureFixture[str]):
+    write_run(Path("r.jsonl"))
+    lab.interrupt_after = 1
+    assert execute(["run", "--resume", "r.jsonl", *ADDED, "--timeout", "12", "--quiet"]) == 130
+    capsys.readouterr()
+    assert execute(["show", "r.jsonl"]) == 0
+    told = capsys.readouterr().err
+    assert "r.jsonl ended before 2 of its 4 shapes" in told
+    assert "`attnbench run --resume r.jsonl --impl evil.py:f --timeout 12` goes on" in told
+    assert execute(["run", "--resume", "r.jsonl", "--impl", "evil.py:f", "--list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 2 + 4
+    assert [row["runs"] for row in rows if row["implementation"].startswith("torch.")] == [False, True, False, True]
+
+
+def test_a_request_that_could_not_begin_is_not_written_down(lab: FakeLab, strange: Path, monkeypatch):
+    write_run(Path("r.jsonl"))
+    before = Path("r.jsonl").read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise UsageError("evil.py could not be loaded")
+
+    monkeypatch.setattr("attnbench.run.launch.launch", refuse)
+    assert execute(["run", "--resume", "r.jsonl", *ADDED]) == 2
+    assert Path("r.jsonl").read_bytes() == before
 
 
 @pytest.fixture

@@ -392,7 +392,7 @@ def test_check_tells_who_calls():
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_attention_that_goes_on_as_before_is_told_of():
-    hf._told.clear()
+    hf._warned.clear()
     with pytest.warns(UserWarning, match=r"DebertaV2Model writes its own attention .*attnbench is not called there"):
         built("DebertaV2Model", ENCODERS["DebertaV2Model"], "attnbench")
 

@@ -289,8 +289,9 @@ def test_all_processes_of_the_idle_side_are_stopped_in_the_others_turn(monkeypat
     def watched(self, calls):
         if self._side == "a":
             helpers = [int(path.name) for path in (tmp_path / "helpers").iterdir()]
-            idle = [pid for pid in (*descendants(second._process.pid), *helpers) if psutil.pid_exists(pid)]
-            assert set(helpers) <= set(descendants(second._process.pid))
+            family = [process.pid for process in descendants(second._process.pid)]
+            idle = [pid for pid in (*family, *helpers) if psutil.pid_exists(pid)]
+            assert set(helpers) <= set(family)
             assert all_stopped([second._process.pid, *idle])
             seen.append(len(idle))
         return block(self, calls)

@@ -16,15 +16,18 @@ from cli_process import alive
 from attnbench.analyse.summary import rank
 from attnbench.impls.numpy_reference import FLOAT32
 from attnbench.measuring.anchors import NAMES
+from attnbench.measuring.rates import Ceilings
+from attnbench.measuring.sampling import Dropped
 from attnbench.run import protocol as p
 from attnbench.run import remote, travel
 from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.plan import Group, Planned
 from attnbench.run.remote import WorkerDied
-from attnbench.run.remote_cell import CellDied
+from attnbench.run.remote_cell import CellDied, RemoteCell
+from attnbench.run.worker import Worker
 from attnbench.run.workload import WorkloadRun
-from attnbench.spec import Cell, Environment, Failed, Implementation, Ok, OutOfMemory, Workload
+from attnbench.spec import Cell, Environment, Failed, Implementation, Incorrect, Ok, OutOfMemory, Workload
 from attnbench.store.runfile import Run
 
 HERE = Path(__file__).parent
@@ -176,6 +179,142 @@ def test_a_worker_that_dies_while_all_are_finished_leaves_one_sitting(lab, monke
     assert made.pop("numpy.reference").status == "failed"
     assert {name: record.status for name, record in made.items()} == dict.fromkeys(made, "ok")
     assert {record.time.sitting[-2:] for record in made.values()} == {"+1"}
+
+
+class Watched:
+    """Crew.ask, with something that happens before questions are passed on."""
+
+    def __init__(self, monkeypatch, before=lambda crew, group, question: None, after=lambda answer: answer):
+        self.questions, real = [], Crew.ask
+
+        def ask(crew, group, question, timeout_s):
+            before(crew, group, question)
+            self.questions.append(question)
+            return after(real(crew, group, question, timeout_s))
+
+        monkeypatch.setattr(Crew, "ask", ask)
+
+
+def test_ceilings_that_are_measured_again_cost_no_cell(lab, monkeypatch):
+    """Measuring them may end the worker in which cells are open, so everything that needs those comes before."""
+    again = []
+
+    def ceilings(crew, dtype, device, again_=False, **words):
+        if not words.get("again", again_):
+            return Ceilings(1.0, 1.0)
+        crew.dismiss(crew.clean("numpy"))
+        again.append(len(watched.questions))
+        return Ceilings(1e15, 1e15)
+
+    def with_another_clock(answer):
+        return msgspec.structs.replace(answer, other_clocks=("wall",)) if isinstance(answer, p.Warm) else answer
+
+    watched = Watched(monkeypatch, after=with_another_clock)
+    monkeypatch.setattr(Crew, "ceilings", ceilings)
+    seen = lab("numpy.float32", "numpy.reference")
+    assert len(again) == 1
+    assert [record.status for record in seen.records] == ["ok", "ok"]
+    assert all("wall" in record.also for record in seen.records)
+    assert not [one for one in watched.questions[again[0] :] if not isinstance(one, p.Release)]
+    assert not any("ended between" in warning for warning in seen.warnings)
+
+
+@pytest.mark.parametrize("kind", [p.WarmUp, p.Sample, p.SampleOther])
+def test_a_worker_that_ended_between_two_questions_costs_no_cell(lab, monkeypatch, kind):
+    gone = []
+
+    def end_once(crew, group, question):
+        if isinstance(question, kind) and not gone:
+            gone.append(question.cell)
+            crew.dismiss(group)
+
+    def with_another_clock(answer):
+        return msgspec.structs.replace(answer, other_clocks=("wall",)) if isinstance(answer, p.Warm) else answer
+
+    Watched(monkeypatch, end_once, with_another_clock)
+    seen = lab("numpy.float32", "numpy.reference")
+    assert gone
+    assert {r.implementation: r.status for batch in seen.batches for r in batch} == dict.fromkeys(
+        ("numpy.float32", "numpy.reference", *NAMES), "ok"
+    )
+    told = [warning for warning in seen.warnings if "load" not in warning]
+    assert told == ["a numpy worker ended between two questions: its cells start again"]
+
+
+def test_one_that_ends_its_worker_whenever_it_was_sampled_is_found_out(lab, trap, monkeypatch):
+    """The others are asked next, and would be blamed."""
+    poisoned = set()
+
+    def ends_later(crew, group, question):
+        if group in poisoned:
+            poisoned.discard(group)
+            crew.dismiss(group)
+        if isinstance(question, p.Sample) and question.cell.startswith("numpy.reference/"):
+            poisoned.add(group)
+
+    Watched(monkeypatch, ends_later)
+    seen = lab("numpy.reference", "numpy.float32", trap("honest"))
+    assert {name: record.status for name, record in seen.by_name.items()} == {
+        "numpy.reference": "failed", "numpy.float32": "ok", "honest": "ok",
+    }  # fmt: skip
+    assert "ended between two questions" in seen.by_name["numpy.reference"].reason
+    assert any("measured apart" in note for note in seen.by_name["numpy.float32"].notes)
+
+
+def test_a_worker_that_is_gone_before_it_is_asked_is_replaced(causal):
+    with Crew((), None, None) as crew:
+        group = Group("numpy")
+        crew.start([group])
+        worker = crew._workers[group]
+        worker._process.kill()
+        worker._process.wait()
+        worker._process.poll = lambda: None  # as if it had ended a moment later
+        cell = Cell("numpy.float32", causal)
+        assert isinstance(crew.ask(group, p.Open(cell, False, True, None, 1), 60), p.Opened)
+        refused = crew.ask(group, p.Sample("other", "main", 1, 1), 60)
+        assert isinstance(refused, p.Refused)
+        assert refused.not_open
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        p.WarmUp("cell"),
+        p.Sample("cell", "main", 1, 1),
+        p.SampleOther("cell", "wall", 1),
+        p.TakeBlock("cell", 1),
+        p.Trace("cell", "folder"),
+    ],
+)
+def test_a_worker_refuses_what_it_does_not_have_open(question):
+    answer = Worker("numpy", "cpu").answer(question)
+    assert answer == p.Refused("cell is not open in this process", not_open=True)
+    assert p.fault(question, answer, 0, 0) is None
+
+
+def test_one_that_was_wrong_when_timed_stays_wrong_when_another_dies(lab, trap, monkeypatch):
+    """Its session is gone: to warm it up again would end the worker, and with it the others that are open there."""
+    wrong, died = [], []
+    real = RemoteCell.sample
+
+    def sample(self, part, count, calls):
+        name = self.cell.implementation
+        if name == "numpy.float32" and not wrong:
+            wrong.append(name)
+            self.lost = Incorrect(implementation=name, workload=self.cell.workload, reason="wrong when timed")
+            self.crew.ask(self.group, p.Release(), 60)  # of its session, and here of all of its worker
+            raise Dropped
+        if name == "honest" and wrong and not died:
+            died.append(name)
+            self.crew.dismiss(self.group)
+            raise CellDied(self.cell, self.group, Failed(implementation=name, workload=self.cell.workload, reason="x"))
+        return real(self, part, count, calls)
+
+    monkeypatch.setattr(RemoteCell, "sample", sample)
+    seen = lab("numpy.float32", trap("honest"), trap("also_honest"))
+    assert (wrong, died) == (["numpy.float32"], ["honest"])
+    statuses = {name: record.status for name, record in seen.by_name.items()}
+    assert statuses == {"numpy.float32": "incorrect", "honest": "failed", "also_honest": "ok"}
 
 
 class Fails:

@@ -277,6 +277,58 @@ def test_a_worktree_whose_folder_is_gone_is_unregistered_and_no_one_elses(reposi
     assert repository.worktrees() == 2, "the main one, and one that the user may bring back"
 
 
+HOLDS = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "sys.stdin.read()")
+
+
+def test_the_worktree_of_a_living_process_stays_though_its_folder_cannot_be_seen(
+    repository: Repository, tmp_path: Path
+):
+    """Another container has the repository, and a temporary folder of its own."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(repository.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip()).parent
+        folder.rename(tmp_path / "of the container")
+        with checkout("HEAD~1", repository.path):
+            assert repository.worktrees() == 3
+        assert repository.worktrees() == 2
+        (tmp_path / "of the container").rename(folder)
+    finally:
+        owner.communicate("")
+    assert repository.worktrees() == 1
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("text", [None, "another system", ""])
+def test_a_worktree_that_another_machine_may_use_stays(repository: Repository, text: str | None):
+    """Its owner's lock cannot be seen from here; git forgets it in time."""
+    shutil.rmtree(killed_checkout(repository).parent)
+    (marker,) = repository.path.glob(".git/worktrees/*/attnbench-owner")
+    before = marker.read_text()
+    marker.unlink()
+    if text is not None:
+        marker.write_text(text)
+    with checkout("HEAD", repository.path):
+        pass
+    assert repository.worktrees() == 2
+    marker.write_text(before)
+    with checkout("HEAD", repository.path):
+        pass
+    assert repository.worktrees() == 1
+
+
+def test_a_repository_without_locks_is_compared_all_the_same(repository: Repository, monkeypatch: pytest.MonkeyPatch):
+    def no_lock(marker: Path) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("attnbench.run.refs.owned", no_lock)
+    with checkout("HEAD", repository.path) as ref:
+        assert ref.path.is_dir()
+    assert repository.worktrees() == 1
+
+
 def test_a_file_that_a_later_build_touches_is_noticed(repository: Repository):
     with checkout("HEAD", repository.path, "echo 1 > built") as old:
         old.require_intact()

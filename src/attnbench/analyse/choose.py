@@ -111,10 +111,10 @@ def _unchosen(refused: Sequence[Refusal], grounds: Sequence[Ground]) -> tuple[Un
         if key not in covered:
             reasons.setdefault(key, {})[label(one.record)] = one.why
     asked = {key: found for key, found in reasons.items() if set(found.values()) != {NOT_ASKED_FOR}}
-    return tuple(Unchosen(*key, _told(found)) for key, found in asked.items())
+    return tuple(Unchosen(*key, _common_reasons(found)) for key, found in asked.items())
 
 
-def _told(reasons: Mapping[str, str]) -> str:
+def _common_reasons(reasons: Mapping[str, str]) -> str:
     """The commonest reasons, each with whom it concerns."""
     common = [why for why, _ in Counter(reasons.values()).most_common()]
     told = [f"{', '.join(name for name in reasons if reasons[name] == why)}: {why}" for why in common[:SHOWN_REASONS]]

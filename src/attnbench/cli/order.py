@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.run.launch import Request
 from attnbench.run.naming import is_reference, name_references
-from attnbench.run.sources import refuse_changed_sources
-from attnbench.store.runfile import Run, RunWriter, read_run
-from attnbench.store.unreached import resume_command
+from attnbench.run.sources import fingerprint_sources, refuse_changed_sources
+from attnbench.store.runfile import Header, Run, RunWriter, read_run
+from attnbench.store.unreached import asked_references, references, resume_command
 
 QUICK_BUDGET_S = 0.5
 MOST = 1_000_000_000
@@ -54,11 +54,20 @@ class Prepared:
     done: frozenset[str] = frozenset()
     writer: RunWriter | None = None
     """Of a resumed file, which it keeps locked; None if cells are only listed."""
+    more: tuple[Request, ...] = ()
+    """What else a resumed file was asked for."""
+    is_new: bool = True
+    """Whether no header of the file says yet what is asked."""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Everything that will be run, in order."""
+        return (self.request, *self.more)
 
     @property
     def names(self) -> dict[str, str]:
         """What the run calls the functions that were given by reference."""
-        return called(self.request)
+        return {reference: name for request in self.requests for reference, name in called(request).items()}
 
 
 def prepare(order: Order, only_listed: bool = False) -> Prepared:
@@ -72,17 +81,29 @@ def prepare(order: Order, only_listed: bool = False) -> Prepared:
         return Prepared(request, suite, runs_dir, _against(order, request), _where(order))
     kept = read_run(order.resume)
     warnings = list(kept.warnings)
-    if _only_goes_on(order, kept):
-        suite, request = kept.header.suite, _stored_request(order, order.resume, kept, warnings)
-    else:
+    is_new = not _only_goes_on(order, kept)
+    if is_new:
         suite, request = make_request(order)
-    refuse_changed_sources(order.resume, kept.header.sources, request.implementations)
-    against = _against(order, request) or kept.header.against
-    prepared = Prepared(request, suite, order.resume.parent, against, (), order.resume, kept.done)
+        requests = [request]
+    else:
+        suite, requests = kept.header.suite, _stored_requests(order, order.resume, kept, warnings)
+    for header in kept.headers:
+        refuse_changed_sources(order.resume, header.sources, [name for one in requests for name in one.implementations])
+    warnings += _refuse_shared_names(order.resume, kept, requests)
+    prepared = Prepared(
+        request=requests[0],
+        suite=suite,
+        runs_dir=order.resume.parent,
+        against=_against(order, requests[0]) or kept.against,
+        resumed=order.resume,
+        done=kept.done,
+        more=tuple(requests[1:]),
+        is_new=is_new,
+    )
     if not only_listed:
         writer = RunWriter(order.resume)
         prepared = replace(prepared, writer=writer, done=read_run(order.resume).done)
-    for warning in warnings:
+    for warning in dict.fromkeys(warnings):
         stderr_console().print(f"warning: {warning}", highlight=False, markup=False)
     return prepared
 
@@ -111,33 +132,45 @@ def place_words(framework: str | None, device: str | None) -> list[str]:
 
 
 def _only_goes_on(order: Order, kept: Run) -> bool:
-    """Whether nothing is asked but what the file was begun for: its functions may be named again, and what a file does
-    not decide may be said."""
-    stored = {_place(one) for one in _references(kept.header.request.get("implementations"))}
+    """Whether nothing is asked but what the file was asked for before: its functions may be named again, and what a
+    file does not decide may be said."""
+    stored = {_place(one) for one in references(kept)}
     again = all(is_reference(one) and _place(one) in stored for one in order.choice.impl)
     choice = replace(order.choice, impl=()) if again else order.choice
     sampling = replace(order.sampling, trace=None, timeout=None)
     return (order.suite, order.quick, order.shape, choice, sampling) == (None, False, Shape(), Choice(), Sampling())
 
 
-def _stored_request(order: Order, path: Path, run: Run, warnings: list[str]) -> Request:
-    """Return what the file was begun for. A file may come from anyone, so it decides nothing that reaches beyond
-    measuring: which code is imported, in which process, where traces are written and how long a cell may take are said
-    on the command line, or not at all."""
-    if not run.header.request:
+def _stored_requests(order: Order, path: Path, run: Run, warnings: list[str]) -> list[Request]:
+    """Return everything that the file was asked for, each request once."""
+    asked = [header for header in run.headers if header.request]
+    if not asked:
         raise UsageError(f"{path} does not say what was asked: name the suite and options again beside --resume.")
+    found: list[Request] = []
+    for header in asked:
+        request = _stored_request(order, path, run, header, warnings)
+        if not any(msgspec.structs.replace(request, seed=one.seed) == one for one in found):
+            found.append(request)
+    return found
+
+
+def _stored_request(order: Order, path: Path, run: Run, header: Header, warnings: list[str]) -> Request:
+    """Return what a header asks for. A file may come from anyone, so it decides nothing that reaches beyond measuring:
+    which code is imported, in which process, where traces are written and how long a cell may take are said on the
+    command line, or not at all."""
+    line = 1 if header is run.header else None
     try:
-        stored = msgspec.convert(run.header.request, Request, dec_hook=_to_path)
+        stored = msgspec.convert(header.request, Request, dec_hook=_to_path)
     except (msgspec.ValidationError, UsageError) as error:
-        raise BrokenFile(path, 1, f"its request cannot be read ({error}).") from error
+        raise BrokenFile(path, line, f"its request cannot be read ({error}).") from error
     if not all(isinstance(one, str) for one in stored.implementations):
-        raise BrokenFile(path, 1, "its request names implementations that are not names.")
+        raise BrokenFile(path, line, "its request names implementations that are not names.")
     given = {_place(one): one for one in order.choice.impl}
-    references = _references(stored.implementations)
-    if not all(_place(one) in given for one in references):
+    if not all(_place(one) in given for one in references(run)):
+        command = resume_command(str(path), run, order.sampling.trace, order.sampling.timeout)
         raise UsageError(
-            f"{path} was measured with functions that only this file names: {', '.join(references)}. "
-            f"If you know that code, name it again: {resume_command(str(path), references)}"
+            f"{path} was measured with functions that only this file names: {', '.join(references(run))}. "
+            f"If you know that code, name it again: {command}"
         )
     own: Mapping[str, Any] = {
         "implementations": tuple(given[_place(one)] if is_reference(one) else one for one in stored.implementations),
@@ -154,8 +187,26 @@ def _stored_request(order: Order, path: Path, run: Run, warnings: list[str]) -> 
     return msgspec.structs.replace(stored, **own)
 
 
-def _references(implementations: Any) -> list[str]:
-    return [one for one in implementations if is_reference(one)] if isinstance(implementations, list | tuple) else []
+def _refuse_shared_names(path: Path, kept: Run, requests: Sequence[Request]) -> list[str]:
+    """Refuse a function if the file holds times of another one by the name that it would get; returns a warning for
+    each of which the file does not say whose times it holds."""
+    held: dict[str, tuple[str, str | None]] = {}
+    for header in kept.headers:
+        for reference, name in name_references(asked_references(header.request), registry.names()).items():
+            held[name] = reference, header.sources.get(reference.rpartition(":")[0])
+    unknown = {record.implementation for record in kept.records} - held.keys()
+    warnings: list[str] = []
+    for reference, name in (item for request in requests for item in called(request).items()):
+        earlier, then = held.get(name, (reference, None))
+        now = fingerprint_sources([reference]).get(reference.rpartition(":")[0])
+        if _place(earlier) != _place(reference) and (then is None or now != then):
+            raise UsageError(
+                f"{path} calls {earlier} {name}, and would call {reference} the same: their times would pass for those "
+                "of one function. Start a new run for it, or give the function another name."
+            )
+        if name in unknown:
+            warnings.append(f"{path} holds times of {name} and does not say of which file: it may have changed since")
+    return warnings
 
 
 def _place(reference: str) -> tuple[str, str]:

@@ -12,7 +12,6 @@ from attnbench.analyse.summary import closing
 from attnbench.cli.hints import explain_hints
 from attnbench.cli.order import Prepared, store_request
 from attnbench.cli.output import print_json, stderr_console, stdout_console
-from attnbench.config import load_settings
 from attnbench.measuring.host_limit import host_limit
 from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
@@ -27,13 +26,19 @@ NOTHING, INTERRUPTED = 3, 130
 
 
 class Recorder:
-    """The sink of a run: makes the file with the first records, because only then the device has a name."""
+    """The sink of a run: makes the file with the first records, because only then the device has a name.
+
+    A resumed file that was not asked for this before is told what is asked, and what the functions' files hold.
+    """
 
     def __init__(self, prepared: Prepared, listener: Silent) -> None:
         self._prepared = prepared
         self._listener = listener
         self._sources = fingerprint_sources(prepared.request.implementations)
         self.writer: RunWriter | None = prepared.writer
+        self._request_unwritten = prepared.is_new
+        self.done: frozenset[str] = frozenset()
+        """Ids of the cells that were recorded since."""
         self._earlier = set() if prepared.resumed is None else _fingerprints(prepared.resumed)
         if prepared.resumed is None:
             check_writable(prepared.runs_dir)
@@ -47,11 +52,20 @@ class Recorder:
                 [*self._listener.environments.values(), *(r.environment for r in records if r.environment)]
             )
             self.writer = RunWriter.create(self._prepared.runs_dir, machine, self._prepared.suite, self._header())
+            self._request_unwritten = False
+        self.tell_request()
         self.writer.write(records)
+        self.done |= {record.cell.id for record in records}
         now = {record.environment.fingerprint for record in records if record.environment is not None}
         if self._earlier and not now <= self._earlier:
             self._earlier = set()
             self._listener.warning("the run file was made in another environment: old and new times do not compare")
+
+    def tell_request(self) -> None:
+        """Write into a resumed file what is asked of it, unless it says so already."""
+        if self._request_unwritten and self.writer is not None:
+            self.writer.add_header(self._header())
+            self._request_unwritten = False
 
     def _header(self) -> Header:
         from attnbench.cli import installed_version
@@ -78,9 +92,11 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
         with make_listener(stderr_console(), quiet) as listener:
             recorder = Recorder(prepared, listener)
             try:
-                launcher.launch(prepared.request, recorder, listener, prepared.done)
+                for request in prepared.requests:
+                    launcher.launch(request, recorder, listener, prepared.done | recorder.done)
             except KeyboardInterrupt:
                 interrupted = True
+                recorder.tell_request()  # or nobody could go on with it
     finally:
         if prepared.writer is not None:
             prepared.writer.close()
@@ -91,16 +107,13 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
         return INTERRUPTED if interrupted else NOTHING
     path = recorder.writer.path
     recorder.writer.close()
-    records = read_run(path).records
+    run = read_run(path)
+    records = run.records
     _print_run(path, records, prepared, json)
     if interrupted:
-        request, usual = prepared.request, load_settings().timeout_s
-        again = [] if request.trace is None else ["--trace", str(request.trace)]
-        again += [] if request.timeout_s == usual else ["--timeout", f"{request.timeout_s:g}"]
-        resume = resume_command(str(path), request.implementations, again)
-        stderr_console().print(
-            f"interrupted; {len(records)} records are kept. Go on with: {resume}", highlight=False, markup=False
-        )
+        resume = resume_command(str(path), run, prepared.request.trace, prepared.request.timeout_s)
+        told = f"interrupted; {len(records)} records are kept. Go on with: {resume}"
+        stderr_console().print(told, highlight=False, markup=False, soft_wrap=True)
         return INTERRUPTED
     return 0 if any(is_timed(r) and not r.implementation.startswith(ANCHOR) for r in records) else NOTHING
 
@@ -149,9 +162,10 @@ def document(path: Path, records: Sequence[Record], sentence: str, against: Sequ
 
 def list_cells(prepared: Prepared, json: bool) -> int:
     """`run --list`: every cell, and the reason of each that would be skipped."""
-    planned = launcher.plan_only(prepared.request, Silent(stderr_console()))
+    listener = Silent(stderr_console())
+    planned = {one.cell.id: one for request in prepared.requests for one in launcher.plan_only(request, listener)}
     rows: list[dict[str, Any]] = []
-    for one in planned:
+    for one in planned.values():
         reason = "already in the run file" if one.cell.id in prepared.done else one.reason
         rows.append(
             {

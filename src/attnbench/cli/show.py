@@ -40,12 +40,12 @@ def show(
     found = read_run(path)
     left = tell_unreached(str(path), found)
     for warning in (*found.warnings, *([left] if left else [])):
-        stderr_console().print(f"warning: {warning}", highlight=False, markup=False)
+        stderr_console().print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     records = [r for r in found.records if all(word in r.cell.id for word in words.split())]
     if not records:
         raise UsageError(f'{path} holds no cell with "{words}" in its id.' if words else f"{path} holds no records.")
     check_against(against, records)
-    against = against or found.header.against
+    against = against or found.against
     sentence = closing(records, against)
     if json:
         print_json({"header": found.header, **document(path, records, sentence, against)})

@@ -78,7 +78,9 @@ def _measured(demand: Demand) -> Decision:
             missed.append(why or f"{one.name} has no entry")
             continue
         for name, config, label, regret in _ranked(choice):
-            asked.append(Candidate(label, why_not_auto(name, config, label, demand) or _unasked(one, name, demand)))
+            asked.append(
+                Candidate(label, why_not_auto(name, config, label, demand) or _why_not_packaged(one, name, demand))
+            )
             if asked[-1].reason is None:
                 evidence = Evidence(one.name, choice, regret if choice.regret_known else None)
                 pick, why = registry.get(name).configured(config), str(evidence)
@@ -103,7 +105,7 @@ def _fixed(demand: Demand, asked: list[Candidate], missed: list[str]) -> Decisio
     return Decision(pick, {}, "all refuse" if pick is None else FIXED, found, None, tuple(missed))
 
 
-def _unasked(one: Policy, name: str, demand: Demand) -> str | None:
+def _why_not_packaged(one: Policy, name: str, demand: Demand) -> str | None:
     """Return why a policy that came with attnbench is not followed: nobody here measured that compiling pays."""
     if one.origin.startswith("packaged ") and compiles_in_vain(name, demand):
         return "compiles for seconds, which a plan for one call does not repay: ask for it by name, or measure it here"

@@ -59,14 +59,14 @@ def attend(
         words = Words(mask, scale, softcap, impl, "bhsd", None, False)
         run = _planned(q, k, v, words) if real is None else _planned_padded(q, k, v, words)
         _CLASSES.put(key, Plan(run))
-    if run is EACH or v.shape[:3] != k.shape[:3]:
+    if run is PLAN_EACH_LENGTH or v.shape[:3] != k.shape[:3]:
         return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout="bhsd")
     with without_autocast(q.device.type):
         return run(q, k, v) if real is None else run(q, k, v, real)
 
 
-EACH = object()
-"""Of a class whose implementation is built for one length alone."""
+PLAN_EACH_LENGTH = object()
+"""Stands in place of a plan if the implementation is built for one length alone: every length gets its own plan."""
 
 
 def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
@@ -74,7 +74,7 @@ def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) ->
     found = decide(words.impl, demand)
     settled = found.evidence is not None or words.impl != "auto"
     if settled and not (found.pick is not None and found.pick.any_kv_len):
-        return EACH
+        return PLAN_EACH_LENGTH
     return running(words.impl, demand._replace(any_kv_len=True), words.layout)
 
 
@@ -83,7 +83,7 @@ def _planned_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Wo
     found = decide(words.impl, demand_of(q, k, v, words, False))
     settled = found.evidence is not None or words.impl != "auto"
     if settled and (found.pick is None or found.pick.name not in TAKE_ARRAYS["torch"]):
-        return EACH
+        return PLAN_EACH_LENGTH
     pick, _ = chosen(words.impl, demand_of(q, k, v, words, False, "array"))
     plain, scale, softcap = pick.name == "torch.eager", words.scale, words.softcap
 

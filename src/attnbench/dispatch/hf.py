@@ -153,8 +153,8 @@ def _check_parts(model: Any, configs: list[Any]) -> None:
         name = type(modules[0]).__name__
         if attention.loses_masks:
             raise Unsupported(hf_models.refusal(name, attention))
-        if attention.own and not attention.calling and name not in _told:
-            _told.add(name)
+        if attention.own and not attention.calling and name not in _warned:
+            _warned.add(name)
             warnings.warn(
                 f"{name} writes its own attention ({', '.join(attention.own)}), which goes on as before: attnbench is "
                 "not called there. attnbench.dispatch.hf.check(model) tells who calls it.",
@@ -162,7 +162,7 @@ def _check_parts(model: Any, configs: list[Any]) -> None:
             )
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 class Module(NamedTuple):

@@ -19,7 +19,7 @@ from attnbench.printable import printable
 HOW = "`attnbench run` and `attnbench choose` make one; ATTNBENCH_ON_MISS=quiet silences this"
 NOTHING_TO_CHOOSE = ("numpy",)
 """Frameworks whose implementations differ in what they take, not in speed."""
-_told: dict[Hashable, object] = {}
+_warned: dict[Hashable, object] = {}
 
 
 def report(decision: Decision, demand: Demand) -> None:
@@ -33,20 +33,20 @@ def report(decision: Decision, demand: Demand) -> None:
         for one in policy.active():
             why = None if of_elsewhere(one, demand.environment) else one.stale(demand.environment)
             if why is not None:
-                _once((one.digest, demand.framework, demand.device), f"{why}: it is not used.")
+                _warn_once((one.digest, demand.framework, demand.device), f"{why}: it is not used.")
         if decision.evidence is None:
-            _once(_class_of(decision, demand), f"{_miss(decision, demand)}; {_pick(decision)}. {HOW}.")
+            _warn_once(_class_of(decision, demand), f"{_miss(decision, demand)}; {_pick(decision)}. {HOW}.")
 
 
 def tell_failure(label: str, reason: str, instead: str, demand: Demand) -> None:
     """Warn once that a candidate was chosen and could not run, and who takes its place."""
     text = f"{label} was chosen for {demand.workload.title} on {demand.device} and could not run it ({reason})"
-    _once(("failed", label, demand.framework, demand.device), f"{text}; {instead} takes its place.")
+    _warn_once(("failed", label, demand.framework, demand.device), f"{text}; {instead} takes its place.")
 
 
 def forget() -> None:
     """Warn again of what was told."""
-    _told.clear()
+    _warned.clear()
 
 
 def _miss(decision: Decision, demand: Demand) -> str:
@@ -67,9 +67,9 @@ def _class_of(decision: Decision, demand: Demand) -> Hashable:
     return (*place, tuple(shape.hard.items()), decision.pick and decision.pick.name)
 
 
-def _once(key: Hashable, text: str) -> None:
+def _warn_once(key: Hashable, text: str) -> None:
     mine = object()
-    if _told.setdefault(key, mine) is mine:
+    if _warned.setdefault(key, mine) is mine:
         warnings.warn(printable(text), PolicyWarning, stacklevel=_callers_level())
 
 

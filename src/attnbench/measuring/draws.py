@@ -5,7 +5,7 @@ All implementations of a workload in one worker share the draws, so that the flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -261,7 +261,7 @@ class Draws:
         rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
         found = []
         for at, truth in zip(heads, self.truths(which, gradients)):
-            moved = self._compute(self._canonical[which], at, rows, gradients, "exact", other)
+            moved = self._in_float64(self._results(self._canonical[which], at, rows, gradients, "exact", other))
             exact = (truth.out, *(truth.grads or ()))
             found.append(tuple((a - b) / step for a, b in zip((moved[0], *moved[3:6]), exact)))
         self._slopes[key] = found
@@ -296,22 +296,13 @@ class Draws:
         return np.concatenate([self.framework.numpy(corner).ravel() for corner in corners])
 
     def _truth(self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool) -> Truth:
-        exact = self._compute(inputs, at, rows, gradients, "exact")
-        plain = self._compute(inputs, at, rows, gradients, "plain")
+        exact = self._in_float64(self._results(inputs, at, rows, gradients, "exact"))
+        plain = self._in_float64(self._results(inputs, at, rows, gradients, "plain"))
         cancelling = exact[6] if gradients else None
         return Truth(exact[0], exact[1], plain[0], plain[1], exact[3:6] or None, plain[3:6] or None, cancelling)
 
-    def _compute(
-        self,
-        inputs: Inputs,
-        at: tuple[int, int],
-        rows: np.ndarray,
-        gradients: bool,
-        mode: Mode,
-        workload: Workload | None = None,
-    ) -> tuple[np.ndarray, ...]:
-        """The results of one head as float64 NumPy, under another workload with the same inputs where one is given."""
-        found = self._results(inputs, at, rows, gradients, mode, workload)
+    def _in_float64(self, found: Sequence[Array]) -> tuple[np.ndarray, ...]:
+        """Return results as NumPy arrays of float64."""
         return tuple((x if isinstance(x, np.ndarray) else self.framework.numpy(x)).astype(np.float64) for x in found)
 
     def _results(
@@ -323,7 +314,8 @@ class Draws:
         mode: Mode,
         workload: Workload | None = None,
     ) -> tuple[Array, ...]:
-        """(out, lse, top[, *Gradients]) of one head, in NumPy or on the device."""
+        """Return (out, lse, top[, *Gradients]) of one head, in NumPy or on the device; of another workload on the
+        same inputs if one is given."""
         fw, w = self.framework, workload or self.workload
         group = self.workload.group
         narrow = [x[at[0]][:, at[1] * n : (at[1] + 1) * n] for x, n in zip(inputs, (group, 1, 1, group))]

@@ -23,7 +23,7 @@ def workflow_commands(report: GateReport) -> list[str]:
     """Errors for what is bad, warnings for what is unknown, notices for improvements; where there are too many, the
     last says how many more."""
     found: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
-    for kind, title, message in _told(report):
+    for kind, title, message in _annotations(report):
         found[kind].append(command(kind, title, message))
     return [
         line for kind, lines in found.items() for line in _capped(kind, lines, "gate", "the job summary or gate.json")
@@ -54,7 +54,7 @@ def _event(kind: str, name: str, status: str, reason: str, shapes: Sequence[str]
     return command(kind, f"{name}: {status}", f"{where}{shapes[0]}{more}. {reason}")
 
 
-def _told(report: GateReport) -> Iterator[tuple[str, str, str]]:
+def _annotations(report: GateReport) -> Iterator[tuple[str, str, str]]:
     if report.outcome == "nothing" or (report.outcome == "untrusted" and not report.warnings):
         yield "warning", "attnbench gate", verdict(report)
     for warning in report.warnings:

@@ -20,7 +20,7 @@ class DuelProgress:
     def __init__(self, console: Console, quiet: bool) -> None:
         shown = console.is_terminal and not quiet
         self._title = ""
-        self._told = None if quiet or console.is_terminal else console
+        self._lines = None if quiet or console.is_terminal else console
         """Where nobody looks at a terminal (a CI job) each comparison is told by a line."""
         self._status = Status("starting both", console=console) if shown else None
 
@@ -36,8 +36,8 @@ class DuelProgress:
     def begin(self, title: str) -> None:
         """Another comparison starts."""
         self._title = f"{escape(printable(title))} · "
-        if self._told is not None:
-            self._told.print(f"measuring {title}", highlight=False, markup=False, soft_wrap=True)
+        if self._lines is not None:
+            self._lines.print(f"measuring {title}", highlight=False, markup=False, soft_wrap=True)
         if self._status is not None:
             self._status.update(f"{self._title}starting both")
 

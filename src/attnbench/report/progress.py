@@ -97,7 +97,7 @@ class Lines(Silent):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self.tally = Tally()
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
 
     def planned(self, cells: Sequence[Planned]) -> None:
         self.tally.plan(cells)
@@ -108,9 +108,9 @@ class Lines(Silent):
             return
         self.tally.finish(record)
         workload = record.workload.id
-        if workload in self._told or not self.tally.workload_is_over(workload):
+        if workload in self._announced or not self.tally.workload_is_over(workload):
             return
-        self._told.add(workload)
+        self._announced.add(workload)
         done = len(self.tally.finished)
         self.console.print(f"{done}/{len(self.tally.runnable)} cells · {escape(workload)}", highlight=False)
 

@@ -70,7 +70,7 @@ def _blocks(part: Measured, speed: Document, titled: bool, wrong: bool) -> Itera
     yield Block("", _wrong(shown) if wrong else [], MOST_LINES)
     yield Block("", part.answer, ANSWER)
     table = pick_table(part.advice)
-    picks = [f"{shapes}: {_told(table.frameworks, row)}" for shapes, row in table.rows]
+    picks = [f"{shapes}: {_picks_text(table.frameworks, row)}" for shapes, row in table.rows]
     yield Block("Which one (= the same kernel, ≈ as fast; unbeaten on so many of the shapes)", picks, MOST_LINES // 3)
     for title, (_, kinds) in GROUPS.items():
         if title != WHICH:
@@ -132,7 +132,7 @@ def _wrapped(text: str, indent: str = "    ") -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _told(frameworks: Sequence[str], picks: Sequence[Pick | None]) -> str:
+def _picks_text(frameworks: Sequence[str], picks: Sequence[Pick | None]) -> str:
     return "; ".join(f"{name}: {_pick(pick)}" for name, pick in zip(frameworks, picks) if pick is not None)
 
 

@@ -6,11 +6,13 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+import psutil
 from msgspec import Struct
 
 from attnbench import registry
@@ -127,6 +129,12 @@ class _Fledgling:
     def __init__(self, pid: int, side: NurserySide) -> None:
         self.pid, self._side = pid, side
 
+    def family(self) -> list[psutil.Process]:
+        """Return the worker and the processes that it has started."""
+        with suppress(psutil.NoSuchProcess):
+            return [psutil.Process(self.pid), *descendants(self.pid)]
+        return []
+
     def poll(self) -> int | None:
         return self._side.exit_code(self.pid)
 
@@ -210,9 +218,10 @@ class NurserySide:
 
     def _fork(self, seed: int) -> Remote:
         self._workers = [one for one in self._workers if one.poll() is None]
-        known = {pid for one in self._workers for pid in (one.pid, *descendants(one.pid))}
-        for pid in set(descendants(self._process.pid)) - known - set(self._helpers):
-            ProcessTree(pid).kill()  # what an earlier worker left behind
+        known = {process for one in self._workers for process in one.family()} | set(self._helpers)
+        for process in descendants(self._process.pid):
+            if process not in known:
+                ProcessTree(process).kill()  # what an earlier worker left behind
         ours, theirs = socket.socketpair()
         with theirs:
             reply = self._ask(n.Hatch(seed), theirs)

@@ -200,7 +200,19 @@ class Crew:
         self._enlisted.add(group)
 
     def ask(self, group: Group, question: p.Question, timeout_s: float) -> p.Answer:
-        """Ask a group's worker; one that died, or whose answer nobody waited for (Ctrl-C), is not asked again."""
+        """Ask a group's worker; one that died, or whose answer nobody waited for (Ctrl-C), is not asked again.
+
+        One that ended after its last answer is replaced, which is nobody's fault as far as this question goes: the new
+        one refuses what it would have to have open (`not_open`).
+        """
+        try:
+            return self._ask(group, question, timeout_s)
+        except WorkerDied as died:
+            if not died.idle:
+                raise
+            return self._ask(group, question, timeout_s)
+
+    def _ask(self, group: Group, question: p.Question, timeout_s: float) -> p.Answer:
         self.start([group])
         if group in self._lost:
             raise self._lost[group]

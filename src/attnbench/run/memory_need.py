@@ -35,10 +35,10 @@ def _too_much(need: int, environment: Environment) -> str | None:
     have = environment.memory_bytes
     if have is None or need <= have:
         return None
-    return f"needs {_told(need)}, {_told(have)} here"
+    return f"needs {_size_text(need)}, {_size_text(have)} here"
 
 
-def _told(size: int) -> str:
+def _size_text(size: int) -> str:
     return f"{_rounded(size / GB)} GB" if size < 1000 * GB else f"{_rounded(size / GB / 1000)} TB"
 
 

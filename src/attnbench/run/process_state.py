@@ -76,7 +76,7 @@ class ProcessState:
         for name, before in self._settings.items():
             after = now[name]
             if after.value != before.value:
-                what = f"{name} from {_told(before.value)} to {_told(after.value)}"
+                what = f"{name} from {_in_words(before.value)} to {_in_words(after.value)}"
                 found.append(Change(what, before.refused, before.remedy.format(after.value), before.set_again))
         for namespace, key, value, name, watched in self._entries:
             if namespace.get(key) is not value:
@@ -93,7 +93,7 @@ class ProcessState:
         return found
 
 
-def _told(value: object) -> str:
+def _in_words(value: object) -> str:
     return "nothing" if value is None or value == () else str(value)
 
 

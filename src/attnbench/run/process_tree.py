@@ -15,12 +15,20 @@ What leaves its group meanwhile is found by the next look."""
 
 
 class ProcessTree:
-    """A process, its descendants and their process groups; orphans count if the root adopts them (lifeline.py)."""
+    """A process, its descendants and their process groups; orphans count if the root adopts them (lifeline.py).
 
-    def __init__(self, root: int) -> None:
-        self._root = root
-        self._pids: list[int] = [root]
-        self._groups: list[int] = []
+    The system gives the number of a process that has ended to another one, which may be anybody's. So a process is
+    known by its number and the time it was started at, and looked at before every signal.
+    """
+
+    def __init__(self, root: int | psutil.Process) -> None:
+        """Take the process that has this number now, if one has."""
+        self._known: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._known = [root if isinstance(root, psutil.Process) else psutil.Process(root)]
+        self._root = next(iter(self._known), None)
+        self._groups: dict[int, list[psutil.Process]] = {}
+        """Process groups, and the known processes in each."""
         self._looked_at = float("-inf")
 
     def stop(self) -> None:
@@ -42,37 +50,48 @@ class ProcessTree:
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        for group in self._groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, number)
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
+        for group, members in self._groups.items():
+            # A group keeps its number as long as one of its processes exists.
+            if any(_group(one) == group for one in members):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, number)
+        for one in self._known:
+            if one.is_running():  # False if its number is another's by now
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(one.pid, number)
 
     def _look(self, at_once: bool = False) -> bool:
         """Look for descendants anew unless that was done a moment ago; returns whether there are new ones."""
         now = time.monotonic()
         if not at_once and now - self._looked_at < REFRESH_S:
             return False
-        self._looked_at, before = now, set(self._pids)
-        self._pids = [self._root, *descendants(self._root)]
-        groups = set()
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                groups.add(os.getpgid(pid))
-        self._groups = sorted(groups - {os.getpgrp()})
-        return not before.issuperset(self._pids)
+        self._looked_at, before = now, set(self._known)
+        self._known = [] if self._root is None else [self._root, *descendants(self._root)]
+        self._groups = {}
+        for one in self._known:
+            group = _group(one)
+            if group not in (None, os.getpgrp()):
+                self._groups.setdefault(group, []).append(one)
+        return not before.issuperset(self._known)
 
 
-def descendants(root: int) -> list[int]:
-    """Processes that a process has started, directly or not, and that still exist."""
+def _group(process: psutil.Process) -> int | None:
+    """Return the process group of a process; None if that has ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        group = os.getpgid(process.pid)
+        return group if process.is_running() else None
+    return None
+
+
+def descendants(root: int | psutil.Process) -> list[psutil.Process]:
+    """Return the processes that a process has started, directly or not, and that still exist."""
     try:
-        return [child.pid for child in psutil.Process(root).children(recursive=True)]
+        return (root if isinstance(root, psutil.Process) else psutil.Process(root)).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
 
 
 def kill_descendants() -> None:
     """End everything that this process has started."""
-    for pid in descendants(os.getpid()):
-        ProcessTree(pid).kill()
+    for child in descendants(os.getpid()):
+        ProcessTree(child).kill()

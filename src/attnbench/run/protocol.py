@@ -228,6 +228,8 @@ class Refused(Struct, tag="refused"):
     reason: str
     not_in_ref: bool = False
     """Because what would be measured is not the code of the git ref that was asked for."""
+    not_open: bool = False
+    """Because the cell is not open in this process: the one that had it open is gone."""
 
 
 Answer = Described | Reasons | Opened | Warm | Closed | Sampled | BlockTaken | Traced | Measured | Done | Refused

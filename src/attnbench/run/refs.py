@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,13 +16,15 @@ from msgspec import Struct
 from attnbench.errors import UsageError
 from attnbench.run import git
 from attnbench.run.git import commits_between, is_repository, merge_base
-from attnbench.run.scratch import PREFIX, scratch
+from attnbench.run.scratch import PREFIX, owned, remove_if_abandoned, scratch
 from attnbench.run.submodules import fill_submodules
 
 __all__ = ["BuildFailed", "Ref", "WORKING_TREE", "checkout", "commits_between", "is_repository", "merge_base"]
 
 WORKING_TREE = (".", "WORKTREE")
 """Names of the working tree as it is, with everything that is not committed."""
+OWNER = "attnbench-owner"
+"""File that tells a worktree's entry in the repository from those of other people, and whether its owner lives."""
 LAST_LINES = 12
 MOST_NAMED = 3
 """Files that a sentence names."""
@@ -84,11 +86,13 @@ def checkout(ref: str, folder: Path, build: str | None = None, pythonpath: Seque
         yield _ready(_working_tree(ref, top), build, pythonpath)
         return
     commit = git.resolve(ref, top)
-    with scratch() as temporary:
+    with scratch() as temporary, ExitStack() as owner:
         _forget_abandoned(top)
         path = temporary / top.name
         try:
             git.answer(top, "worktree", "add", "--quiet", "--detach", str(path), commit)
+            with suppress(OSError):  # a file system without locks: nobody else will take its entry away then
+                owner.enter_context(owned(Path(git.answer(path, "rev-parse", "--absolute-git-dir")) / OWNER))
             notes = (*_left_out(ref, commit, top), *fill_submodules(top, path))
             made = Ref(name=ref, commit=commit, subject=git.subject(commit, top), path=path, pythonpath=(), notes=notes)
             yield _ready(made, build, pythonpath)
@@ -119,12 +123,16 @@ def _named(files: Sequence[str]) -> str:
 
 
 def _forget_abandoned(top: Path) -> None:
-    """Unregister worktrees of processes that were killed; their folders are gone by now."""
+    """Unregister worktrees of processes that were killed; their folders are gone by now.
+
+    A folder that cannot be seen from here may be that of a living process in a container with a temporary folder of its
+    own, so its owner must be dead too. What is left alone, git itself forgets after three months.
+    """
     common = Path(git.answer(top, "rev-parse", "--path-format=absolute", "--git-common-dir"))
     for entry in common.glob("worktrees/*/gitdir"):
         folder = Path(entry.read_text(encoding="utf-8", errors="replace").strip()).parent
         if folder.parent.name.startswith(PREFIX) and not folder.exists():
-            shutil.rmtree(entry.parent, ignore_errors=True)
+            remove_if_abandoned(entry.parent / OWNER)
 
 
 def _fingerprint(path: Path) -> dict[str, tuple[int, ...]]:

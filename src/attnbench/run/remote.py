@@ -44,12 +44,13 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 class WorkerDied(Exception):
     """The process is gone. `kind` is the status of the record it leaves: timeout, out_of_memory or failed.
 
-    `unstarted`: it never got so far as to be asked anything about a cell.
+    `unstarted`: it never got so far as to be asked anything about a cell. `idle`: it ended after its last answer and
+    before it was asked anything else.
     """
 
-    def __init__(self, kind: str, reason: str, detail: str = "", unstarted: bool = False) -> None:
+    def __init__(self, kind: str, reason: str, detail: str = "", unstarted: bool = False, idle: bool = False) -> None:
         super().__init__(reason)
-        self.kind, self.reason, self.detail, self.unstarted = kind, reason, detail, unstarted
+        self.kind, self.reason, self.detail, self.unstarted, self.idle = kind, reason, detail, unstarted, idle
 
     def record(self, **facts: Any) -> Failed | OutOfMemory | Timeout:
         """What is left of the cell that it was busy with."""
@@ -116,6 +117,7 @@ class Remote:
         available = host_memory().available
         self._limit_bytes = max(available - SPARE_BYTES, available // 2)
         self._family_at = 0.0
+        self._tree = ProcessTree(process.pid)
 
     @classmethod
     def start(cls, framework: str, device: str | None, threads: int | None) -> Remote:
@@ -151,16 +153,18 @@ class Remote:
                     raise WorkerDied("timeout", f"no answer within {timeout_s:g} s", self._tail())
                 self._watch_memory()
 
+        idle = True
         try:
             if self._connection.poll(0):
                 if not os.read(self._connection.fileno(), 1):
-                    raise EOFError  # it ended after its last answer
+                    raise EOFError
                 raise p.Garbled("something came without a question")
             p.send(self._connection, p.encode(p.Numbered(number, question)))
+            idle = False
             passing()
             message = p.receive(self._connection, wait)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise self.autopsy() from error
+            raise self.autopsy(idle) from error
         except (p.Garbled, OSError, MemoryError) as error:
             raise self._not_believed(str(error) or type(error).__name__) from error
         try:
@@ -197,20 +201,22 @@ class Remote:
                 "out_of_memory", f"{by} more than the {limit:.3g} GB of memory that were free", self._tail()
             )
 
-    def autopsy(self) -> WorkerDied:
-        """What became of it."""
+    def autopsy(self, idle: bool = False) -> WorkerDied:
+        """Return what became of it; `idle` as in WorkerDied."""
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
             self.kill()
-            return WorkerDied("failed", "hung up without ending", self._tail())
-        detail = self._tail()
+            return WorkerDied("failed", "hung up without ending", self._tail(), idle=idle)
+        kind, detail = "failed", self._tail()
         if code == -signal.SIGKILL:
-            return WorkerDied("out_of_memory", "the system killed the process, most likely for its memory", detail)
-        if code < 0:
-            return WorkerDied("failed", f"crashed with {signal.Signals(-code).name}", detail)
-        last = (detail.strip().splitlines() or ["no message"])[-1]
-        return WorkerDied("failed", f"the process ended with code {code}: {last[:200]}", detail)
+            kind, reason = "out_of_memory", "the system killed the process, most likely for its memory"
+        elif code < 0:
+            reason = f"crashed with {signal.Signals(-code).name}"
+        else:
+            last = (detail.strip().splitlines() or ["no message"])[-1]
+            reason = f"the process ended with code {code}: {last[:200]}"
+        return WorkerDied(kind, reason, detail, idle=idle)
 
     def _tail(self) -> str:
         size = self._stderr.seek(0, os.SEEK_END)
@@ -224,12 +230,12 @@ class Remote:
 
     def abort(self) -> None:
         """End its processes, so that whoever waits for its answer learns of it; `kill` is still to come."""
-        ProcessTree(self._process.pid).kill()
+        self._tree.kill()
 
     def kill(self) -> None:
         """End it at once, with everything it started."""
         if self._process.poll() is None:
-            ProcessTree(self._process.pid).kill()
+            self._tree.kill()
         self._process.wait()
         self._connection.close()
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attnbench.measuring.sampling import Dropped
 from attnbench.run import protocol as p
 from attnbench.run.crew import Crew
 from attnbench.run.plan import Group
 from attnbench.run.remote import WorkerDied
-from attnbench.spec import Cell, Record
+from attnbench.spec import Cell, Record, Time
 
 OTHER_CLOCK_SAMPLES, FEWEST_BY_OTHER_CLOCK = 20, 5
 OTHER_CLOCK_NS = 3e8
@@ -21,6 +21,14 @@ class CellDied(Exception):
     def __init__(self, cell: Cell, group: Group, record: Record) -> None:
         super().__init__(record.reason)
         self.cell, self.group, self.record = cell, group, record
+
+
+class SessionsLost(Exception):
+    """A worker ended while nothing was asked of it: what it had open is gone, and no cell is known to be the cause."""
+
+    def __init__(self, cell: Cell, group: Group) -> None:
+        super().__init__(cell.id)
+        self.cell, self.group = cell, group
 
 
 def last_words(cell: Cell, group: Group, crew: Crew, died: WorkerDied) -> CellDied:
@@ -45,6 +53,7 @@ class RemoteCell:
     check_ns: int = 0
     changed: tuple[str, ...] = ()
     """What the cell was seen to change in its process while it was timed."""
+    by_other_clocks: dict[str, Time] = field(default_factory=dict)
 
     @property
     def call_ns(self) -> float:
@@ -74,7 +83,8 @@ class RemoteCell:
         self.warm = answer
 
     def sample(self, part: str, count: int, calls: int) -> list[float]:
-        """ns per call; raises Dropped when the cell turned out wrong, CellDied when its worker is gone."""
+        """Return ns per call; raises Dropped when the cell turned out wrong, CellDied when its worker is gone, and
+        SessionsLost when that had happened before."""
         return self._sampled(p.Sample(self.cell.id, part, count, calls, self.steady.clock))
 
     def sample_other(self, clock: str) -> list[float]:
@@ -96,6 +106,8 @@ class RemoteCell:
             answer = self.crew.ask(self.group, question, self.timeout_s)
         except WorkerDied as died:
             raise last_words(self.cell, self.group, self.crew, died) from died
+        if isinstance(answer, p.Refused) and answer.not_open:
+            raise SessionsLost(self.cell, self.group)
         if isinstance(answer, p.Refused):
             raise last_words(self.cell, self.group, self.crew, WorkerDied("failed", answer.reason))
         if not isinstance(answer, p.Closed):

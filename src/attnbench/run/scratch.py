@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from tempfile import TemporaryDirectory, gettempdir
 PREFIX = "attnbench-"
 OWNER = ".owner"
 """File in each folder, locked as long as its owner lives: a lock dies with its process, whatever ended it."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
@@ -21,18 +23,45 @@ def scratch() -> Iterator[Path]:
     remove_abandoned()
     with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         place = Path(folder).resolve()
-        with (place / f"{OWNER}.new").open("w") as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX)
-            os.rename(owner.name, place / OWNER)  # never there without its lock
+        with owned(place / OWNER):
             yield place
 
 
 def remove_abandoned() -> None:
     """Remove folders whose owner is dead."""
     for owner in Path(gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
-        try:
-            with owner.open("r+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(owner.parent, ignore_errors=True)
-        except OSError:  # its owner lives, or it belongs to another user
-            continue
+        remove_if_abandoned(owner)
+
+
+@contextmanager
+def owned(marker: Path) -> Iterator[None]:
+    """Make a file that is locked until the end, and says which system its owner runs on."""
+    with marker.with_name(f"{marker.name}.new").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(this_system())
+        file.flush()
+        os.rename(file.name, marker)  # never there without its lock
+        yield
+
+
+def remove_if_abandoned(marker: Path) -> None:
+    """Remove the folder of an `owned` file if its owner is dead.
+
+    A lock is seen by all processes of one kernel, in whatever container they are, and perhaps by no other machine: what
+    was made on another one, or before it was started anew, is left alone.
+    """
+    try:
+        with marker.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read() == this_system():
+                shutil.rmtree(marker.parent, ignore_errors=True)
+    except OSError:  # its owner lives, or it belongs to another user
+        return
+
+
+def this_system() -> str:
+    """Return what tells this running kernel from every other one; the name of the machine if there is no such thing."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()

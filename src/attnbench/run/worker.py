@@ -119,8 +119,8 @@ class Worker:
         self._implementations: dict[str, Implementation] = {}
         self._early: dict[str, tuple[str, bool]] = {}
         """Changes from before any cell was opened, in words, and whether they are refused: of a user function."""
-        self._told: dict[str, set[str]] = {}
-        self._untold: list[str] = []
+        self._noted: dict[str, set[str]] = {}
+        self._pending_notes: list[str] = []
         """Notes that wait for an answer which can carry them."""
         self._sessions: dict[str, Session | anchors.AnchorSession] = {}
         self._cells: dict[str, Cell] = {}
@@ -146,6 +146,9 @@ class Worker:
 
     def answer(self, question: p.Question) -> p.Answer:
         """One question, one answer; what a cell does wrong comes back as its record."""
+        of_open_cell = isinstance(question, p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.Trace)
+        if of_open_cell and question.cell not in self._sessions:
+            return p.Refused(f"{question.cell} is not open in this process", not_open=True)
         found = self._answers[type(question)](question)
         if os.getpid() != self._pid:
             os._exit(1)  # a fork that a kernel made and let return: only one may answer
@@ -168,10 +171,10 @@ class Worker:
         if refused:
             self._sessions.pop(cell.id, None)
             return p.Closed(Failed(reason=refused[0], **self._facts(cell)), poisoned=True)
-        self._untold += notes
+        self._pending_notes += notes
         if not isinstance(answer, p.Opened | p.Sampled):
             return answer
-        told, self._untold = tuple(self._untold), []
+        told, self._pending_notes = tuple(self._pending_notes), []
         if isinstance(answer, p.Sampled):
             return msgspec.structs.replace(answer, changed=told)
         record = msgspec.structs.replace(answer.record, notes=(*answer.record.notes, *told))
@@ -181,7 +184,7 @@ class Worker:
         """Keep what loading a user function, or asking what it supports, has changed: it concerns all its cells."""
         for change in self._changes():
             refused = _is_refused(change, when, ours=False)
-            self._early.setdefault(change.what, (_told(change, when, refused), refused))
+            self._early.setdefault(change.what, (_change_text(change, when, refused), refused))
 
     def _judged(self, cell: Cell, when: str) -> tuple[list[str], list[str]]:
         """Return why a cell cannot be measured any more, and what is to be told of it.
@@ -190,17 +193,17 @@ class Worker:
         """
         ours = _is_ours(cell)
         earlier = {} if ours else self._early
-        told = self._told.setdefault("" if ours else cell.id, set())
+        told = self._noted.setdefault("" if ours else cell.id, set())
         notes = [text for what, (text, refused) in earlier.items() if not refused and what not in told]
         told.update(earlier)
         refused: list[str] = []
         for change in self._changes():
             if _is_refused(change, when, ours):
                 known = earlier.get(change.what, ("", False))[1]  # it was refused when it was opened
-                refused += [] if known else [_told(change, when, True)]
+                refused += [] if known else [_change_text(change, when, True)]
             elif change.what not in told:
                 told.add(change.what)
-                notes.append(_told(change, when, False))
+                notes.append(_change_text(change, when, False))
         return refused, notes
 
     def _implementation(self, name: str) -> Implementation:
@@ -397,7 +400,7 @@ def _is_refused(change: Change, when: str, ours: bool) -> bool:
     return change.harness or not ours
 
 
-def _told(change: Change, when: str, refused: bool) -> str:
+def _change_text(change: Change, when: str, refused: bool) -> str:
     text = f"changed {change.what} {when}"
     return f"{text}: {change.remedy or 'its time cannot be trusted'}" if refused else text
 

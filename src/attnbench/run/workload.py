@@ -1,6 +1,8 @@
 """All cells of one workload: opened in their workers, sampled in turn, finished into records.
 
-A cell that dies takes its worker along; the others of that worker are opened again and everything is sampled anew.
+A cell that dies takes its worker along; the others of that worker are opened again and everything is sampled anew. So
+are the cells of a worker that ended between two questions, whoever ended it; if that happens twice, each is measured in
+a worker of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from attnbench.run.crew import Crew
 from attnbench.run.memory_need import least_bytes
 from attnbench.run.plan import Group
 from attnbench.run.remote import WorkerDied
-from attnbench.run.remote_cell import CellDied, RemoteCell, last_words
+from attnbench.run.remote_cell import CellDied, RemoteCell, SessionsLost, last_words
 from attnbench.run.scratch import scratch
 from attnbench.spec import Cell, Cost, Failed, Ok, OutOfMemory, Record, Time, Workload
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from attnbench.run.launch import Listener, Request
 
 APART = "measured apart from others of its workload: device memory would not hold them all at once"
+ALONE = "measured apart from others of its workload: the worker that they shared ended twice between two questions"
 HEAVY_SHARE, CROWD_SHARE, BATCH_SHARE = 1 / 12, 1 / 2, 2 / 3
 """Of device memory, by the least that cells need: one above the first comes after the others where all together need
 more than the second, with as many of its kind as need no more than the third."""
@@ -47,6 +50,10 @@ class WorkloadRun:
         self._records: dict[str, Record] = {}
         self._traced: set[str] = set()
         self._crowded_out: list[Cell] = []
+        self._suspects: list[Cell] = []
+        """Cells of a worker that ended twice between two questions."""
+        self._lost_once: set[Group] = set()
+        """Groups whose worker ended between two questions."""
         self._in_company = False
         self._by_kernel = False
         self._began, self._turn = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}", -1
@@ -71,6 +78,10 @@ class WorkloadRun:
             for cell in crowded:
                 self._crew.dismiss_all()
                 self._run_apart([cell])
+            suspects, self._suspects = self._suspects, []
+            for cell in suspects:
+                self._crew.dismiss(self._crew.group(cell.implementation))
+                self._run_apart([cell], ALONE)
         return list(self._records.values())
 
     def _heavy(self, cells: Sequence[Cell]) -> list[Cell]:
@@ -104,14 +115,14 @@ class WorkloadRun:
         crowded, self._crowded_out = self._crowded_out, []
         return crowded
 
-    def _run_apart(self, cells: Sequence[Cell]) -> None:
-        """These only."""
+    def _run_apart(self, cells: Sequence[Cell], why: str = APART) -> None:
+        """Measure these cells only; `why` is noted."""
         self._run_together(cells)
         groups = [self._crew.group(cell.implementation) for cell in cells]
         self._crew.give_memory_back({*groups, *(self._crew.clean(group.framework) for group in groups)})
         for cell in cells:
             if isinstance(record := self._records.get(cell.id), Ok):
-                self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, APART))
+                self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, why))
 
     def _run_together(self, cells: Sequence[Cell]) -> None:
         if not cells:
@@ -129,17 +140,46 @@ class WorkloadRun:
                 self._measure(timed)
                 break
             except CellDied as dead:
+                self._finish_lost(timed)
                 self._bury(dead)
                 survivors = [one.cell for one in timed if one.group == dead.group and self._is_open(one.cell)]
                 others = [one for one in timed if one.group != dead.group and self._is_open(one.cell)]
                 timed = [*others, *(one for one in self._open_group(dead.group, survivors) if one.opened.timed)]
+            except SessionsLost as lost:
+                timed = self._open_again(lost, timed)
         used = [*groups, *(group for group in self._anchored if group not in groups)]
         with ThreadPoolExecutor(len(used) or 1) as pool:
             list(pool.map(self._quietly_release, used))
 
+    def _open_again(self, lost: SessionsLost, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
+        """Return what is to be measured after a worker ended between two questions.
+
+        The first time its cells are opened again. If it happens again, each comes by itself later; one that was by
+        itself has failed, and so has an anchor.
+        """
+        self._finish_lost(timed)
+        mine = [one.cell for one in timed if one.group == lost.group and self._is_open(one.cell)]
+        others = [one for one in timed if one.group != lost.group and self._is_open(one.cell)]
+        if lost.group in self._lost_once and len(mine) > 1:
+            self._suspects += mine
+            mine = []
+        elif lost.group in self._lost_once:
+            died = WorkerDied("failed", "its process ended between two questions, twice")
+            self._bury(last_words(lost.cell, lost.group, self._crew, died))
+            mine = [cell for cell in mine if self._is_open(cell)]
+        self._lost_once.add(lost.group)
+        self._listener.warning(f"a {lost.group.framework} worker ended between two questions: its cells start again")
+        return [*others, *(one for one in self._open_group(lost.group, mine) if one.opened.timed)]
+
+    def _finish_lost(self, timed: Sequence[RemoteCell]) -> None:
+        """Keep what is known of cells that turned out wrong before the others have to start again."""
+        for one in timed:
+            if one.lost is not None and self._is_open(one.cell):
+                self._finish(one.lost)
+
     def _is_open(self, cell: Cell) -> bool:
         """Whether nothing final is known of it yet."""
-        return cell.id not in self._records and cell not in self._crowded_out
+        return cell.id not in self._records and cell not in (*self._crowded_out, *self._suspects)
 
     def _measure_ceilings(self, groups: dict[Group, list[Cell]]) -> dict[str, Ceilings | None]:
         environments = [self._crew.environment(group.framework) for group in groups]
@@ -233,6 +273,9 @@ class WorkloadRun:
             return
         rule = StopRule(request.budget_s, request.precision, request.trials)
         gathered = interleave(timed, rule, self._rng, always=companions)
+        for one in timed:
+            self._sample_other_clocks(one)
+        # Measuring the ceilings may cost a worker its life: nothing is asked of an open cell from here on.
         self._doubt_ceilings(gathered)
         records: list[Record] = []
         for series in gathered:
@@ -256,6 +299,16 @@ class WorkloadRun:
                 device = ok.environment.device
                 self._ceilings[device] = self._crew.ceilings(self._workload.dtype, device, again=True)
                 return
+
+    def _sample_other_clocks(self, one: RemoteCell) -> None:
+        """Time a cell by the clocks whose figures lie beside the published one; it may turn out wrong (`lost`)."""
+        if one.lost is not None:
+            return
+        try:
+            for clock in one.steady.other_clocks:
+                one.by_other_clocks[clock] = summarise([one.sample_other(clock)], clock, 1)
+        except Dropped:
+            assert one.lost is not None
 
     def _on_one_clock(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
         """Cells of one workload are ranked by one clock: where some are published by kernel time, all are that can."""
@@ -322,12 +375,6 @@ class WorkloadRun:
             spent_ns["verify"] += one.check_ns
         if ok.implementation in anchors.NAMES:
             return msgspec.structs.replace(ok, time=main, spent_ns=spent_ns)
-        try:
-            for clock in warm.other_clocks:
-                times[clock] = summarise([one.sample_other(clock)], clock, 1)
-        except Dropped:
-            assert one.lost is not None
-            return one.lost
         cost = self._cost(ok, main.median_ns)
         if doubtful is not None:
             facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
@@ -336,7 +383,7 @@ class WorkloadRun:
             ok,
             time=main,
             deterministic=ok.deterministic and one.repeats,
-            also=times,
+            also=times | one.by_other_clocks,
             cost=cost,
             throughput=throughput_of(self._workload, main.median_ns),
             notes=(*ok.notes, *one.changed, *_warnings(main), *above_roofline(cost)),
@@ -354,6 +401,8 @@ class WorkloadRun:
                 answer = self._crew.ask(one.group, question, self._request.timeout_s)
             except WorkerDied as died:
                 raise last_words(one.cell, one.group, self._crew, died) from died
+            if isinstance(answer, p.Refused) and answer.not_open:
+                raise SessionsLost(one.cell, one.group)
             self._traced.add(one.cell.id)
             if isinstance(answer, p.Traced):
                 self._listener.warning(f"trace of {one.cell.id}: {answer.path}")

@@ -2,6 +2,7 @@
 
 JSON lines. The first is the header; an environment is written once and records point at it; records come in the order
 they were made, and a later record of the same cell replaces the earlier one. Anchors of several sittings are all kept.
+A resumed run that is asked for something else than the file was begun for adds a header of its own before its records.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Header(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="l
     created: str
     suite: str = ""
     request: dict[str, Any] = {}
-    """The whole request, so that `run --resume RUN` needs nothing else."""
+    """The whole request: `run --resume RUN` goes on with it."""
     seed: int | None = None
     against: tuple[str, ...] = ()
     """What the others are compared with, where that was said."""
@@ -77,6 +78,18 @@ class Run(Struct, frozen=True):
     """By key."""
     records: tuple[Record, ...]
     warnings: tuple[str, ...] = ()
+    added: tuple[Header, ...] = ()
+    """Headers of resumed runs that were asked for something else than the first."""
+
+    @property
+    def headers(self) -> tuple[Header, ...]:
+        """Everything that the file was asked for, in order."""
+        return (self.header, *self.added)
+
+    @property
+    def against(self) -> tuple[str, ...]:
+        """What the others are compared with, as it was last said."""
+        return next((header.against for header in reversed(self.headers) if header.against), ())
 
     @property
     def done(self) -> frozenset[str]:
@@ -136,6 +149,10 @@ class RunWriter:
         name = f"{stamp}-{slug(suite)}-{secrets.token_hex(2)}.jsonl"
         return cls(runs_dir / slug(machine) / name, header or new_header("", suite))
 
+    def add_header(self, header: Header) -> None:
+        """Say what else the records that follow were asked for."""
+        self._append([header])
+
     def write(self, records: Sequence[Record]) -> None:
         """All records of a workload in one write, on disk when this returns."""
         lines: list[Line] = []
@@ -188,19 +205,21 @@ def read_run(path: Path) -> Run:
     """Read a run file; a torn last line is left out with a warning, anything else that is wrong is a BrokenFile."""
     lines, torn = _split(path)
     warnings = (_torn_warning(path, len(lines) + 1, torn),) if torn else ()
-    header = _read_header(path, lines[0] if lines else b"")
+    header, added = _read_header(path, lines[0] if lines else b""), []
     environments: dict[str, Environment] = {}
     records: dict[tuple[str, str], Record] = {}
     for number, text in enumerate(lines[1:], start=2):
         line = _decode(path, number, text)
-        if isinstance(line, EnvironmentLine):
+        if isinstance(line, Header):
+            added.append(line)
+        elif isinstance(line, EnvironmentLine):
             environments[line.key] = line.environment
-        elif isinstance(line, RecordLine):
+        else:
             record = _rejoin(path, number, line, environments)
             key = record.cell.id, _anchor_sitting(record)
             records.pop(key, None)
             records[key] = record
-    return Run(header, environments, tuple(records.values()), warnings)
+    return Run(header, environments, tuple(records.values()), warnings, tuple(added))
 
 
 def _anchor_sitting(record: Record) -> str:

@@ -92,7 +92,7 @@ class Pairing(Implementation):
             if forward is not None and backward is not None:
                 return forward, backward
             role: Role = "backward" if backward is None else "forward"
-            reasons.append(_told(role, str(pair[role]), _missing(role)))
+            reasons.append(_refusal_text(role, str(pair[role]), _missing(role)))
         raise Unsupported(f"{self.name} cannot run {workload.title}: {'; '.join(dict.fromkeys(reasons))}.")
 
     def _asked(self, role: Role, workload: Workload) -> Sequence[str]:
@@ -111,7 +111,7 @@ class Pairing(Implementation):
             tried = {name: self._refusal(role, name, workload, environment) for name in self._asked(role, workload)}
             fine = {name for name, reason in tried.items() if reason is None}
             if not fine:
-                return "; ".join(_told(role, name, str(reason)) for name, reason in tried.items())
+                return "; ".join(_refusal_text(role, name, str(reason)) for name, reason in tried.items())
             able |= fine
         return f"takes two libraries, and only {' or '.join(sorted(able))} can run this here"
 
@@ -155,5 +155,5 @@ def _missing(role: Role) -> str:
     return missing[role]
 
 
-def _told(role: Role, name: str, reason: str) -> str:
+def _refusal_text(role: Role, name: str, reason: str) -> str:
     return f"{name} as the {role} pass: {reason}"

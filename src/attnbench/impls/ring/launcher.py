@@ -69,7 +69,7 @@ class RankProcesses:
         )
         for end in (theirs, *(end for _, end in ends)):
             end.close()
-        self._control, self._told = control, ""
+        self._control, self._received = control, ""
         self._connections = [Connection(ours.detach()) for ours, _ in ends]
         self.alive, self._fresh = True, True
         atexit.register(self.close)
@@ -161,8 +161,8 @@ class RankProcesses:
     def _lines(self) -> list[tuple[str, int, int]]:
         with contextlib.suppress(BlockingIOError, OSError):
             while chunk := self._control.recv(4096, socket.MSG_DONTWAIT):
-                self._told += chunk.decode()
-        whole = self._told.rpartition("\n")[0].splitlines()
+                self._received += chunk.decode()
+        whole = self._received.rpartition("\n")[0].splitlines()
         return [(word, int(rank), int(number)) for word, rank, number in map(str.split, whole)]
 
     def _tail(self) -> str:

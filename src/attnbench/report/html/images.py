@@ -110,7 +110,11 @@ def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choi
     axes = {name: listed(field, mine) for name, field in chart.axes.items()}
     params = [one | {"value": axes[one["name"]]} if one["name"] in axes else one for one in spec["params"]]
     config = _config([name in named or name not in drawn for name in labels])
-    return _told(spec, set(keys(list(named)))) | {"params": params, "datasets": {"rows": mine}, "config": config}
+    return _with_drawn_legends(spec, set(keys(list(named)))) | {
+        "params": params,
+        "datasets": {"rows": mine},
+        "config": config,
+    }
 
 
 def _line_words(rows: Sequence[Cell], grey: int) -> str:
@@ -126,13 +130,13 @@ def listed(field: str, rows: list[Cell]) -> list[Any]:
     return sorted(places, key=lambda value: places[value])
 
 
-def _told(node: Any, shown: set[str]) -> Any:
-    """The same with legends of what is drawn."""
+def _with_drawn_legends(node: Any, shown: set[str]) -> Any:
+    """Return a copy of a specification whose legends list only the names that are drawn."""
     if isinstance(node, list):
-        return [_told(one, shown) for one in node]
+        return [_with_drawn_legends(one, shown) for one in node]
     if not isinstance(node, dict):
         return node
-    copy = {key: _told(value, shown) for key, value in node.items()}
+    copy = {key: _with_drawn_legends(value, shown) for key, value in node.items()}
     if isinstance(legend := copy.get("legend"), dict) and "values" in legend:
         legend["values"] = [name for name in legend["values"] if name in shown]
     return copy
