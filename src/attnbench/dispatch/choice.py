@@ -78,7 +78,7 @@ def _measured(demand: Demand) -> Decision:
             missed.append(why or f"{one.name} has no entry")
             continue
         for name, config, label, regret in _ranked(choice):
-            asked.append(Candidate(label, why_not_auto(name, config, label, demand) or _unasked(one, name, demand)))
+            asked.append(Candidate(label, why_not_auto(name, config, demand) or _unasked(one, name, demand)))
             if asked[-1].reason is None:
                 evidence = Evidence(one.name, choice, regret if choice.regret_known else None)
                 pick, why = registry.get(name).configured(config), str(evidence)
@@ -97,7 +97,7 @@ def _ranked(choice: Choice) -> Iterator[tuple[str, Config, str, float]]:
 def _fixed(demand: Demand, asked: list[Candidate], missed: list[str]) -> Decision:
     known = {one.name for one in asked}
     names = [name for name in order_of(demand) if name not in known]
-    found = [*asked, *(Candidate(name, why_not_auto(name, {}, name, demand)) for name in names)]
+    found = [*asked, *(Candidate(name, why_not_auto(name, {}, demand)) for name in names)]
     name = next((one.name for one in found[len(asked) :] if one.reason is None), None)
     pick = None if name is None else registry.get(name)
     return Decision(pick, {}, "all refuse" if pick is None else FIXED, found, None, tuple(missed))

@@ -107,8 +107,7 @@ def _slower(choice: Choice, found: Decision, demand: Demand) -> list[Candidate]:
     return [
         Candidate(
             one.label,
-            why_not_auto(one.implementation, one.config, one.label, demand)
-            or f"{CAN}measured at {one.ratio:.2f} {words}",
+            why_not_auto(one.implementation, one.config, demand) or f"{CAN}measured at {one.ratio:.2f} {words}",
         )
         for one in choice.alternatives
         if one.label not in asked

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from attnbench import frameworks, registry
+from attnbench.dispatch import failures
 from attnbench.errors import UsageError
 from attnbench.impls.parts.torch_rules import NO_RULES, Rules, ruled_out
 from attnbench.spec import Config, Environment, Implementation, Workload
@@ -75,8 +76,6 @@ class Demand(NamedTuple):
     """What the user told torch; only automatic choices obey."""
     any_kv_len: bool = False
     """Whether what is built must compute any number of keys."""
-    failed: tuple[tuple[str, str], ...] = ()
-    """Candidates that were chosen and could not run, and why."""
 
     @property
     def environment(self) -> Environment:
@@ -124,10 +123,9 @@ def _scores_fit(workload: Workload) -> bool:
     return 4 * workload.batch * workload.heads * workload.q_len * workload.kv_len <= MOST_SCORES
 
 
-def why_not_auto(name: str, config: Config, label: str, demand: Demand) -> str | None:
+def why_not_auto(name: str, config: Config, demand: Demand) -> str | None:
     """Return why an automatic choice leaves an implementation out; None if it does not."""
-    failed = dict(demand.failed).get(label)
-    reason = failed or why_not(name, config, demand)
+    reason = why_not(name, config, demand) or failures.remembered(name, config, demand)
     if reason is not None:
         return reason
     implementation = registry.configured(name, config)
