@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from attnbench import policy, registry
-from attnbench.dispatch.order import Candidate, Demand, compiles_in_vain, order_of, why_not, why_not_auto
+from attnbench.dispatch.order import META, Candidate, Demand, compiles_in_vain, order_of, why_not, why_not_auto
 from attnbench.errors import Unsupported
 from attnbench.policy import Choice, Policy
 from attnbench.spec import Config, Environment, Implementation
 
+FOR_SHAPES = "torch.eager"
+WHY_FOR_SHAPES = (
+    "meta tensors have a shape only, which its operators tell; give tensors of a device for what runs there"
+)
 FIXED = "the first of the fixed order that can run this"
 
 
@@ -58,6 +62,8 @@ class Decision(NamedTuple):
 
 def decide(impl: str, demand: Demand) -> Decision:
     """Choose; nothing is built and nobody is warned."""
+    if impl == "auto" and demand.device == META:
+        return decide(FOR_SHAPES, demand)._replace(why=WHY_FOR_SHAPES)
     if impl == "auto":
         return _measured(demand)
     name, config = registry.asked(impl)

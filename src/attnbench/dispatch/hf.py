@@ -26,7 +26,6 @@ from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.hf_masks import Described, DescribedMask, MaskArray, describe
 from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
-from attnbench.frameworks.torch_autocast import under_autocast
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads import masks
 from attnbench.workloads.masks import Full
@@ -228,7 +227,6 @@ def attention_forward(
     """What a layer calls: query, key and value [b, heads, tokens, dim], the output [b, tokens, heads, dim]."""
     _check_array(attention_mask)
     _check(dropout, attention_mask, others)
-    query, key, value = under_autocast(query, key, value)
     usual = scaling is None or scaling == query.shape[-1] ** -0.5
     how: Any = {"scale": None if usual else scaling, "softcap": softcap, "impl": impl, "layout": "bhsd"}
     if attention_mask is None or isinstance(attention_mask, DescribedMask):

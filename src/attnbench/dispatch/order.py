@@ -52,6 +52,8 @@ FEW_QUERIES = 16
 """So many queries, or fewer, are taken for decoding, where the number of keys grows from call to call."""
 MOST_SCORES = 1 << 30
 """Bytes of logits that `auto` stores sooner than it compiles for what may be one call."""
+META = "meta"
+"""Torch's device of tensors that have a shape and no numbers."""
 Form = Literal["call", "traced", "operator", "array"]
 """How it will be run: called, looked into by torch.compile where it may be, as one operator of a compiled graph, or
 with its mask an array that is an argument of the call."""
@@ -85,8 +87,8 @@ class Demand(NamedTuple):
 
 @lru_cache(maxsize=32)
 def environment_of(framework: str, device: str) -> Environment:
-    """Light facts about a device, asked once."""
-    return frameworks.get(framework).environment(device)
+    """Light facts about a device, asked once; torch's meta tensors, which have no numbers, are taken for a CPU's."""
+    return frameworks.get(framework).environment("cpu" if device == META else device)
 
 
 def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...]:

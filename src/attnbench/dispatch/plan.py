@@ -112,8 +112,6 @@ def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
         from attnbench.dispatch import jax_traced
 
         return jax_traced.planned(q, k, v, words)
-    if words.impl == "auto" and str(getattr(q, "device", "")) == "meta":
-        words = words._replace(impl="torch.eager")  # only shapes are asked, which its operators all tell
     demand = demand_of(q, k, v, words, train)
     return Plan(running(words.impl, demand, words.layout), bytes_kept(demand))
 
@@ -160,7 +158,7 @@ def next_choice(name: str, config: Config, demand: Demand, error: Unsupported) -
     if decision.pick is None:
         failures.take_back(name, config, demand)
         raise error
-    tell_failure(label_of(name, config), str(error), str(decision.label), demand)
+    tell_failure(label_of(name, dict(config)), str(error), str(decision.label), demand)
     return decision.pick, decision
 
 
