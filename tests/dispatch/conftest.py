@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from attnbench import policy
-from attnbench.dispatch import misses
+from attnbench.dispatch import failures, misses
 from attnbench.dispatch.plan import PLANS
 from attnbench.policy import stack
 
@@ -20,6 +20,7 @@ def _no_policies(monkeypatch):
     monkeypatch.delenv("ATTNBENCH_ON_MISS", raising=False)
     policy.forget()
     misses.forget()
+    failures.forget()
     PLANS.clear()
     yield
     monkeypatch.undo()

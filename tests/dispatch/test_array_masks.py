@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import attnbench as ab
+from attnbench.dispatch import array_masks
 from attnbench.dispatch.array_masks import attention_with_array
 from attnbench.errors import InvalidWorkload, Unsupported
 
@@ -140,3 +141,85 @@ def test_a_mask_of_integers_is_refused(framework, dtype, word):
 def test_numbers_are_not_taken_for_what_is_visible():
     with pytest.raises(InvalidWorkload, match="what is visible is boolean, not float32"):
         attention_with_array(Q, K, V, visible=VISIBLE.astype(np.float32))
+
+
+def broken(visible=None, **changes):
+    """Arguments in torch, of which some do not go together."""
+    given = {"q": Q, "k": K, "v": V, **({} if visible is None else {"visible": visible}), **changes}
+    made = {name: to("torch", value) if isinstance(value, np.ndarray) else value for name, value in given.items()}
+    return [made.pop(name) for name in ("q", "k", "v")], made
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("impl", ["auto", "torch.sdpa", "torch.eager"])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"visible": np.ones((3, 7), bool)}, "does not broadcast"),
+        ({"visible": np.ones((4, 1, 5, 7), bool)}, "does not broadcast"),
+        ({"visible": np.ones((1, 8, 5, 7), bool)}, "does not broadcast"),
+        ({"visible": np.ones((1, 1, 1, 5, 7), bool)}, "does not broadcast"),
+        ({"bias": np.zeros((2, 4, 5, 8), np.float32)}, "does not broadcast"),
+        ({"visible": VISIBLE, "v": V[:, :, :1]}, "shapes do not go together"),
+        ({"visible": VISIBLE, "k": K.astype(np.float64), "v": V.astype(np.float64)}, "must have one dtype"),
+        ({"visible": VISIBLE, "q": Q.astype(np.int64), "k": K.astype(np.int64), "v": V.astype(np.int64)}, "int64"),
+    ],
+)
+def test_arrays_that_do_not_go_together_are_refused(impl, changes, told):
+    """Also after a call with arrays of these shapes that do."""
+    attention_with_array(*[to("torch", x) for x in (Q, K, V)], visible=to("torch", VISIBLE), impl=impl)
+    arrays, mask = broken(**changes)
+    with pytest.raises(InvalidWorkload, match=told):
+        attention_with_array(*arrays, **mask, impl=impl)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("word", ["visible", "bias"])
+@pytest.mark.parametrize("kind", ["numpy", "list", "elsewhere", "key", pytest.param("jax", marks=pytest.mark.jax)])
+def test_a_mask_of_another_kind_is_refused(kind, word):
+    arrays = [to("torch", x) for x in (Q, K, V)]
+    mask = VISIBLE if word == "visible" else BIAS
+    if kind == "key":
+        arrays[1] = K
+    made = {"list": mask.tolist(), "elsewhere": to("torch", mask).to("meta"), "key": to("torch", mask)}
+    given = made[kind] if kind in made else to(kind, mask)
+    with pytest.raises(InvalidWorkload, match=r"make it a torch array|lies on meta|one framework"):
+        attention_with_array(*arrays, **{word: given})
+
+
+@pytest.mark.torch
+@pytest.mark.jax
+def test_jax_takes_no_tensor_as_a_mask():
+    arrays = [to("jax", x) for x in (Q, K, V)]
+    with pytest.raises(InvalidWorkload, match="make it a jax array"):
+        attention_with_array(*arrays, visible=to("torch", VISIBLE))
+    found = attention_with_array(*arrays, visible=VISIBLE)
+    np.testing.assert_allclose(found, expected(VISIBLE, None), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+def test_a_bias_of_another_dtype_is_computed_or_refused_in_words(dtype):
+    import torch
+
+    arrays = [to("torch", x) for x in (Q, K, V)]
+    bias = to("torch", BIAS).to(getattr(torch, dtype))
+    found = attention_with_array(*arrays, bias=bias)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found, expected(None, bias.to(torch.float32).numpy()), rtol=1e-4, atol=1e-5)
+    with pytest.raises(Unsupported, match="takes a bias in the dtype of its inputs"):
+        attention_with_array(*arrays, bias=bias, impl="torch.sdpa")
+
+
+@pytest.mark.torch
+def test_the_choice_knows_what_torch_was_told():
+    import torch
+
+    arrays = [to("torch", x) for x in (Q, K, V)]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        demand = array_masks._demand(*arrays, False, "forward", None, "bshd", "torch")
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert demand.rules.deterministic

@@ -262,6 +262,9 @@ class Broken(Implementation):
 
         return call
 
+    def partial(self, workload, config):
+        return self.build(workload, config), None
+
 
 class TestACandidateThatCannotRun:
     @pytest.fixture
@@ -302,3 +305,67 @@ class TestACandidateThatCannotRun:
             registry.register(Broken("torch.sdpa-flash", RuntimeError("CUDA error: an illegal memory access")))
             with pytest.raises(RuntimeError, match="illegal memory access"):
                 ab.attention(*self.arrays())
+
+    def test_calls_like_it_do_not_try_again_and_explain_knows(self, broken):
+        """A mask or length that is new makes a new plan; sizes of another power of two may have a kernel."""
+        import torch
+
+        q, k, v = self.arrays()
+        assert ab.explain(q, k, v).pick == "torch.sdpa-flash"
+        ab.attention(q, k, v)
+        told = ab.explain(q, k, v)
+        assert told.pick == "torch.eager"
+        assert "could not run such a call: torch.sdpa-flash has no kernel" in str(told)
+        longer = [torch.randn(1, 19, 2, 8) for _ in range(3)]
+        ab.attention(*longer)
+        ab.attention(*longer, scale=0.3)
+        assert ab.explain(*longer).pick == "torch.eager"
+        assert broken.calls == 1
+        twice = [torch.randn(1, 32, 2, 8) for _ in range(3)]
+        assert ab.explain(*twice).pick == "torch.sdpa-flash"
+        ab.attention(*twice)
+        assert broken.calls == 2
+
+    def test_another_kind_of_call_is_not_affected(self, broken):
+        ab.attention(*self.arrays())
+        for other in ({"mask": CAUSAL}, {"return_lse": True}, {"softcap": 5.0}):
+            ab.attention(*self.arrays(), **other)
+        assert broken.calls == 3  # the LSE it does not give, the others it tried once each
+
+    def test_if_nobody_is_left_it_is_tried_again(self, broken):
+        registry.register(other := Broken("torch.eager", Unsupported("torch.eager neither")))
+        for _ in range(2):
+            with pytest.raises(Unsupported, match=r"torch\.eager neither"):
+                ab.attention(*self.arrays())
+        assert (broken.calls, other.calls) == (1, 2)
+
+    @pytest.mark.parametrize("train", [False, True])
+    @pytest.mark.parametrize("dynamic", [False, True])
+    @pytest.mark.parametrize("traceable", [False, True])
+    def test_it_gives_way_inside_torch_compile(self, broken, traceable, dynamic, train):
+        import torch
+
+        broken.traceable = traceable
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda q, k, v: ab.attention(q, k, v), backend="aot_eager", fullgraph=True)
+        for tokens in (16, 18):
+            leaves = [torch.randn(1, tokens, 2, 8).requires_grad_(train) for _ in range(3)]
+            if dynamic:
+                for x in leaves:
+                    torch._dynamo.mark_dynamic(x, 1)
+            expected = ab.attention(*leaves, impl="torch.eager")
+            found = compiled(*leaves)
+            torch.testing.assert_close(found, expected)
+            if train:
+                weights = torch.randn_like(expected)
+                want = torch.autograd.grad((expected * weights).sum(), leaves)
+                torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), leaves), want)
+        assert broken.calls == 1
+
+    def test_a_named_one_raises_inside_torch_compile(self, broken):
+        import torch
+
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda q, k, v: ab.attention(q, k, v, impl="torch.sdpa-flash"), backend="aot_eager")
+        with pytest.raises(Exception, match="no kernel for this"):
+            compiled(*self.arrays())

@@ -9,6 +9,7 @@ from dispatch_problem import entry, here
 
 import attnbench as ab
 from attnbench import registry
+from attnbench.dispatch import traced
 from attnbench.policy import Choice, Entry, shape_of
 from attnbench.spec import Implementation
 
@@ -346,3 +347,30 @@ def test_export_and_fake_arrays_need_no_numbers(mask):
         with FakeTensorMode() as fakes:
             assert Model()(*map(fakes.from_tensor, given)).shape == given[0].shape
     torch.testing.assert_close(program.module()(*given), Model()(*given))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_compiled_code_needs_is_kept_once_for_each_call(dynamic):
+    """Compiled code cannot say when it is gone, so nothing is dropped; a call that is traced again adds nothing."""
+    from attnbench.dispatch import torch_operator
+
+    def kept():
+        return len(vars(traced.CALLS)), len(torch_operator._requests), len(torch_operator._picks)
+
+    def traced_anew(tokens):
+        torch._dynamo.reset()
+        lengths = ab.masks.lengths([tokens - 3])
+        q, k, v = (torch.randn(1, tokens, 2, 8) for _ in range(3))
+        if dynamic:
+            for x in (q, k, v):
+                torch._dynamo.mark_dynamic(x, 1)
+        for mask, impl in ((lengths, "auto"), (ab.masks.causal(), "torch.chunked")):
+            torch.compile(lambda q, k, v: ab.attention(q, k, v, mask=mask, impl=impl), backend="eager")(q, k, v)  # noqa: B023
+
+    traced_anew(21)
+    before = kept()
+    for _ in range(3):
+        traced_anew(21)
+    assert kept() == before
+    traced_anew(22)
+    assert kept()[0] == before[0] + (1 if dynamic else 2)  # sizes that are dynamic have one graph

@@ -317,7 +317,11 @@ def each_forward(model):
         layer.forward = torch.compile(layer.forward, backend="eager")
 
 
-@pytest.mark.parametrize("how", [each_layer, each_attention, replaced, each_forward])
+def the_last_layer(model):
+    model.model.layers[-1].compile(backend="eager")
+
+
+@pytest.mark.parametrize("how", [each_layer, each_attention, replaced, each_forward, the_last_layer])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @torch.no_grad()
 def test_layers_that_are_compiled_one_by_one(name, how):

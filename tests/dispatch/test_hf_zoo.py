@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -388,6 +390,114 @@ def test_check_tells_who_calls():
     own.config._attn_implementation = "attnbench"
     assert "BloomForCausalLM writes its own attention" in hf.check(own).refusal
     assert str(hf.check(own)).count("BloomAttention") == 3
+
+
+NO_ATTENTION = {  # they take a softmax and something called a mask
+    "nllb_moe": ["NllbMoeTop2Router"],
+    "wav2vec2": ["Wav2Vec2GumbelVectorQuantizer"],
+    "vits": ["VitsConvFlow"],
+    "maskformer": ["MaskFormerHungarianMatcher"],
+    "xlm": ["XLMSQuADHead"],
+}
+
+
+@pytest.mark.parametrize("family", NO_ATTENTION)
+def test_routers_quantizers_matchers_and_heads_are_no_attention(family):
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    for name in NO_ATTENTION[family]:
+        assert not hf_models.own_attention(getattr(module, name))
+    assert NO_ATTENTION[family][0] not in hf_models.attention_in_modules(module.__name__).own
+
+
+def test_attention_under_another_name_is_attention():
+    assert hf_models.own_attention(_Own)
+    indexer = importlib.import_module("transformers.models.deepseek_v32.modeling_deepseek_v32").DeepseekV32Indexer
+    assert hf_models.own_attention(indexer)  # it adds the mask to its scores
+
+
+def test_a_quantizer_does_not_change_the_form_of_the_masks():
+    small = {"conv_dim": [8, 8], "conv_stride": [2, 2], "conv_kernel": [3, 3], "num_feat_extract_layers": 2}
+    small |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "hidden_size": 32}
+    small |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "codevector_dim": 16}
+    model = built("Wav2Vec2ForPreTraining", {**small, "proj_codevector_dim": 16}, "attnbench")
+    assert str(hf.check(model)) == "2 of 2 attention modules call attnbench."
+    assert not hf_models.attention_for(model, model.config).own
+
+
+def test_a_config_in_the_place_of_another_is_looked_at():
+    """Ids are given again: what was found for one config must not be told of the next with its id."""
+    model = built("MistralForCausalLM", DECODERS["MistralForCausalLM"], "attnbench")
+    ours, other = hf_models.attention_for(model, model.config), type(model.config)()
+    gone = type(model.config)()
+    hf_models._SEEN[model][id(other)] = (weakref.ref(gone), hf_models.Attention(Counter(), Counter(x=1), True, False))
+    del gone
+    assert hf_models.attention_for(model, other) == ours
+    assert not hf_models.attention_for(model, other).loses_masks
+
+
+def compiled_at(model, path):
+    model.get_submodule(path).compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("path", ["model.layers.1", "model.layers.1.self_attn", "model.layers.1.mlp", "model", ""])
+def test_a_compiled_module_is_found_wherever_it_is(path):
+    model = built("MistralForCausalLM", DECODERS["MistralForCausalLM"], "attnbench")
+    assert not hf_models.compiled_layers(model)
+    assert hf_models.compiled_layers(compiled_at(model, path))
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_compiled_layers_of_an_encoder_and_a_decoder(part):
+    model = built("BartModel", SEQ2SEQ, "attnbench")
+    compiled_at(model, f"{part}.layers.1")
+    assert hf_models.compiled_layers(model)
+    assert hf_models.compiled_layers(getattr(model, part))
+    other = {"encoder": "decoder", "decoder": "encoder"}[part]
+    assert not hf_models.compiled_layers(getattr(model, other))
+
+
+def test_compiled_layers_in_lists_of_lists_and_in_other_places():
+    def tree():
+        inner = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))])
+        return torch.nn.ModuleDict({"parts": torch.nn.ModuleList([torch.nn.ModuleList([]), inner]), "none": None})
+
+    assert not hf_models.compiled_layers(tree())
+    replaced = tree()
+    replaced["parts"][1][1][0] = torch.compile(replaced["parts"][1][1][0], backend="eager")
+    assert hf_models.compiled_layers(replaced)
+    by_forward = tree()
+    layer = by_forward["parts"][1][0]
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    assert hf_models.compiled_layers(by_forward)
+
+
+WATCHED = ("get_correct_attn_implementation", "post_init", "set_attn_implementation")
+
+
+def test_registering_again_wraps_nothing_again():
+    before = [getattr(transformers.PreTrainedModel, name) for name in WATCHED]
+    hf.register()
+    hf.register("attnbench-eager", impl="torch.eager")
+    assert [getattr(transformers.PreTrainedModel, name) for name in WATCHED] == before
+    assert all(not hasattr(inspect.unwrap(one), "__wrapped__") for one in before)
+    assert all(one.__wrapped__ is inspect.unwrap(one) for one in before)
+
+
+def test_models_that_do_not_use_attnbench_are_left_alone(monkeypatch):
+    """Not looked at when they are loaded or set to another implementation, however large they are."""
+
+    def looked(*_):
+        raise AssertionError("a model without attnbench was looked at")
+
+    for name in ("by_config", "remember", "attention_of", "attention_of_class"):
+        monkeypatch.setattr(hf_models, name, looked)
+    for attention in ("eager", "sdpa"):
+        model = built("MistralForCausalLM", DECODERS["MistralForCausalLM"], attention)
+        model.set_attn_implementation("eager")
+        model.set_attn_implementation({"": "sdpa"})
+        model(torch.tensor([[5, 6, 7]]))
+    built("BloomForCausalLM", OWN["BloomForCausalLM"], "eager")
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -10,7 +10,7 @@ from dispatch_problem import entry, here
 import attnbench as ab
 from attnbench import policy
 from attnbench.errors import UsageError
-from attnbench.policy import checkpoint_context
+from attnbench.policy import checkpoint_context, stack
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")]
 CAUSAL = ab.masks.causal()
@@ -148,3 +148,59 @@ def test_a_checkpoint_may_be_computed_again_more_than_once():
     second = torch.autograd.grad(out.sum(), leaves)
     for one, other in zip(first, second):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("later", ["another policy", "none", "read again"])
+def test_recomputation_asks_the_policy_of_the_process_at_the_forward_pass(later, monkeypatch, tmp_path):
+    """Of what was computed under one policy and is computed again under another, both must take the same kernel."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    mathematics = here(entry("torch.sdpa-math", tokens=24, pass_="train"))
+    picks = []
+
+    def layer(q, k, v):
+        picks.append(ab.explain(q, k, v, mask=CAUSAL).pick)
+        with ab.use_policy(here(entry("torch.eager", tokens=9999))):  # says nothing of this shape
+            picks.append(ab.explain(q, k, v, mask=CAUSAL).pick)
+        return ab.attention(q, k, v, mask=CAUSAL)
+
+    if later == "read again":
+        policy.save_policy(eager(), tmp_path / "first.json")
+        monkeypatch.setenv("ATTNBENCH_POLICY", str(tmp_path / "first.json"))
+        policy.forget()
+    else:
+        ab.set_policy(eager(), on_miss="quiet")
+    leaves = arrays()
+    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=checkpoint_context)
+    if later == "read again":
+        monkeypatch.delenv("ATTNBENCH_POLICY")
+        policy.forget()
+    else:
+        ab.set_policy(mathematics if later == "another policy" else None)
+    in_a_thread(lambda: torch.autograd.grad(out.sum(), leaves))
+    assert picks == ["torch.eager"] * 4
+    assert ab.explain(*leaves, mask=CAUSAL).pick != "torch.eager"
+
+
+def test_settings_are_read_again_by_forget_alone(monkeypatch):
+    assert policy.on_miss() == "warn"
+    monkeypatch.setenv("ATTNBENCH_ON_MISS", "quiet")
+    ab.set_policy(eager())
+    assert policy.on_miss() == "warn"
+    policy.forget()
+    assert policy.on_miss() == "quiet"
+
+
+def test_changes_of_the_process_are_made_one_after_the_other(monkeypatch):
+    """A second thread would read the epoch that the first is about to replace: two states under one number."""
+    change, held = stack.replace, []
+    monkeypatch.setattr(
+        stack, "replace", lambda *old, **new: held.append(stack._changing.locked()) or change(*old, **new)
+    )
+    before = policy.generation()[0]
+    ab.set_policy(eager())
+    policy.forget()
+    ab.set_policy(None)
+    assert held == [True] * 3
+    assert policy.generation()[0] == before + 3

@@ -43,6 +43,28 @@ def test_meta_tensors_give_shapes(mask):
 
 
 @pytest.mark.torch
+def test_explain_of_meta_tensors_names_what_the_call_takes(monkeypatch):
+    """And nobody is told of a miss: there is nothing to choose."""
+    import torch
+
+    from attnbench.dispatch import plan
+    from attnbench.dispatch.array_masks import attention_with_array
+
+    built, ran = plan.built, []
+    monkeypatch.setattr(plan, "built", lambda pick, *more, **how: ran.append(pick.name) or built(pick, *more, **how))
+    q = torch.empty(2, 8, 4, 16, device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ab.attention(q, q, q, mask=ab.masks.causal(), scale=0.123)
+        attention_with_array(q, q, q, visible=torch.empty(8, 8, dtype=torch.bool, device="meta"))
+    told = ab.explain(q, q, q, mask=ab.masks.causal(), scale=0.123)
+    assert ran == [told.pick] == ["torch.eager"]
+    assert (told.device, told.policy, told.able) == ("meta", None, ["torch.eager"])
+    assert "meta tensors have a shape only" in told.why
+    assert ab.explain(q, q, q, impl="torch.sdpa-math").pick == "torch.sdpa-math"
+
+
+@pytest.mark.torch
 def test_a_bias_that_would_be_rounded_is_refused_by_name():
     """On a GPU, of which fake tensors are enough: nothing is computed before the refusal."""
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from attnbench import registry
 from attnbench.dispatch import torch_sdpa
 from attnbench.dispatch.torch_sdpa import redirect_sdpa, scaled_dot_product_attention
 from attnbench.errors import Unsupported, UsageError
+from attnbench.impls import torch_sdpa_turns
 from attnbench.impls.torch_sdpa_turns import Pinned
 from attnbench.spec import Implementation
 
@@ -406,3 +408,110 @@ class TestPins:
 
         assert within(60, run) == [True, True]
         assert self.flags() == before
+
+    @pytest.fixture
+    def interrupted(self, monkeypatch):
+        """Let the next so many waits for another thread's pin end with a KeyboardInterrupt, as Ctrl-C does."""
+        waits = []
+
+        def wait(*_):
+            if waits.pop(0):
+                raise KeyboardInterrupt
+            raise AssertionError("nobody wakes this thread")
+
+        monkeypatch.setattr(torch_sdpa_turns._TURN.over, "wait", wait)
+        return waits.extend
+
+    @pytest.fixture
+    def elsewhere(self):
+        """Hold a pin in another thread until the test says `leave`."""
+        stack = contextlib.ExitStack()
+
+        def hold(flag):
+            there, leave = threading.Event(), threading.Event()
+
+            def work():
+                with Pinned(flag):
+                    there.set()
+                    leave.wait(60)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            assert there.wait(60)
+
+            def end():
+                leave.set()
+                thread.join(60)
+
+            stack.callback(end)
+            return end
+
+        with stack:
+            yield hold
+
+    def as_before(self, before):
+        """Check that flags are back, and that no pin waits for one that is not there."""
+        assert self.flags() == before
+        assert not torch_sdpa_turns._TURN.inside
+        for flag in ("math", "flash"):
+            with Pinned(flag):
+                assert self.flags() == (flag == "flash", flag == "math")
+        assert self.flags() == before
+
+    def test_an_interrupt_while_an_inner_pin_waits_leaves_the_outer_one_in_force(self, interrupted, elsewhere):
+        before, seen = self.flags(), []
+        leave = elsewhere("flash")
+        interrupted([True])
+        with Pinned("flash"):
+            with pytest.raises(KeyboardInterrupt), Pinned("math"):
+                raise AssertionError("the pin was not had")
+            seen.append(self.flags())
+        leave()
+        assert seen == [(True, False)]
+        self.as_before(before)
+
+    def test_an_interrupt_while_an_outer_pin_is_taken_back(self, interrupted, elsewhere):
+        """While the inner one ends, another thread takes its turn with it, so that the outer one has to wait."""
+        before = self.flags()
+        outer, inner = Pinned("flash"), Pinned("math")
+        outer.__enter__()
+        inner.__enter__()
+        leave = elsewhere("math")
+        interrupted([True, True])  # it is tried again once
+        with pytest.raises(KeyboardInterrupt):
+            inner.__exit__()
+        outer.__exit__()
+        leave()
+        self.as_before(before)
+
+    @pytest.mark.parametrize("nested", [False, True])
+    @pytest.mark.parametrize("at", range(3))
+    def test_an_interrupt_between_two_switches_is_undone(self, at, nested):
+        before, calls = self.flags(), []
+        pin = Pinned("math")
+        pin._switches = [(name, get, self.raises_once(put, calls, at)) for name, get, put in pin._switches]
+        outer = Pinned("flash") if nested else contextlib.nullcontext()
+        with outer:
+            held = self.flags()
+            with pytest.raises(KeyboardInterrupt), pin:
+                raise AssertionError("the pin was not had")
+            assert self.flags() == held
+        self.as_before(before)
+
+    @pytest.mark.parametrize("at", range(3, 6))
+    def test_an_interrupt_while_the_switches_are_put_back(self, at):
+        before, calls = self.flags(), []
+        pin = Pinned("math")
+        pin._switches = [(name, get, self.raises_once(put, calls, at)) for name, get, put in pin._switches]
+        with contextlib.suppress(KeyboardInterrupt), pin:
+            assert self.flags() == (False, True)
+        self.as_before(before)
+
+    def raises_once(self, put, calls, at):
+        def interrupted(value):
+            calls.append(value)
+            if len(calls) == at + 1:
+                raise KeyboardInterrupt
+            put(value)
+
+        return interrupted

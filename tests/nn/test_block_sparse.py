@@ -24,6 +24,7 @@ from attnbench.impls.block_sparse import select  # noqa: E402
 from attnbench.impls.block_sparse.content import estimate  # noqa: E402
 from attnbench.impls.block_sparse.gate import train_gate as train_heads_first  # noqa: E402
 from attnbench.impls.block_sparse.gate import true_mass  # noqa: E402
+from attnbench.nn import block_sparse  # noqa: E402
 from attnbench.nn.block_sparse import MOST_SIZES  # noqa: E402
 
 SIZE = 16
@@ -329,3 +330,48 @@ def test_tables_are_of_few_sizes_and_not_pickled(make):
     assert len(pickle.dumps(module)) == empty
     copied = pickle.loads(pickle.dumps(module))
     torch.testing.assert_close(copied(x, x, x), module(x, x, x))
+
+
+@pytest.mark.parametrize("change", [{"sparsity": 0.75}, {"causal": True}, {"block_size": 16}, {"pattern": "strided"}])
+def test_a_setting_that_is_changed_holds_for_sizes_that_were_seen(change):
+    """Tables are kept by size, and by everything else that they are made of."""
+    settings = {"sparsity": 0.5, "pattern": "local", "block_size": 8, "causal": False}
+    q, k, v = (torch.randn(1, 64, 2, 8) for _ in range(3))
+    module = nn.create_block_sparse_attention(**settings)
+    before = module(q, k, v)
+    for name, value in change.items():
+        setattr(module, name, value)
+    want = nn.create_block_sparse_attention(**(settings | change))
+    torch.testing.assert_close(module(q, k, v), want(q, k, v), rtol=0, atol=0)
+    assert module.achieved_sparsity(q, k) == want.achieved_sparsity(q, k)
+    assert not torch.equal(module(q, k, v), before)
+
+
+@pytest.mark.parametrize("change", [{"causal": True}, {"block_size": 16}])
+def test_a_changed_setting_holds_for_blocks_chosen_by_content(change):
+    settings = {"mass": 0.5, "block_size": 8, "pool": 8, "causal": False}
+    q, k, v = (torch.randn(1, 64, 2, 8) for _ in range(3))
+    module = nn.create_adaptive_sparse_attention(0.0, 0.9, **settings)
+    module(q, k, v)
+    for name, value in change.items():
+        setattr(module, name, value)
+    want = nn.create_adaptive_sparse_attention(0.0, 0.9, **(settings | change))
+    torch.testing.assert_close(module(q, k, v), want(q, k, v), rtol=0, atol=0)
+
+
+def test_the_sizes_used_last_are_kept(monkeypatch):
+    made = []
+    tables = block_sparse.tables_of
+    monkeypatch.setattr(block_sparse, "tables_of", lambda *given: made.append(given[1].q_len) or tables(*given))
+    module = nn.create_block_sparse_attention(0.5, "local", block_size=8)
+
+    def call(tokens):
+        module(*(torch.randn(1, tokens, 1, 8) for _ in range(3)))
+
+    sizes = [16 + 8 * at for at in range(MOST_SIZES)]
+    for tokens in (*sizes, sizes[0], 1024, sizes[0], sizes[2]):
+        call(tokens)
+    assert made == [*sizes, 1024]
+    call(sizes[1])  # the one used least recently made room for 1024
+    assert made == [*sizes, 1024, sizes[1]]
+    assert len(module._made) == MOST_SIZES

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from attnbench import policy, registry
+from attnbench import frameworks, policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of, to_layout
 from attnbench.dispatch.order import TAKE_ARRAYS, Demand
@@ -28,11 +28,13 @@ from attnbench.errors import InvalidWorkload, Unsupported
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.frameworks.torch_plain import MaskTensors
 from attnbench.impls.arrays import workload_of
+from attnbench.impls.parts.torch_rules import NO_RULES, current
 from attnbench.spec import Array, Pass, Workload
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads import masks
 from attnbench.workloads.masks import AnyMask
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NAMES = Plans()
 """Names of what torch calls run, by everything that the choice depends on."""
 
@@ -51,8 +53,9 @@ def attention_with_array(
 ) -> Array:
     """Attention where `visible` (booleans) holds, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
     given = [array for array in (visible, bias) if array is not None]
+    framework = "torch" if all(hasattr(x, "requires_grad") for x in (q, k, v)) else framework_of(q, k, v)
+    _check_kinds(given, framework, q)
     _check_dtypes(visible, bias)
-    framework = "torch" if hasattr(q, "requires_grad") else framework_of(q, k, v)
     takers = TAKE_ARRAYS.get(framework, ())
     if not given or not takers or impl not in ("auto", *takers):
         mask: Any = reduce(and_, [masks.dense(array) for array in given]) if given else None
@@ -64,13 +67,30 @@ def attention_with_array(
     return _jax(q, k, v, visible, bias, scale, softcap, impl, layout)
 
 
+def _check_kinds(given: list[Array], framework: str, q: Array) -> None:
+    """Refuse masks that are not arrays of the inputs' framework and device; JAX also takes NumPy's."""
+    if framework == "numpy":
+        return  # read as data, whatever they are
+    for array in given:
+        if framework == "torch":
+            mine = hasattr(array, "requires_grad")
+        else:
+            mine = hasattr(array, "dtype") and frameworks.of(array) in ("jax", "numpy")
+        if not mine:
+            raise InvalidWorkload(
+                f"the inputs are {framework} arrays, the mask is a {type(array).__name__}: make it a {framework} array."
+            )
+        if framework == "torch" and array.device != q.device:
+            raise InvalidWorkload(f"the mask lies on {array.device} and the inputs on {q.device}: move one of them.")
+
+
 def _check_dtypes(visible: Array | None, bias: Array | None) -> None:
     """Refuse a mask of integers: 0 and 1 may mean what is visible or what is added to the logits."""
     if visible is not None and not str(visible.dtype).endswith("bool"):
         raise InvalidWorkload(
             f"a mask of what is visible is boolean, not {visible.dtype}: convert it, as in mask != 0."
         )
-    if bias is not None and "float" not in str(bias.dtype):
+    if bias is not None and str(bias.dtype).rpartition(".")[2] not in FLOATS:
         raise InvalidWorkload(
             f"a bias is floating-point, not {bias.dtype}: numbers of another kind could be added to the logits or say "
             "which pairs are visible. Pass booleans (True is visible), as in mask != 0, or floating-point logits."
@@ -86,11 +106,12 @@ def _demand(
     hidden = np.arange(kv_len) < max(kv_len - 1, 1)
     stand_in: AnyMask = masks.dense(np.where(hidden, 0, -np.inf).astype(np.float32) if weighted else hidden)
     workload = workload_of(q, k, v, mask=stand_in, scale=scale, softcap=softcap, layout=layout, pass_=pass_)
-    return Demand(workload, framework, device_of(q, framework), False, "array")
+    rules = current() if framework == "torch" else NO_RULES
+    return Demand(workload, framework, device_of(q, framework), False, "array", rules)
 
 
-def _four_axes(array: Array, workload: Workload) -> Array:
-    shape, wanted = tuple(array.shape), tuple(workload.mask_shape)
+def _four_axes(array: Array, wanted: tuple[int, ...]) -> Array:
+    shape = tuple(array.shape)
     padded = (1,) * (4 - len(shape)) + shape
     if len(shape) > 4 or any(have not in (1, want) for have, want in zip(padded, wanted)):
         raise InvalidWorkload(f"the mask {shape} does not broadcast to [b, h, q, kv] = {list(wanted)}.")
@@ -107,18 +128,22 @@ def _torch(
     """
     if impl == "torch.sdpa" and softcap is not None:
         raise Unsupported("torch.sdpa has no soft cap.")
-    exact = bias is None or bias.dtype == q.dtype or q.device.type == "cpu"  # fused kernels of a GPU round a bias
+    # Fused kernels of a GPU round a bias; those of a CPU take float32 too.
+    exact = bias is None or bias.dtype == q.dtype or (q.device.type == "cpu" and str(bias.dtype) == "torch.float32")
     if impl == "torch.sdpa" and not exact:
         assert bias is not None
         raise Unsupported(
-            f"torch.sdpa takes a bias in the dtype of its inputs on a GPU, and {q.dtype} would round this one of "
-            f"{bias.dtype}: cast it if that is meant, or ask for torch.eager."
+            f"torch.sdpa takes a bias in the dtype of its inputs (on a CPU float32 too), and {q.dtype} would round "
+            f"this one of {bias.dtype}: cast it if that is meant, or ask for torch.eager."
         )
-    if impl == "auto":
-        impl = _torch_choice(q, k, v, not exact, softcap, layout)
+    impl = "torch.eager" if impl == "auto" and not exact else impl  # nobody else takes such a bias
+    impl = _torch_choice(impl, q, k, v, softcap, layout)
+    tokens, heads = (2, 1) if layout == "bhsd" else (1, 2)
+    wanted = (q.shape[0], q.shape[heads], q.shape[tokens], k.shape[tokens])
+    visible, bias = (None if array is None else _four_axes(array, wanted) for array in (visible, bias))
     seen, bias = _torch_seen(visible, bias)
     dead = ~seen.any(-1, keepdim=True)
-    plain = impl == "torch.eager" or softcap is not None or not exact
+    plain = impl == "torch.eager" or softcap is not None
     return with_torch_array(q, k, v, MaskTensors(seen, bias, dead), plain, scale, softcap, layout)
 
 
@@ -147,24 +172,27 @@ def with_torch_array(
     return to_layout(out if mask.dead is None else out.masked_fill(mask.dead, 0.0), "bhsd", layout)
 
 
-def _torch_choice(q: Array, k: Array, v: Array, weighted: bool, softcap: float | None, layout: str) -> str:
-    """The policies' choice, or the fixed order's with a word about the miss; sizes that are dynamic leave no choice."""
+def _torch_choice(impl: str, q: Array, k: Array, v: Array, softcap: float | None, layout: str) -> str:
+    """Return what was named, or the policies' choice, or the fixed order's with a word about the miss.
+
+    Sizes that are dynamic leave no choice, and are not checked.
+    """
     import torch
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_dynamo_compiling():
         if not all(has_static_value(size) for x in (q, k, v) for size in x.shape):
-            return "auto"
+            return impl
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
-        return _chosen_now(outlines, weighted, train, softcap is not None, layout)
+        return _chosen_now(outlines, impl, train, softcap is not None, layout)
     key = (
-        q.shape, k.shape, v.shape, q.dtype, q.device, weighted, train, softcap is None, layout,
-        registry.generation(), policy.generation(),
+        impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, train, softcap is None, layout,
+        current(), registry.generation(), policy.generation(),
     )  # fmt: skip
     found = _NAMES.get(key)
     if found is None:
-        found = _chosen(q, k, v, weighted, train, softcap is not None, layout)
+        found = _chosen(q, k, v, impl, train, softcap is not None, layout)
         _NAMES.put(key, Plan(found))
     return found
 
@@ -175,9 +203,9 @@ def _chosen_now(outlines: tuple[Any, ...], *rest: Any) -> str:
     return _chosen(q, k, v, *rest)
 
 
-def _chosen(q: Any, k: Any, v: Any, weighted: bool, train: bool, capped: bool, layout: str) -> str:
-    demand = _demand(q, k, v, weighted, "train" if train else "forward", 1.0 if capped else None, layout, "torch")
-    return chosen("auto", demand)[0].name
+def _chosen(q: Any, k: Any, v: Any, impl: str, train: bool, capped: bool, layout: str) -> str:
+    demand = _demand(q, k, v, False, "train" if train else "forward", 1.0 if capped else None, layout, "torch")
+    return chosen(impl, demand)[0].name
 
 
 def _torch_seen(visible: Array | None, bias: Array | None) -> tuple[Array, Array | None]:
@@ -199,7 +227,9 @@ def _jax(
         _demand(q, k, v, bias is not None, pass_, softcap, layout, "jax", scale) for pass_ in ("forward", "train")
     ]
     workload = demands[0].workload
-    visible, bias = (None if array is None else _four_axes(array, workload) for array in (visible, bias))
+    visible, bias = (
+        None if array is None else _four_axes(array, tuple(workload.mask_shape)) for array in (visible, bias)
+    )
     q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
     settle = choices(impl, *demands)
 

@@ -19,14 +19,9 @@ def framework_of(*arrays: Array) -> str:
 
 
 def device_of(array: Array, framework: str) -> str:
-    """Our name of the device an array lies on (of a JAX array that is traced or only a shape: the default device).
-
-    Torch's meta tensors, which have no numbers, are taken for those of a CPU.
-    """
+    """Our name of the device an array lies on (of a JAX array that is traced or only a shape: the default device)."""
     if framework == "torch":
         kind = array.device.type
-        if kind == "meta":
-            return "cpu"
         found = frameworks.get("torch").devices()
         return "rocm" if kind == "cuda" and "rocm" in found else kind
     if framework == "numpy":

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from attnbench import policy, registry
-from attnbench.dispatch.order import Candidate, Demand, compiles_in_vain, order_of, why_not, why_not_auto
+from attnbench.dispatch.order import META, Candidate, Demand, compiles_in_vain, order_of, why_not, why_not_auto
 from attnbench.errors import Unsupported
 from attnbench.policy import Choice, Policy
 from attnbench.spec import Config, Environment, Implementation
 
+FOR_SHAPES = "torch.eager"
+WHY_FOR_SHAPES = (
+    "meta tensors have a shape only, which its operators tell; give tensors of a device for what runs there"
+)
 FIXED = "the first of the fixed order that can run this"
 
 
@@ -58,6 +62,8 @@ class Decision(NamedTuple):
 
 def decide(impl: str, demand: Demand) -> Decision:
     """Choose; nothing is built and nobody is warned."""
+    if impl == "auto" and demand.device == META:
+        return decide(FOR_SHAPES, demand)._replace(why=WHY_FOR_SHAPES)
     if impl == "auto":
         return _measured(demand)
     name, config = registry.asked(impl)
@@ -78,9 +84,7 @@ def _measured(demand: Demand) -> Decision:
             missed.append(why or f"{one.name} has no entry")
             continue
         for name, config, label, regret in _ranked(choice):
-            asked.append(
-                Candidate(label, why_not_auto(name, config, label, demand) or _why_not_packaged(one, name, demand))
-            )
+            asked.append(Candidate(label, why_not_auto(name, config, demand) or _why_not_packaged(one, name, demand)))
             if asked[-1].reason is None:
                 evidence = Evidence(one.name, choice, regret if choice.regret_known else None)
                 pick, why = registry.get(name).configured(config), str(evidence)
@@ -99,7 +103,7 @@ def _ranked(choice: Choice) -> Iterator[tuple[str, Config, str, float]]:
 def _fixed(demand: Demand, asked: list[Candidate], missed: list[str]) -> Decision:
     known = {one.name for one in asked}
     names = [name for name in order_of(demand) if name not in known]
-    found = [*asked, *(Candidate(name, why_not_auto(name, {}, name, demand)) for name in names)]
+    found = [*asked, *(Candidate(name, why_not_auto(name, {}, demand)) for name in names)]
     name = next((one.name for one in found[len(asked) :] if one.reason is None), None)
     pick = None if name is None else registry.get(name)
     return Decision(pick, {}, "all refuse" if pick is None else FIXED, found, None, tuple(missed))

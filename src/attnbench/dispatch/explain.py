@@ -7,7 +7,7 @@ from msgspec import Struct
 from attnbench import registry
 from attnbench.dispatch.arrays import framework_of, pass_of
 from attnbench.dispatch.choice import Decision, decide
-from attnbench.dispatch.order import Candidate, Demand, order_of, why_not, why_not_auto
+from attnbench.dispatch.order import META, Candidate, Demand, order_of, why_not, why_not_auto
 from attnbench.dispatch.plan import Words, demand_of
 from attnbench.frameworks.torch_autocast import under_autocast
 from attnbench.policy import Choice
@@ -76,10 +76,11 @@ def explained(q: Array, k: Array, v: Array, words: Words, train: bool) -> Explan
     """The same of one pass."""
     impl, demand = words.impl, demand_of(q, k, v, words, train)
     found = decide(impl, demand)
-    others = _others(found, demand) if impl == "auto" else []
+    asked = impl == "auto" and demand.device != META
+    others = _others(found, demand) if asked else []
     pick, evidence = found.label, found.evidence
     why = found.why
-    if evidence is None and impl == "auto" and pick is not None:
+    if evidence is None and asked and pick is not None:
         why += "; no measured policy speaks for it" if found.missed else "; no measured policy is active"
     return Explanation(
         demand.workload, demand.device, pick, why, [*found.candidates, *others],
@@ -107,8 +108,7 @@ def _slower(choice: Choice, found: Decision, demand: Demand) -> list[Candidate]:
     return [
         Candidate(
             one.label,
-            why_not_auto(one.implementation, one.config, one.label, demand)
-            or f"{CAN}measured at {one.ratio:.2f} {words}",
+            why_not_auto(one.implementation, one.config, demand) or f"{CAN}measured at {one.ratio:.2f} {words}",
         )
         for one in choice.alternatives
         if one.label not in asked

@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from functools import partial, wraps
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnbench.dispatch import array_masks, decode, hf_models
@@ -26,7 +27,6 @@ from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.hf_masks import Described, DescribedMask, MaskArray, describe
 from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
-from attnbench.frameworks.torch_autocast import under_autocast
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads import masks
 from attnbench.workloads.masks import Full
@@ -52,6 +52,7 @@ NO_MATTER = frozenset({
 
 
 _registered: set[str] = set()
+_watching = Lock()
 
 
 def register(name: str = "attnbench", impl: str = "auto") -> str:
@@ -88,40 +89,65 @@ def _check_name(name: str) -> None:
 
 
 def _watch_models() -> None:
-    """Look at each model that is loaded with a name of ours, or set to it: Transformers takes any registered name."""
+    """Look at each model that is loaded with a name of ours, or set to it: Transformers takes any registered name.
+
+    Three methods of every Transformers model are wrapped, once and for the whole process. For a model that has no name
+    of ours in its config they do what they did.
+    """
     from transformers import PreTrainedModel
 
-    if hasattr(PreTrainedModel, "_attnbench_watches"):
-        return
+    with _watching:
+        if not hasattr(PreTrainedModel, "_attnbench_watches"):
+            _wrap_methods(PreTrainedModel)
+
+
+def _wrap_methods(PreTrainedModel: Any) -> None:
     accept: Any = PreTrainedModel.get_correct_attn_implementation
     built: Any = PreTrainedModel.post_init
     change: Any = PreTrainedModel.set_attn_implementation
 
     @wraps(accept)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *more: Any, **how: Any) -> str:
-        if requested_attention in _registered:  # its modules are not there yet
+        if _is_ours(requested_attention):  # its modules are not there yet
             attention = hf_models.attention_of_class(type(self))
             if attention.loses_masks:
                 raise Unsupported(hf_models.refusal(type(self).__name__, attention))
         return accept(self, requested_attention, *more, **how)
 
     @wraps(built)
-    def post_init(self: Any) -> None:
-        hf_models.remember(self)
-        configs = [config for config, _ in hf_models.by_config(self)]
-        _check_parts(self, [config for config in configs if _implementation(config) in _registered])
-        built(self)
+    def post_init(self: Any, *more: Any, **how: Any) -> Any:
+        if any(_is_ours(_implementation(config)) for config in _with_parts(self.config)):
+            hf_models.remember(self)
+            configs = [config for config, _ in hf_models.by_config(self)]
+            _check_parts(self, [config for config in configs if _is_ours(_implementation(config))])
+        return built(self, *more, **how)
 
     @wraps(change)
-    def set_attn_implementation(self: Any, attn_implementation: Any, *more: Any, **how: Any) -> None:
-        hf_models.remember(self)
-        _check_parts(self, list(_configs_asked(self, self.config, attn_implementation)))
-        change(self, attn_implementation, *more, **how)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *more: Any, **how: Any) -> Any:
+        asked = list(_configs_asked(self, self.config, attn_implementation))
+        if asked:
+            hf_models.remember(self)
+            _check_parts(self, asked)
+        return change(self, attn_implementation, *more, **how)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
     PreTrainedModel.post_init = post_init
     PreTrainedModel.set_attn_implementation = set_attn_implementation
-    PreTrainedModel._attnbench_watches = True  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedModel._attnbench_watches = True
+
+
+def _is_ours(name: Any) -> bool:
+    """Whether it is a name that `register` gave to Transformers."""
+    return isinstance(name, str) and name in _registered
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """Yield a config and those of the parts of its model."""
+    yield config
+    for key in getattr(config, "sub_configs", ()):
+        part = getattr(config, key, None)
+        if part is not None:
+            yield from _with_parts(part)
 
 
 def _implementation(config: Any) -> Any:
@@ -131,7 +157,7 @@ def _implementation(config: Any) -> Any:
 def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
     """Configs that `set_attn_implementation` would give a name of ours: all, or those that a dict names."""
     if not isinstance(request, dict):
-        if request in _registered:
+        if _is_ours(request):
             yield config
             for key in getattr(config, "sub_configs", ()):
                 yield from _configs_asked(model, getattr(config, key, None), request)
@@ -139,7 +165,7 @@ def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
         return
     for key, value in request.items():
         if key == "":
-            yield from [config] if value in _registered else []
+            yield from [config] if _is_ours(value) else []
         else:
             yield from _configs_asked(model, getattr(config, key, None), value)
 
@@ -228,7 +254,6 @@ def attention_forward(
     """What a layer calls: query, key and value [b, heads, tokens, dim], the output [b, tokens, heads, dim]."""
     _check_array(attention_mask)
     _check(dropout, attention_mask, others)
-    query, key, value = under_autocast(query, key, value)
     usual = scaling is None or scaling == query.shape[-1] ** -0.5
     how: Any = {"scale": None if usual else scaling, "softcap": softcap, "impl": impl, "layout": "bhsd"}
     if attention_mask is None or isinstance(attention_mask, DescribedMask):

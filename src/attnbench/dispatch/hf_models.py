@@ -3,11 +3,13 @@
 A model may take an `attn_implementation` by name, take its masks from the mask interface of that name, and compute
 attention itself, for masks of another form: MPT hides what is True, Bloom adds the array to its scores. So classes are
 read before anything is computed. A class calls the registered function if its code names an `AttentionInterface`; it
-writes its own attention if it takes a softmax instead and is called an attention, or takes a mask.
+writes its own attention if it takes a softmax instead and is called an attention, or takes an attention mask and
+multiplies arrays with each other, which routers and quantizers do not.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections import Counter
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 
@@ -47,6 +49,7 @@ class _Code(NamedTuple):
     makes_masks: bool
     builds: tuple[type, ...]
     """Classes of modules that it names, also in a table of classes."""
+    bodies: tuple[CodeType, ...]
 
 
 @cache
@@ -57,12 +60,14 @@ def _code(kind: type) -> _Code:
     parameters: set[str] = set()
     found: list[Any] = []
     followed: set[FunctionType] = set()
+    bodies: list[CodeType] = []
 
     def follow(function: Any, depth: int) -> None:
         function = inspect.unwrap(function)
         if not isinstance(function, FunctionType) or function in followed or function.__module__.startswith(_CORE):
             return
         followed.add(function)
+        bodies.extend(_nested(function.__code__))
         for code in _nested(function.__code__):
             names.update(code.co_names)
             if depth == 0:
@@ -81,7 +86,8 @@ def _code(kind: type) -> _Code:
     calls = "ALL_ATTENTION_FUNCTIONS" in names or any(isinstance(value, AttentionInterface) for value in found)
     tables = [one for value in found if isinstance(value, dict) for one in value.values()]
     builds = (one for one in [*found, *tables] if isinstance(one, type) and issubclass(one, torch.nn.Module))
-    return _Code(frozenset(names), frozenset(parameters), calls, bool(makers & names), tuple(dict.fromkeys(builds)))
+    builds = tuple(dict.fromkeys(builds))
+    return _Code(frozenset(names), frozenset(parameters), calls, bool(makers & names), builds, tuple(bodies))
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -103,11 +109,36 @@ def own_attention(kind: type) -> bool:
     if issubclass(kind, _pretrained()) or kind.__module__.startswith("torch."):
         return False
     code = _code(kind)
-    softmax = any(
-        "softmax" in name.lower() or name in ("scaled_dot_product_attention", "logsumexp") for name in code.names
-    )
+    if code.interface or not any(_of_weights(name.lower()) for name in code.names):
+        return False
     named = "attention" in kind.__name__.lower() or "attn" in kind.__name__.lower()
-    return not code.interface and bool(softmax) and (named or any("mask" in name for name in code.parameters))
+    return named or (any(map(_of_attention_mask, code.parameters)) and _multiplies(code))
+
+
+def _of_weights(name: str) -> bool:
+    """Whether a name in code may be the function that makes attention weights."""
+    if "log_softmax" in name or "logsoftmax" in name or "gumbel" in name:
+        return False
+    return "softmax" in name or name in ("scaled_dot_product_attention", "logsumexp")
+
+
+def _of_attention_mask(parameter: str) -> bool:
+    """Whether a parameter may be a mask of attention, not labels, costs or positions of something that is masked."""
+    return (
+        parameter in ("mask", "masks")
+        or parameter.endswith(("attention_mask", "attn_mask", "causal_mask"))
+        or ("padding_mask" in parameter)
+    )
+
+
+_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "mm", "einsum", "tensordot", "scaled_dot_product_attention"})
+
+
+def _multiplies(code: _Code) -> bool:
+    """Whether code multiplies arrays with each other, as queries with keys."""
+    if code.names & _PRODUCTS:
+        return True
+    return any(one.argrepr in ("@", "@=") for body in code.bodies for one in dis.get_instructions(body))
 
 
 @cache
@@ -171,25 +202,32 @@ def by_config(model: torch.nn.Module) -> list[tuple[Any, list[torch.nn.Module]]]
     return list(found.values())
 
 
-_SEEN: WeakKeyDictionary[torch.nn.Module, dict[int, Attention]] = WeakKeyDictionary()
+_SEEN: WeakKeyDictionary[torch.nn.Module, dict[int, tuple[ref[Any], Attention]]] = WeakKeyDictionary()
 _BY_CONFIG: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
+"""Both by the `id` of a config, which has no hash. An id is given again when its config is gone: in the first, a
+reference says whether it is the same one, in the second, whether the model still has it."""
 
 
 def remember(model: torch.nn.Module) -> None:
     """Keep which model has which configs, for graphs, that know the config alone."""
     for config, _ in by_config(model):
-        _BY_CONFIG[id(config)] = model
+        if config is not None:
+            _BY_CONFIG[id(config)] = model
 
 
 def attention_for(model: torch.nn.Module, config: Any) -> Attention:
     """Tell what attention stands under a config in a model, or in all of it if no part has that config. Kept."""
     seen = _SEEN.setdefault(model, {})
-    if id(config) not in seen:
-        seen[id(config)] = _under(model, id(config)) or attention_of(type(one) for one in model.modules())
-    return seen[id(config)]
+    of, attention = seen.get(id(config), (None, None))
+    if of is None or of() is not config or attention is None:
+        attention = _under(model, id(config)) or attention_of(type(one) for one in model.modules())
+        if config is not None:
+            seen[id(config)] = ref(config), attention
+    return attention
 
 
 def _under(model: torch.nn.Module, config_id: int) -> Attention | None:
+    """Tell what attention stands under the config of this `id`; None if the model has no such config."""
     modules = [one for config, some in by_config(model) if id(config) == config_id for one in some]
     return attention_of(type(one) for one in modules) if modules else None
 
@@ -242,15 +280,14 @@ def attention_of_config(config_id: int, module: str) -> Attention:
 
 
 def compiled_layers(model: torch.nn.Module) -> bool:
-    """Whether layers of a model are compiled one by one; the first of each list speaks for the others."""
-    lists = [one for one in model.children() if isinstance(one, torch.nn.ModuleList) and len(one)]
-    return any(_compiled(module) for layers in lists for module in layers[0].modules())
-
-
-def _compiled(module: torch.nn.Module) -> bool:
-    forward = vars(module).get("forward")
-    return (
-        module._compiled_call_impl is not None
-        or isinstance(module, torch._dynamo.OptimizedModule)
-        or hasattr(forward, "_torchdynamo_orig_callable")
-    )
+    """Whether a module of a model is compiled by itself, at whatever depth: it takes arrays, not descriptions."""
+    optimized, waiting = torch._dynamo.OptimizedModule, [model]
+    while waiting:  # asked for each mask, so without the names that `modules` makes
+        module = waiting.pop()
+        own = module.__dict__
+        if own.get("_compiled_call_impl") is not None or isinstance(module, optimized):
+            return True
+        if "forward" in own and hasattr(own["forward"], "_torchdynamo_orig_callable"):
+            return True
+        waiting.extend([one for one in own["_modules"].values() if one is not None])
+    return False

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 
 from attnbench import policy
 from attnbench.dispatch.choice import Decision, of_elsewhere
-from attnbench.dispatch.order import Demand
+from attnbench.dispatch.order import META, Demand
 from attnbench.errors import PolicyMiss, PolicyWarning
 from attnbench.printable import printable
 
@@ -24,7 +24,7 @@ _warned: dict[Hashable, object] = {}
 
 def report(decision: Decision, demand: Demand) -> None:
     """Say once what the policies could not answer, by the rule in force."""
-    if demand.framework in NOTHING_TO_CHOOSE:
+    if demand.framework in NOTHING_TO_CHOOSE or demand.device == META:
         return
     rule = policy.on_miss()
     if decision.evidence is None and rule == "error":

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from attnbench import frameworks, registry
+from attnbench.dispatch import failures
 from attnbench.errors import UsageError
 from attnbench.impls.parts.torch_rules import NO_RULES, Rules, ruled_out
 from attnbench.spec import Config, Environment, Implementation, Workload
@@ -51,6 +52,8 @@ FEW_QUERIES = 16
 """So many queries, or fewer, are taken for decoding, where the number of keys grows from call to call."""
 MOST_SCORES = 1 << 30
 """Bytes of logits that `auto` stores sooner than it compiles for what may be one call."""
+META = "meta"
+"""Torch's device of tensors that have a shape and no numbers."""
 Form = Literal["call", "traced", "operator", "array"]
 """How it will be run: called, looked into by torch.compile where it may be, as one operator of a compiled graph, or
 with its mask an array that is an argument of the call."""
@@ -75,8 +78,6 @@ class Demand(NamedTuple):
     """What the user told torch; only automatic choices obey."""
     any_kv_len: bool = False
     """Whether what is built must compute any number of keys."""
-    failed: tuple[tuple[str, str], ...] = ()
-    """Candidates that were chosen and could not run, and why."""
 
     @property
     def environment(self) -> Environment:
@@ -86,8 +87,8 @@ class Demand(NamedTuple):
 
 @lru_cache(maxsize=32)
 def environment_of(framework: str, device: str) -> Environment:
-    """Light facts about a device, asked once."""
-    return frameworks.get(framework).environment(device)
+    """Light facts about a device, asked once; torch's meta tensors, which have no numbers, are taken for a CPU's."""
+    return frameworks.get(framework).environment("cpu" if device == META else device)
 
 
 def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...]:
@@ -124,10 +125,9 @@ def _scores_fit(workload: Workload) -> bool:
     return 4 * workload.batch * workload.heads * workload.q_len * workload.kv_len <= MOST_SCORES
 
 
-def why_not_auto(name: str, config: Config, label: str, demand: Demand) -> str | None:
+def why_not_auto(name: str, config: Config, demand: Demand) -> str | None:
     """Return why an automatic choice leaves an implementation out; None if it does not."""
-    failed = dict(demand.failed).get(label)
-    reason = failed or why_not(name, config, demand)
+    reason = why_not(name, config, demand) or failures.remembered(name, config, demand)
     if reason is not None:
         return reason
     implementation = registry.configured(name, config)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any, NamedTuple
 
+from attnbench.dispatch import failures
 from attnbench.dispatch.arrays import device_of, framework_of, to_layout
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.lse_guard import guarded
@@ -16,7 +17,8 @@ from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.errors import Unsupported
 from attnbench.impls.arrays import workload_of
 from attnbench.impls.parts.torch_rules import NO_RULES, current
-from attnbench.spec import Array, Call, Implementation
+from attnbench.policy.choices import label_of
+from attnbench.spec import Array, Call, Config, Implementation
 from attnbench.workloads.masks import AnyMask
 from attnbench.workloads.masks.data import FrozenArray
 
@@ -110,8 +112,6 @@ def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
         from attnbench.dispatch import jax_traced
 
         return jax_traced.planned(q, k, v, words)
-    if words.impl == "auto" and str(getattr(q, "device", "")) == "meta":
-        words = words._replace(impl="torch.eager")  # only shapes are asked, which its operators all tell
     demand = demand_of(q, k, v, words, train)
     return Plan(running(words.impl, demand, words.layout), bytes_kept(demand))
 
@@ -139,19 +139,27 @@ class Chosen:
                 self._give_way(call, error)
 
     def _give_way(self, call: Call, error: Unsupported) -> None:
-        """Choose again without what failed; raise if nothing is left."""
         with self._lock:
             if self._call is not call:  # another thread was here first
                 return
-            label = self._decision.label
-            assert label is not None
-            demand = self._demand._replace(failed=(*self._demand.failed, (label, f"could not run: {error}")))
-            decision = decide("auto", demand)
-            if decision.pick is None:
-                raise error
-            tell_failure(label, str(error), str(decision.label), demand)
-            self._call = built(decision.pick, decision, demand, self._layout)
-            self._decision, self._demand = decision, demand
+            failed = self._decision
+            assert failed.pick is not None
+            pick, decision = next_choice(failed.pick.name, failed.config, self._demand, error)
+            self._call, self._decision = built(pick, decision, self._demand, self._layout), decision
+
+
+def next_choice(name: str, config: Config, demand: Demand, error: Unsupported) -> tuple[Implementation, Decision]:
+    """Choose again without what could not run this call, in this process and for calls like it; warn once.
+
+    If nothing is left, the error is raised.
+    """
+    failures.remember(name, config, demand, str(error))
+    decision = decide("auto", demand)
+    if decision.pick is None:
+        failures.take_back(name, config, demand)
+        raise error
+    tell_failure(label_of(name, dict(config)), str(error), str(decision.label), demand)
+    return decision.pick, decision
 
 
 def chosen(impl: str, demand: Demand) -> tuple[Implementation, Decision]:

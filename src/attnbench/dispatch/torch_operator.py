@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from attnbench import policy, registry
+from attnbench.dispatch import failures
 from attnbench.dispatch.arrays import to_layout
 from attnbench.dispatch.order import Demand
-from attnbench.dispatch.plan import Plan, Plans, Words, arranged, bytes_kept, chosen, demand_of
+from attnbench.dispatch.plan import Plan, Plans, Words, arranged, bytes_kept, chosen, demand_of, next_choice
 from attnbench.dispatch.torch_hook import OWN_RUN
-from attnbench.errors import InvalidWorkload, UsageError
+from attnbench.errors import InvalidWorkload, Unsupported, UsageError
 from attnbench.frameworks.torch_autocast import without_autocast
 from attnbench.impls.arrays import LAYOUTS, both_heads
 from attnbench.impls.parts.torch_autograd import of_both, through_lse
@@ -41,6 +42,7 @@ class Request(NamedTuple):
 class Kernels(NamedTuple):
     """Functions on arrays in the request's layout; no backward where no gradients were asked."""
 
+    pick: tuple[str, Config]
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     backward: Callable[..., tuple[torch.Tensor, ...]] | None
 
@@ -97,9 +99,15 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, ran); the LSE means nothing where nobody asked for it, `ran` is empty where the choice came before."""
-    at = _choice(q, k, v, key)
-    with OWN_RUN, without_autocast(q.device.type):
-        out, lse = _kernels_for(q, k, v, key, at).forward(q, k, v)
+    while True:
+        at = _choice(q, k, v, key)
+        kernels = _kernels_for(q, k, v, key, at)
+        try:
+            with OWN_RUN, without_autocast(q.device.type):
+                out, lse = kernels.forward(q, k, v)
+            break
+        except Unsupported as error:
+            _give_way(q, k, v, key, kernels, error)
     blank, ran = _empty_lse(q, key), _empty_ran(q, key)
     return out.contiguous(), blank if lse is None else lse.to(blank.dtype).contiguous(), ran.fill_(at)
 
@@ -185,13 +193,34 @@ def _choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> int:
     found: Any = _picked.get(place)
     if found is None:
         pick, decision = chosen(request.words.impl, demand_of(q, k, v, request.words, request.train, "operator"))
-        one = (pick.name, decision.config)
-        with _choosing:
-            if one not in _picks:
-                _picks.append(one)
-            found = _picks.index(one)
+        found = _number(pick.name, decision.config)
         _picked.put(place, Plan(found))
     return found
+
+
+def _number(name: str, config: Config) -> int:
+    """Return the place of a pick in `_picks`."""
+    with _choosing:
+        if (name, config) not in _picks:
+            _picks.append((name, config))
+        return _picks.index((name, config))
+
+
+def _give_way(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, failed: Kernels, error: Unsupported) -> None:
+    """Put the next candidate in the place of an automatic choice that could not run; raise if there is none.
+
+    Where the choice came before, the backward pass follows: it takes any kernel's output and LSE.
+    """
+    request, place = _asked(key), _place(q, k, v, key)
+    if request.words.impl != "auto":
+        raise error
+    demand = demand_of(q, k, v, request.words, request.train, "operator")
+    pick, decision = next_choice(*failed.pick, demand, error)
+    if request.pick is None:
+        _picked.put((*place, current(), policy.generation()), Plan(_number(pick.name, decision.config)))
+    else:
+        kernels = _build(request, demand, pick, decision.config)
+        _kernels.put((*place, CHOSEN_BEFORE), Plan(kernels, bytes_kept(demand)))
 
 
 def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at: int) -> Kernels:
@@ -201,7 +230,11 @@ def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at
         request = _asked(key)
         name, config = _picks[at] if request.pick is None else request.pick
         demand = demand_of(q, k, v, request.words, request.train, "operator")
-        found = _build(request, demand, registry.get(name).configured(config), config)
+        pick = registry.get(name).configured(config)
+        if at == CHOSEN_BEFORE and request.words.impl == "auto" and failures.remembered(name, config, demand):
+            pick, decision = chosen("auto", demand)
+            config = decision.config
+        found = _build(request, demand, pick, config)
         _kernels.put(place, Plan(found, bytes_kept(demand)))
     return found
 
@@ -218,7 +251,7 @@ def _build(request: Request, demand: Demand, pick: Implementation, config: Confi
     call = pick.build_lse(workload, config) if words.return_lse else pick.build(workload, config)
     assert call is not None
     run = arranged(call, demand, layout, pick.layout)
-    return Kernels(run if words.return_lse else lambda q, k, v: (run(q, k, v), None), None)
+    return Kernels((pick.name, config), run if words.return_lse else lambda q, k, v: (run(q, k, v), None), None)
 
 
 def _with_backward(pick: Implementation, config: Config, workload: Workload, layout: str) -> Kernels:
@@ -236,4 +269,4 @@ def _with_backward(pick: Implementation, config: Config, workload: Workload, lay
         q, k, v, out, dout = there((q, k, v, out, dout))
         return tuple(to_layout(x, "bshd", layout) for x in pair[1](q, k, v, out, lse, dout))
 
-    return Kernels(forward, backward)
+    return Kernels((pick.name, config), forward, backward)

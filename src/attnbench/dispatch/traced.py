@@ -12,8 +12,11 @@ import hashlib
 from typing import Any, NamedTuple
 
 from attnbench import registry
-from attnbench.dispatch.plan import Words, built, chosen, demand_of
-from attnbench.spec import Array, Call, Workload
+from attnbench.dispatch.choice import Decision
+from attnbench.dispatch.order import Demand
+from attnbench.dispatch.plan import Words, built, chosen, demand_of, next_choice
+from attnbench.errors import Unsupported
+from attnbench.spec import Array, Call, Implementation, Workload
 from attnbench.tracing import constant_when_traced
 from attnbench.workloads.masks.combine import mask_of
 from attnbench.workloads.masks.literals import literal
@@ -64,7 +67,12 @@ def specialised(value: Any) -> Any:
 
 
 class Calls:
-    """What traced code runs, by attribute: what dynamo finds at a place of its own it can look into and guard."""
+    """What traced code runs, by attribute: what dynamo finds at a place of its own it can look into and guard.
+
+    Nothing is ever dropped: compiled code is guarded by what it found here, holds no reference to it, and tells nobody
+    when it is thrown away. So it grows by one entry for each call that differs in what a choice depends on
+    (shapes, dtypes, device, gradients, words, mask, pick), and by none for a call that is traced again.
+    """
 
     def keep(self, call: Call, *what: Any) -> str:
         """Its name; the first of a name stays, because compiled code is guarded by it."""
@@ -87,11 +95,37 @@ def chosen_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) ->
     q, k, v = (Outline(*one) for one in outlines)
     demand = demand_of(q, k, v, words, train, "traced", "torch")
     pick, decision = chosen(words.impl, demand)
+    while words.impl == "auto" and (error := _refusal(pick, decision, demand, words.layout, (q, k, v))):
+        pick, decision = next_choice(pick.name, decision.config, demand, error)
     if pick.traceable:
         call = built(pick, decision, demand, words.layout, q.device)
     else:
         call = as_operator(words, train, (pick.name, decision.config))
     return CALLS.keep(call, outlines, train, mask, rest, pick.name, decision.config, registry.generation())
+
+
+def _refusal(
+    pick: Implementation, decision: Decision, demand: Demand, layout: str, outlines: tuple[Outline, ...]
+) -> Unsupported | None:
+    """Return what an implementation that is about to be traced raises, found with tensors that have no numbers.
+
+    Inside the graph its error could not be caught. What compiles by itself is not tried.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if not pick.traceable or pick.compiles_each_plan:
+        return None
+    try:
+        call = built(pick, decision, demand, layout)  # another one: masks of this one would have no numbers
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            train = demand.workload.needs_gradients
+            call(*[torch.empty(x.shape, dtype=x.dtype, device=x.device, requires_grad=train) for x in outlines])
+    except Unsupported as error:
+        return error
+    except Exception:  # nothing that the next candidate would mend: whoever traces it will tell
+        return None
+    return None
 
 
 @constant_when_traced

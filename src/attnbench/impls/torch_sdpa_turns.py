@@ -17,14 +17,22 @@ USERS = FLAGS[:4]
 
 
 class _Turn:
-    """Whose turn it is, how many threads are inside, and how to undo what the first of them changed."""
+    """Whose turn it is, which threads are inside, and how to undo what the first of them changed."""
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.over = Condition(self.lock)
         self.flag = ""
-        self.inside = 0
+        self.inside: set[object] = set()
+        """One token of each thread: entering or leaving twice, as after an interrupt, changes nothing."""
         self.undo: dict[str, tuple[Callable[[bool], None], bool]] = {}
+
+    def restore(self) -> None:
+        """Put the flags back; what an exception leaves undone is done by the next call."""
+        while self.undo:
+            name, (put, was) = next(iter(self.undo.items()))
+            put(was)
+            del self.undo[name]
 
 
 class _Held(local):
@@ -32,6 +40,7 @@ class _Held(local):
 
     def __init__(self) -> None:
         self.pins: list[Pinned] = []
+        self.token = object()
 
 
 _TURN = _Turn()
@@ -39,7 +48,11 @@ _HELD = _Held()
 
 
 class Pinned:
-    """`with Pinned("math"): ...`; the flag is one of FLAGS. One object serves every thread and call."""
+    """`with Pinned("math"): ...`; the flag is one of FLAGS. One object serves every thread and call.
+
+    An exception while it waits or switches, KeyboardInterrupt included, leaves the pin around it in force, and the
+    flags as they were once that one has ended.
+    """
 
     __slots__ = ("_flag", "_switches")
 
@@ -54,16 +67,27 @@ class Pinned:
 
     def __enter__(self) -> None:
         pins = _HELD.pins
-        if pins:
-            pins[-1]._give_up()
-        self._take()
-        pins.append(self)
+        depth = len(pins)
+        try:
+            if pins:
+                _give_up()
+            self._take()
+            pins.append(self)
+        except BaseException:
+            del pins[depth:]
+            _back_to(pins)
+            raise
 
     def __exit__(self, *error: object) -> None:
         pins = _HELD.pins
-        pins.pop()._give_up()
-        if pins:
-            pins[-1]._take()
+        pins.pop()
+        try:
+            _give_up()
+            if pins:
+                pins[-1]._take()
+        except BaseException:
+            _back_to(pins)
+            raise
 
     def _take(self) -> None:
         """Wait until no thread holds another pin, then set the flags if this one is the first."""
@@ -71,23 +95,30 @@ class Pinned:
             while _TURN.inside and _TURN.flag != self._flag:
                 _TURN.over.wait()
             if not _TURN.inside:
+                _TURN.restore()
                 _TURN.flag = self._flag
                 for name, get, put in self._switches:
                     wanted = name == self._flag
                     if get() is not wanted:
-                        put(wanted)
                         _TURN.undo[name] = put, not wanted
-            _TURN.inside += 1
+                        put(wanted)
+            _TURN.inside.add(_HELD.token)
 
-    def _give_up(self) -> None:
-        """Put the flags back if no other thread holds this pin."""
-        with _TURN.lock:
-            _TURN.inside -= 1
-            if not _TURN.inside:
-                for put, was in _TURN.undo.values():
-                    put(was)
-                _TURN.undo.clear()
-                _TURN.over.notify_all()
+
+def _give_up() -> None:
+    """Put the flags back if no other thread holds this pin."""
+    with _TURN.lock:
+        _TURN.inside.discard(_HELD.token)
+        if not _TURN.inside:
+            _TURN.over.notify_all()
+            _TURN.restore()
+
+
+def _back_to(pins: list[Pinned]) -> None:
+    """Give up whatever was taken by halves, and take the pin that is left."""
+    _give_up()
+    if pins:
+        pins[-1]._take()
 
 
 def switched_off() -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from attnbench.workloads.masks import MaskShape, causal, full
 from attnbench.workloads.masks.block_layout import block_layout
 
 MOST_SIZES = 16
-"""Sizes of which a module keeps its tables."""
+"""Sizes of which a module keeps its tables, those used last: lengths that keep changing would fill the device."""
 BY_CONTENT = ("dynamic_threshold", "learned")
 Kept = tuple[BlockTables, float]
 """The blocks of a call, and the share that was dropped."""
@@ -48,12 +48,14 @@ class _SparseAttention(torch.nn.Module):
         return {**super().__getstate__(), "_made": {}}
 
     def _made_once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for a key; of the last few sizes only."""
-        if key not in self._made:
-            if len(self._made) >= MOST_SIZES:
-                self._made.pop(next(iter(self._made)))
-            self._made[key] = make()
-        return self._made[key]
+        """Return what was made for a key, which says all that it depends on; threads may share the module."""
+        found = self._made.pop(key, None)
+        if found is None:
+            found = make()
+        self._made[key] = found
+        for old in list(self._made)[:-MOST_SIZES]:
+            self._made.pop(old, None)
+        return found
 
     @outside_graphs
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
@@ -101,7 +103,7 @@ class _SparseAttention(torch.nn.Module):
         """What may be chosen among for arrays of these sizes, made once."""
         shape = MaskShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         mask = causal() if self.causal else full()
-        key = ("choice", shape, q.device)
+        key = ("choice", shape, q.device, self.block_size, self.causal)
         return self._made_once(key, lambda: choice(mask, shape, self.block_size, q.device))
 
 
@@ -188,7 +190,8 @@ class BlockSparseAttention(_SparseAttention):
             assert layout is not None
             return tables_of(layout, shape, q.device), layout.sparsity
 
-        return self._made_once(("pattern", shape, q.device), made)
+        settings = (self.pattern, self.sparsity, self.block_size, self.causal, self.seed)
+        return self._made_once(("pattern", shape, q.device, *settings), made)
 
 
 class AdaptiveSparseAttention(_SparseAttention):

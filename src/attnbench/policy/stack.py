@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from contextvars import Token as ContextToken
 from functools import lru_cache
+from threading import Lock
 from typing import get_args
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from attnbench.config import OnMiss
 from attnbench.errors import UsageError
@@ -23,13 +25,29 @@ from attnbench.policy.policy import Policy
 from attnbench.spec import Environment, Workload
 
 Token = tuple[int, tuple[str, ...], OnMiss | None]
+READINGS = 8
+"""Readings of settings and files that are kept, for forward passes before a `forget` that are computed again."""
+
+
+class _Process(Struct, frozen=True):
+    """What holds in the whole process: what `set_policy` set, and which reading of settings and files counts."""
+
+    epoch: int = 0
+    """Another number after each change."""
+    reading: int = 0
+    policies: tuple[Policy, ...] = ()
+    on_miss: OnMiss | None = None
 
 
 class _Stack(Struct, frozen=True):
+    """What holds in a thread or task."""
+
     policies: tuple[Policy, ...] = ()
     digests: tuple[str, ...] = ()
     on_miss: OnMiss | None = None
     outer: _Stack | None = None
+    process: _Process | None = None
+    """What held in the process at the forward pass that is computed again; else None: what holds now."""
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -43,11 +61,8 @@ class Found(Struct, frozen=True, kw_only=True):
 
 
 _stack: ContextVar[_Stack] = ContextVar("attnbench_policies", default=_Stack())  # noqa: B039 (frozen)
-_epoch = 0
-
-
-_process = _Stack()
-"""What `set_policy` set."""
+_process = _Process()
+_changing = Lock()
 
 
 def _check(policy: object, who: str, on_miss: object) -> None:
@@ -72,7 +87,7 @@ class use_policy(AbstractContextManager[Policy]):
     def __enter__(self) -> Policy:
         outer, mine = _stack.get(), self._policy
         on_miss = self._on_miss or outer.on_miss
-        _stack.set(_Stack((mine, *outer.policies), (mine.digest, *outer.digests), on_miss, outer))
+        _stack.set(_Stack((mine, *outer.policies), (mine.digest, *outer.digests), on_miss, outer, outer.process))
         return mine
 
     def __exit__(self, *_: object) -> None:
@@ -86,21 +101,24 @@ def set_policy(policy: Policy | None, *, on_miss: OnMiss | None = None) -> None:
 
     A second call replaces the first. `on_miss` is that of `use_policy`, for calls outside of all blocks that say it.
     """
-    global _process, _epoch
+    global _process
     if policy is not None:
         _check(policy, "set_policy", on_miss)
     elif on_miss is not None:
         raise UsageError("on_miss belongs to a policy: give one, or set ATTNBENCH_ON_MISS.")
-    _process = _Stack() if policy is None else _Stack((policy,), (policy.digest,), on_miss)
-    _epoch += 1
+    policies = () if policy is None else (policy,)
+    with _changing:
+        _process = replace(_process, epoch=_process.epoch + 1, policies=policies, on_miss=on_miss)
 
 
 def checkpoint_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return what `torch.utils.checkpoint.checkpoint(..., context_fn=checkpoint_context)` asks for.
 
-    What is computed again in the backward pass, in whichever thread, asks the policies that its forward pass asked.
+    What is computed again in the backward pass, in whichever thread, asks the policies that its forward pass asked:
+    those of `use_policy` blocks, and that of `set_policy`.
     """
-    return nullcontext(), _Again(_stack.get())
+    stack = _stack.get()
+    return nullcontext(), _Again(replace(stack, process=stack.process or _process))
 
 
 class _Again:
@@ -119,24 +137,29 @@ class _Again:
 
 def active() -> tuple[Policy, ...]:
     """Every policy a call in this thread asks, in order."""
-    return (*_stack.get().policies, *_process.policies, *_standing(_epoch))
+    stack = _stack.get()
+    process = stack.process or _process
+    return (*stack.policies, *process.policies, *_standing(process.reading))
 
 
 def generation() -> Token:
     """Cheap and hashable; equal as long as `active` says the same: what was chosen under another one may be stale."""
     stack = _stack.get()
-    return _epoch, stack.digests, stack.on_miss
+    return (stack.process or _process).epoch, stack.digests, stack.on_miss
 
 
 def on_miss() -> OnMiss:
     """What happens on a miss: as the innermost `use_policy` that said so, else `set_policy`, else the setting."""
-    return _stack.get().on_miss or _process.on_miss or _setting(_epoch)
+    stack = _stack.get()
+    process = stack.process or _process
+    return stack.on_miss or process.on_miss or _setting(process.reading)
 
 
 def forget() -> None:
     """Read the settings, the user's file and the packaged ones again at the next call."""
-    global _epoch
-    _epoch += 1
+    global _process
+    with _changing:
+        _process = replace(_process, epoch=_process.epoch + 1, reading=_process.reading + 1)
 
 
 def find(workload: Workload, framework: str, environment: Environment) -> Found:
@@ -150,18 +173,18 @@ def find(workload: Workload, framework: str, environment: Environment) -> Found:
     return Found(choice=None, misses=tuple(misses))
 
 
-@lru_cache(maxsize=1)
-def _standing(epoch: int) -> tuple[Policy, ...]:
+@lru_cache(maxsize=READINGS)
+def _standing(reading: int) -> tuple[Policy, ...]:
     from attnbench.config import load_settings
 
-    del epoch
+    del reading
     path = load_settings().policy
     return (*((load_policy(path),) if path else ()), *packaged())
 
 
-@lru_cache(maxsize=1)
-def _setting(epoch: int) -> OnMiss:
+@lru_cache(maxsize=READINGS)
+def _setting(reading: int) -> OnMiss:
     from attnbench.config import load_settings
 
-    del epoch
+    del reading
     return load_settings().on_miss
