@@ -53,8 +53,9 @@ def memory(part: Part, chart: Chart) -> str:
     least = min((row for row in rows if row["workload"] == most["workload"]), key=lambda row: row["peak"])
     times = significant(most["peak"] / least["peak"])
     return (
-        f"Memory beyond the inputs ({chart.choices[0].text}): at {_place(most)} {most['label']} needs {size(most['peak'])}, "
-        f"{times} times the {size(least['peak'])} of {least['label']}; a tick is what theory asks for."
+        f"Memory beyond the inputs ({chart.choices[0].text}): at {_place(most)} {most['label']} needs "
+        f"{size(most['peak'])}, {times} times the {size(least['peak'])} of {least['label']}; "
+        "a tick is what theory asks for."
     )
 
 

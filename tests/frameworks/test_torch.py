@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from attnbench.frameworks import torch_clocks, torch_plain  # noqa: E402
-from attnbench.frameworks.torch_profile import recorder  # noqa: E402
+from attnbench.frameworks.torch_profile import recorded  # noqa: E402
 
 FRAMEWORK = get("torch")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -376,7 +376,7 @@ def test_device_clocks_show_the_picked_calls_with_the_inputs_they_had(name, monk
     monkeypatch.setattr(torch_clocks, "ColdCache", Silent)
     monkeypatch.setattr(clock, "_event", Silent)
     monkeypatch.setattr(torch_clocks, "_fence_names", lambda device: frozenset())
-    monkeypatch.setattr(torch_clocks, "recorder", lambda device, host: recorder(device))
+    monkeypatch.setattr(torch_clocks, "recorded", lambda device, host: recorded(device))
     monkeypatch.setattr(torch_clocks, "_between_fences", lambda events, fences, calls: [1.0] * calls)
     monkeypatch.setattr(torch_clocks.GraphClock, "_capture", staticmethod(capture))
     sets, watch = [draw() for _ in range(6)], Kept(1)
@@ -389,8 +389,8 @@ def test_device_clocks_show_the_picked_calls_with_the_inputs_they_had(name, monk
 
 def test_recording_a_call_does_not_import_the_compiler():
     code = (
-        "import sys, torch; from attnbench.frameworks.torch_profile import raw_events, recorder\n"
-        "with recorder('cpu', profile_memory=True) as found: torch.ones(3) + 1\n"
+        "import sys, torch; from attnbench.frameworks.torch_profile import raw_events, recorded\n"
+        "with recorded('cpu', profile_memory=True) as found: torch.ones(3) + 1\n"
         "assert 'aten::add' in {event.name() for event in raw_events(found)}\n"
         "print('torch._dynamo' in sys.modules)"
     )

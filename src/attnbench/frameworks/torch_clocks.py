@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from attnbench.frameworks.base import UNWATCHED, Clock, Inputs, InputSets, Program, Samples, Watch
-from attnbench.frameworks.torch_profile import is_device_work, raw_events, recorder, synchronize
+from attnbench.frameworks.torch_profile import is_device_work, raw_events, recorded, synchronize
 from attnbench.frameworks.torch_programs import ReplayableProgram
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class KernelClock(_DeviceClock):
         cold = ColdCache(self._device)
         fences = _fence_names(self._device)
         picked = watch.picks(count, calls)
-        with recorder(self._device, host=False) as profiler:
+        with recorded(self._device, host=False) as profiler:
             for index in range(count * calls):
                 state = program.prepare(inputs[index % len(inputs)])
                 cold.flush()
@@ -153,7 +153,7 @@ def _fence_names(device: str) -> frozenset[str]:
     """Kernel names of flush and mark, learned by profiling them alone."""
     cold = ColdCache(device)
     synchronize(device)
-    with recorder(device, host=False) as profiler:
+    with recorded(device, host=False) as profiler:
         cold.flush()
         cold.mark()
         synchronize(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +39,18 @@ def synchronize(device: str) -> None:
         torch.get_device_module(device).synchronize()
 
 
-def recorder(device: str, host: bool = True, **options: Any) -> profile:
-    """Return a context that records operators of the host and kernels of the device.
+@contextmanager
+def recorded(device: str, host: bool = True, **options: Any) -> Iterator[profile]:
+    """Record the kernels of a device meanwhile, and if `host`, the operators that the host ran.
 
-    `torch.profiler.profile` wraps it and imports torch.compile first, which takes each process over a second.
+    `torch.profiler.profile` wraps the same recorder and imports torch.compile first, which takes each process over a
+    second.
     """
     from torch.autograd.profiler import profile
 
-    return profile(use_kineto=True, use_cpu=host, use_device=None if device == "cpu" else device, **options)
+    profiler = profile(use_kineto=True, use_cpu=host, use_device=None if device == "cpu" else device, **options)
+    with profiler:
+        yield profiler
 
 
 def _profiled(program: Program, inputs: Inputs, device: str, **options: Any) -> profile:
@@ -53,7 +58,7 @@ def _profiled(program: Program, inputs: Inputs, device: str, **options: Any) -> 
     program.run(program.prepare(inputs))
     state = program.prepare(inputs)
     synchronize(device)
-    with recorder(device, **options) as profiler:
+    with recorded(device, **options) as profiler:
         output = program.run(state)
         synchronize(device)
     del output
@@ -110,7 +115,7 @@ def cpu_peak(program: Program, inputs: Inputs) -> Peak:
     from torch.profiler import record_function
 
     program.run(program.prepare(inputs))
-    with recorder("cpu", profile_memory=True) as profiler:
+    with recorded("cpu", profile_memory=True) as profiler:
         state = program.prepare(inputs)
         with record_function(RUN):
             output = program.run(state)
