@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 import tomllib
 import warnings
 from collections.abc import Iterable
 from typing import Any, get_type_hints
 
+import fake_lab
 import gate_factory
 import msgspec
 import pytest
 from public_surface import names, surface
 from public_surface.compatible import Schemas, broken_call, broken_names, lost
-from public_surface.places import HERE, WRITTEN, defined, document, home, project, run, target
+from public_surface.places import HERE, ROOT, WRITTEN, defined, document, home, project, run, target
 from public_surface.surface import BASELINES, EARLIER, OUTCOMES, RUN
 
 import attnbench
 
+PUBLISHED = ROOT / "results" / "h200" / "earlier"
 STATUSES = {"ok", "unsupported", "incorrect", "out_of_memory", "failed", "timeout"}
 
 
@@ -188,6 +191,12 @@ def test_json_documents_keep_their_keys():
     must_hold(lost(stored("documents"), surface.documents()), "documents")
 
 
+def test_the_report_keeps_the_keys_of_its_documents():
+    for needed in ("altair", "jinja2", "vl_convert"):
+        pytest.importorskip(needed)
+    must_hold(lost(stored("report"), surface.report()), "report")
+
+
 def test_suites_keep_their_names():
     must_hold(lost(stored("suites"), surface.suites()), "suites")
 
@@ -237,6 +246,27 @@ def test_run_files_of_before_are_read(path):
     assert {name: ns for name, ns in medians.items() if ns} == {
         name: ns for name, ns in timed.items() if not name.startswith("anchor.")
     }
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_published_runs_of_earlier_versions_are_read(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = defined("read_run")(path)
+    written = {
+        (line["record"]["implementation"], line["record"]["status"]) for line in lines if line["line"] == "record"
+    }
+    assert found.warnings == ()
+    assert {(record.implementation, record.status) for record in found.records} == written
+
+
+def test_a_run_of_before_can_be_resumed(tmp_path, monkeypatch):
+    fake_lab.install(monkeypatch, tmp_path)
+    monkeypatch.setattr(
+        sys.modules[attnbench.register.__module__], "names", lambda: ["numpy.float32", "numpy.reference"]
+    )
+    shutil.copy(RUN, tmp_path / "run.jsonl")
+    rows = document("run", "--resume", "run.jsonl", "--list")
+    assert [row["reason"] for row in rows] == ["already in the run file"] * 4
 
 
 def test_the_stored_runs_hold_every_outcome():

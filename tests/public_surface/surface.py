@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any, get_type_hints
 import fake_lab
 import msgspec
 import pytest
+from git_repository import Repository
 from public_surface import names
 from public_surface.places import ROOT, WRITTEN, command_line, defined, document, home, project, run, sources, target
 
@@ -21,7 +23,7 @@ import attnbench
 
 RUN, OUTCOMES, EARLIER = (WRITTEN / f"{name}.jsonl" for name in ("run", "outcomes", "earlier"))
 BASELINES = WRITTEN / "baselines"
-BY_DATA = ("estimates", "frameworks", "ranking")
+BY_DATA = ("estimates", "frameworks", "ranking", "tried")
 """Mappings of documents whose keys are data."""
 BETWEEN_PROCESSES = {"ATTNBENCH_WORKER"}
 """Variables that only our own processes set."""
@@ -206,24 +208,38 @@ def _documents(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
     for form in ("pytest-benchmark", "google-benchmark", "bencher", "github-action-benchmark"):
         found[f"export {form}"] = msgspec.json.decode(run("export", RUN, "--format", form)[1])
     found["export csv"] = dict.fromkeys(run("export", RUN, "--format", "csv")[1].splitlines()[0].split(","), "")
-    found |= {"compare": compared(patch), "doctor": diagnosed(patch)}
-    return found
+    return found | _not_measured_again(patch, folder)
 
 
-def compared(patch: pytest.MonkeyPatch) -> Any:
-    """Return the document of `compare` for the stored comparison, which is not measured again."""
-    made = get_type_hints(attnbench.compare)["return"]
-    known = msgspec.json.decode((WRITTEN / "comparison.json").read_bytes(), type=made)
-    patch.setattr(sys.modules[attnbench.compare.__module__], "compare", lambda *given, **named: known)
-    return document("compare", "numpy.reference", "numpy.float32", "--seq-len", 64)
+def _not_measured_again(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """Return the documents of commands that measure, for the stored comparison and the stored diagnosis."""
+    made = get_type_hints(attnbench.compare)["return"], get_type_hints(defined("diagnose"))["return"]
+    files = WRITTEN / "comparison.json", WRITTEN / "doctor.json"
+    comparison, diagnosis = (msgspec.json.decode(file.read_bytes(), type=one) for file, one in zip(files, made))
+    slower = msgspec.structs.replace(comparison, verdict="slower")
+    comparing = sys.modules[attnbench.compare.__module__]
+    patch.setattr(comparing, "compare", lambda *given, **named: comparison)
+    patch.setattr(comparing, "compare_refs", lambda *given, **named: slower)
+    patch.setattr(home("diagnose"), "diagnose", lambda *given: diagnosis)
+    repository = Repository(folder)
+    repository.commit("good")
+    repository.git("tag", "good")
+    repository.commit("bad")
+    return {
+        "compare": document("compare", "numpy.reference", "numpy.float32", "--seq-len", 64),
+        "bisect": document("bisect", "numpy.float32", "--good", "good"),
+        "doctor": document("doctor"),
+        "tune": document("tune", "quick", "--quick", "--quiet", "-o", folder / "policy.json"),
+    }
 
 
-def diagnosed(patch: pytest.MonkeyPatch) -> Any:
-    """Return the document of `doctor` for the stored diagnosis."""
-    made = get_type_hints(defined("diagnose"))["return"]
-    known = msgspec.json.decode((WRITTEN / "doctor.json").read_bytes(), type=made)
-    patch.setattr(home("diagnose"), "diagnose", lambda *given: known)
-    return document("doctor")
+def report() -> dict[str, list[str]]:
+    """Return the keys of the document of `report`, and of the summaries that it writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = document("report", RUN, "-o", Path(folder) / "report.html", "--markdown")
+        written = [Path(path) for path in told["summaries"]]
+        summaries = {path.name: json.loads(path.read_text()) for path in written if path.suffix == ".json"}
+    return {name: sorted(set(_paths(value))) for name, value in {"report": told, **summaries}.items()}
 
 
 def _paths(value: Any, at: str = "") -> Iterator[str]:
@@ -251,5 +267,6 @@ STORED = {
     "suites": suites,
     "workload_ids": workload_ids,
     "documents": documents,
+    "report": report,
 }
 """Name of a stored file -> what makes it."""
