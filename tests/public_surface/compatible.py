@@ -149,8 +149,10 @@ class Schemas:
         for kind, one in old_ones.items():
             if kind in new_ones:
                 yield from self._same_kind(one, new_ones[kind], f"{at} ({kind})" if len(old_ones) > 2 else at)
+            elif len(old_ones) == 1:
+                yield f"{at}: was {kind}, is {' or '.join(new_ones)}"
             else:
-                yield f"{at}: was {' or '.join(old_ones)}, is {' or '.join(new_ones)}"
+                yield f"{at}: {kind} was removed"
 
     def _same_kind(self, old: Mapping[str, Any], new: Mapping[str, Any], at: str) -> Iterator[str]:
         for part in ("items", "additionalProperties"):
