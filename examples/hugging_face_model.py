@@ -29,9 +29,10 @@ def main(quick: bool) -> None:
     model, prompt = LlamaForCausalLM(config).eval(), torch.randint(3, 128, (1, 128 if quick else 1024))
     hf.register("attnbench", impl="torch.eager")
     model.set_attn_implementation("attnbench")
-    model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    two_tokens = {"min_new_tokens": 2, "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    model.generate(prompt, **two_tokens)
     with ab.capture() as calls:
-        model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        model.generate(prompt, **two_tokens)
     print(calls)
 
     records, times = [], {name: [] for name in CHOICES}
@@ -46,7 +47,7 @@ def main(quick: bool) -> None:
 
     best = min(CHOICES, key=lambda name: (-len(times[name]), prod(times[name])))
     hf.register("attnbench", impl=best)
-    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    tokens = model.generate(prompt, min_new_tokens=4, max_new_tokens=4, do_sample=False, pad_token_id=0)
     print(f"the model runs with it: {tokens.shape[1] - prompt.shape[1]} new tokens")
     print(f'Call hf.register(impl="{best}") for this model: {closing(records)}')
 
