@@ -61,7 +61,7 @@ def _registry_restored():
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time():
     """Arrays that a test draws without a generator of its own must not decide whether it passes."""
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
