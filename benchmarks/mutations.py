@@ -61,6 +61,8 @@ class Kernel:
     dk_scale: float = 1.0
     lost: dict[str, int] = field(default_factory=dict)
     """Rows of a gradient that are left 0."""
+    missing: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Gradient -> (row, key): the pair that is left out of it."""
     group_sum: bool = True
     lse: Callable[[torch.Tensor], torch.Tensor] = lambda lse: lse
 
@@ -108,10 +110,14 @@ class Kernel:
         if self.slope:
             dlogits = dlogits * parts["slope"]
         dlogits = dlogits * w.softmax_scale
+        weights = {"dq": dlogits, "dk": dlogits, "dv": parts["p"]}
+        for name, (row, key) in self.missing.items():
+            weights[name] = weights[name].clone()
+            weights[name][:, :, row, key] = 0
         found = {
-            "dq": dlogits @ parts["k"] * self.dq_scale,
-            "dk": dlogits.mT @ parts["q"] * self.dk_scale,
-            "dv": parts["p"].mT @ dout,
+            "dq": weights["dq"] @ parts["k"] * self.dq_scale,
+            "dk": weights["dk"].mT @ parts["q"] * self.dk_scale,
+            "dv": weights["dv"].mT @ dout,
         }
         for name in ("dk", "dv"):
             grouped = found[name].unflatten(1, (w.kv_heads, w.group))
@@ -248,6 +254,8 @@ def cases(n: int, dtype: str, pass_: str) -> Iterator[Case]:
     yield from _places(base, n)
     if pass_ != "forward":
         yield from _gradients(changed(base, mask=masks.causal()), n)
+        yield from _missing_pairs(changed(base, mask=masks.causal()), n)
+        yield from _missing_pairs(base, n)
     if pass_ == "forward":
         yield from _lses(changed(base, mask=masks.causal()))
         rectangle = changed(base, q_len=n // 2, mask=masks.causal())
@@ -314,6 +322,13 @@ def _gradients(w: Workload, n: int) -> Iterator[Case]:
     yield Case("one row of dV lost", w, replace(right, lost={"dv": n // 2}))
     yield Case("one row of dQ lost", w, replace(right, lost={"dq": n // 2}))
     yield Case("grouped heads not summed", w, replace(right, group_sum=False))
+
+
+def _missing_pairs(w: Workload, n: int) -> Iterator[Case]:
+    pair = (n - 1, n // 3)
+    kind = w.visible_mask.id
+    for name in ("dq", "dk", "dv"):
+        yield Case(f"{kind}: one pair missing in d{name[1].upper()}", w, Kernel(w, missing={name: pair}))
 
 
 def _lses(w: Workload) -> Iterator[Case]:

@@ -201,6 +201,8 @@ class Draws:
         first = self._canonical[0]
         if name == "counted":
             return probes.counted(self.framework, self.device, self.workload, first, self.seed)
+        if name == "counted_pairs":
+            return probes.counted_pairs(self.framework, self.device, self.workload, self.reached_keys, self.seed)
         normal = msgspec.structs.replace(self.workload, inputs="normal")
         drawn = first if self.workload.inputs == "normal" else self._drawn(SETS * self.seed, normal)
         return probes.pointed(self.framework, self.device, self.workload, drawn, self.seed)
@@ -216,8 +218,7 @@ class Draws:
 
     def _fitting(self, gradients: bool) -> Sample:
         w, rng = self.workload, np.random.default_rng([self.seed, 13])
-        low, high = self.reach
-        per_head = max(1, int((high - low).sum())) * w.group
+        per_head = max(1, int(self.reached_keys.sum())) * w.group
         most = WHOLE_PAIRS.get(self.device, DEVICE_WHOLE_PAIRS)[gradients] // per_head
         rows, total = np.arange(w.q_len), w.batch * w.kv_heads
         if most >= total:
@@ -278,6 +279,12 @@ class Draws:
                 low = np.maximum(low, np.clip(interval[0], 0, w.kv_len).min(axis=0))
                 high = np.minimum(high, np.clip(interval[1], 0, w.kv_len).max(axis=0))
         return low, np.maximum(low, high)
+
+    @property
+    def reached_keys(self) -> np.ndarray:
+        """How many keys each row may see at most, [q_len], by `reach`."""
+        low, high = self.reach
+        return high - low
 
     @cached_property
     def without_blocks(self) -> Draws | None:

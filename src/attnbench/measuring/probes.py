@@ -4,6 +4,10 @@
 sees. What is left of a row is the size of one key, so that one key more or less changes it by as much, at any length
 and in any precision; the logits are large (near the soft cap where there is one) and exact in 16 bits.
 
+`counted_pairs`: the same for gradients. Queries and keys lie in different channels, so all logits are 0 and every
+visible key of a row weighs the same; each pair of a query and a key adds about one unit to one element of every
+gradient.
+
 `pointed`: each query points at two keys, one of them at an edge of what it sees, just inside or just outside, so that a
 single pair carries the row and its gradients.
 """
@@ -33,6 +37,9 @@ exactly."""
 WIDEST_GAP = 2.0
 """Between the logits of the two kinds of keys, at most where a finer ratio has a smaller one."""
 LONGEST_RUN = 64
+MOST_TERMS = {"float16": 1 << 15, "bfloat16": 1 << 9}
+"""Pairs that add to one element of a gradient of `counted_pairs`, at most: among more, rounding hides a single one."""
+LARGEST_DOUT = 256.0
 POINTED = 12.0
 """Least logit of the keys that `pointed` queries point at, beyond any clamp that would pass unseen."""
 SHARP_ENOUGH = 24.0
@@ -86,6 +93,47 @@ def _sizes(w: Workload) -> tuple[int, int]:
 def _channels(w: Workload) -> int:
     """How many of them are used: a power of two, so that sums over them stay exact."""
     return 1 << (w.head_dim.bit_length() - 1)
+
+
+def counted_pairs(framework: Framework, device: str, workload: Workload, reach: np.ndarray, seed: int) -> Inputs:
+    """Draw the input set, bshd, of a workload with a head_dim of at least 2. `reach` [q_len] bounds how many keys each
+    row sees."""
+    w, rng = workload, np.random.default_rng([seed, 14])
+
+    def put(values: np.ndarray) -> Any:
+        return framework.array(values.astype(np.float32), w.dtype, device)
+
+    def one_hot(tokens: int, heads: int, channels: np.ndarray, width: int, size: np.ndarray, keep: float) -> Any:
+        """Make [batch, tokens, heads, width]: +-size in one of the channels of every token that is kept, else 0."""
+        shape = (w.batch, tokens, heads)
+        values = put(size * rng.choice([-1, 1], shape) * (rng.random(shape) < keep))
+        chosen = channels[rng.integers(len(channels), size=shape)]
+        lanes = framework.array(np.arange(width), "int32", device)
+        here = framework.array(chosen, "int32", device)[..., None] == lanes
+        return framework.cast(here, w.dtype) * values[..., None]
+
+    def signs(*shape: int) -> Any:
+        return put(rng.choice([-1, 1], shape))
+
+    channels = rng.permutation(w.head_dim)
+    of_q, of_k = np.split(channels, [w.head_dim // 2])
+    of_v = np.arange(w.value_dim)
+    most = MOST_TERMS.get(w.dtype, float("inf"))
+    rows = most * min(len(of_q), len(of_v)) / (w.q_len * w.group)
+    length = np.array(2.0 ** round(-log2(abs(w.softmax_scale)))) if w.softmax_scale else np.array(1.0)
+    v = signs(w.kv_len, w.value_dim)[None, :, None] * signs(w.batch, w.kv_heads, w.value_dim)[:, None]
+    return Inputs(
+        one_hot(w.q_len, w.heads, of_q, w.head_dim, length, 1.0),
+        one_hot(w.kv_len, w.kv_heads, of_k, w.head_dim, length, most * len(of_k) / w.kv_len),
+        v,
+        one_hot(w.q_len, w.heads, of_v, w.value_dim, pair_weight(reach) * reach[:, None], rows),
+    )
+
+
+def pair_weight(reach: np.ndarray) -> float:
+    """Return the least that a visible pair of `counted_pairs` adds to an element of dV: a power of two."""
+    most = max(1, int(reach.max()))
+    return 2.0 ** floor(log2(min(1.0, LARGEST_DOUT / most)))
 
 
 def _key_order(mask: Mask, shape: MaskShape) -> np.ndarray:

@@ -237,7 +237,7 @@ def _check_probes(subject: Subject, found: Findings) -> tuple[str, ...]:
         return ()
     dtype, good = subject.workload.dtype, _named(subject.workload, found.good[0])
     whole.check_first(subject, good, {name: found.limits(name, dtype) for name in good})
-    held = (*whole.check_counted(subject), *whole.check_pointed(subject))
+    held = (*whole.check_counted(subject), *whole.check_counted_pairs(subject), *whole.check_pointed(subject))
     if subject.workload.pass_ == "forward":
         _check_pointed_rows(subject)
     parameters.check(subject, {name: _sampled(subject, name, array) for name, array in good.items()})

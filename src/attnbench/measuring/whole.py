@@ -19,6 +19,9 @@ from attnbench.spec import Array, Errors
 KEY_SHARE, KEY_ULPS, KEY_SUMS = 0.03, 2, 1e-7
 """What a row of `counted` may be off by: a share of one key's weight, ulp of the row itself, and what sums in float32
 lose per key."""
+PAIR_SHARE, PAIR_ULPS, PAIR_NOISE = 0.2, 0.5, 3
+"""What an element of a gradient of `counted_pairs` may be off by: a share of one pair's weight, ulp of the element
+itself, and ulp of the root mean square of its row, since every pair is rounded before it is added."""
 POINTED_ULPS, POINTED_PER_LOGIT, POINTED_FLOOR, POINTED_ROW = 3, 0.25, 1e-3, 0.4
 """What `pointed` results may be off by as a whole: ulp, more of them for larger logits, which a plain implementation
 rounds too; and one row of them, as a share of it or of a typical one, the same for its logits added."""
@@ -62,6 +65,33 @@ def require_counted(subject: Subject, out: Array, what: str) -> None:
     sums = KEY_SUMS * subject.workload.kv_len
     allowed = KEY_SHARE + sums + KEY_ULPS * EPS[subject.workload.dtype] * rows.size / unit
     _require(subject, f"{what} (keys counted)", "out", rows.off / unit, allowed, " of one key's weight")
+
+
+def check_counted_pairs(subject: Subject) -> tuple[str, ...]:
+    """Require of `counted_pairs` inputs that no element of a gradient is off by the weight of one pair; nothing is
+    required if the pass has no gradients, none fit the budget, or head_dim is 1."""
+    w, draws = subject.workload, subject.draws
+    if not w.needs_gradients or not draws.covered(True).heads or w.head_dim < 2 or not w.softmax_scale:
+        return ()
+    outputs = dict(zip(OUTPUTS[w.pass_], run(subject.programs.main, draws.probe("counted_pairs", subject.layout))))
+    subject.framework.wait(tuple(outputs.values()))
+    weight, ulp = probes.pair_weight(draws.reached_keys), EPS[w.dtype]
+    shares: dict[str, list[np.ndarray]] = {name: [] for name in ("dq", "dk", "dv")}
+    for at, truth in zip(draws.covered(True).heads, draws.whole("counted_pairs", True)):
+        assert truth.grads is not None
+        for (name, found), right in zip(shares.items(), truth.grads):
+            mine = _head(subject, outputs[name], name, at)
+            right = _host(subject, right) if isinstance(mine, np.ndarray) else right
+            xp = array_api_compat.array_namespace(mine)
+            size = xp.abs(right if name == "dq" else right[None])
+            noise = xp.sqrt(2 * xp.mean(size * size, axis=-1, keepdims=True))
+            allowed = PAIR_SHARE * weight + ulp * (PAIR_ULPS * size + PAIR_NOISE * noise)
+            found.append(_host(subject, xp.max(xp.abs(mine - right) / allowed, axis=-1)))
+    for name, found in shares.items():
+        share = np.stack(found)
+        of = " times what rounding explains"
+        _require(subject, f"{LONG_NAMES[name]} (pairs counted)", name, share, np.ones_like(share), of)
+    return ("one pair more or less",)
 
 
 def check_pointed(subject: Subject) -> tuple[str, ...]:
