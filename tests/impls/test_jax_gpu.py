@@ -8,6 +8,7 @@ from jax_oracle import check, every_mask
 
 from attnbench.frameworks.jax import FRAMEWORK as JAX
 from attnbench.impls import jax_tokamax
+from attnbench.impls.jax_beside_torch import import_beside_torch
 from attnbench.impls.jax_einsum import EINSUM
 from attnbench.impls.jax_nn import CUDNN, XLA
 from attnbench.impls.jax_pallas import TRITON
@@ -62,7 +63,10 @@ def test_xla_without_tf32(implementation, dtype, tolerance):
 @pytest.mark.parametrize("implementation", [jax_tokamax.MOSAIC, jax_tokamax.TRITON, jax_tokamax.CUDNN], ids=repr)
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "lengths", "valid-causal"])
 def test_tokamax(implementation, kind):
-    pytest.importorskip("tokamax")
+    try:
+        import_beside_torch("tokamax")
+    except ImportError as missing:
+        pytest.skip(str(missing))
     workload = Workload(**SHAPE, mask=MASKS[kind])
     if implementation is jax_tokamax.CUDNN and kind in ("lengths", "valid-causal"):
         assert "backward" in implementation.supports(workload, JAX.environment("cuda"))

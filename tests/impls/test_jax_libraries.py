@@ -13,6 +13,7 @@ import types
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import pytest
 from jax_oracle import CPU, HOPPER, check, every_mask
@@ -124,6 +125,12 @@ class TestTokamax:
     def test_refusals(self, implementation, change, words):
         assert words in (implementation.supports(Workload(**(SQUARE | change)), HOPPER) or "")
 
+    def test_mosaic_overflows_in_float16_under_a_soft_cap(self):
+        work = Workload(**(SQUARE | {"dtype": "float16", "softcap": 30.0}))
+        assert "overflows" in (jax_tokamax.MOSAIC.supports(work, HOPPER) or "")
+        for fields in ({"dtype": "bfloat16"}, {"softcap": 10.0}, {"softcap": None}):
+            assert jax_tokamax.MOSAIC.supports(msgspec.structs.replace(work, **fields), HOPPER) is None
+
     def test_mosaic_backward_needs_hopper(self):
         ampere = replace_capability((8, 0))
         workload = Workload(**SQUARE, dtype="bfloat16")
@@ -225,6 +232,7 @@ class TestKvax:
             ({"mask": masks.full()}, "full"),
             ({"mask": masks.documents(np.zeros(24, int))}, "always causal"),
             ({"mask": masks.documents(np.full(24, -1)) & masks.causal()}, "padding"),
+            ({"mask": masks.documents([0] * 8 + [1] * 8 + [0] * 8) & masks.causal()}, "consecutive"),
             ({"mask": masks.window(3)}, "window"),
             ({"head_dim": 80}, "80"),
             ({"q_len": 30, "kv_len": 24}, "no key"),

@@ -3,6 +3,8 @@
 Traps handled here: scale defaults to 1; its block sizes know "H100" by name only, so they are given; it needs a mesh
 and `attention_specs` even on one device; segment -1 means padding. kvax 0.1.0 needs two repairs: an attribute
 that newer JAX dropped, and module constants that newer Triton wants as constexpr.
+It attends to every block between the first and the last that a query block sees in full: the keys of a document, and
+those that are not padding, must lie together.
 It pads lengths to whole blocks in the forward pass only and refuses them in the backward pass: they are padded here.
 A scale of exactly 1 becomes a constant of jax-triton that its backward kernel cannot convert: half of it is given.
 """
@@ -182,7 +184,14 @@ def _head_dim(workload: Workload) -> str | None:
 
 def _document_ids(workload: Workload) -> str | None:
     documents = own_documents(workload)
-    return "takes negative document ids as padding" if documents is not None and documents.min() < 0 else None
+    if documents is None:
+        return None
+    if documents.min() < 0:
+        return "takes negative document ids as padding"
+    runs = 1 + np.count_nonzero(np.diff(documents, axis=1), axis=1)
+    if any(len(np.unique(row)) < count for row, count in zip(documents, runs)):
+        return "takes documents of consecutive tokens only: it reads whatever lies between two parts of one"
+    return None
 
 
 def _positions(workload: Workload) -> tuple[np.ndarray, np.ndarray]:

@@ -26,6 +26,7 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Pas
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 MASK_ROW_BYTES = 16
+LARGEST_FLOAT16_LOGIT = 11.0
 INSTALL = "pip install tokamax (Python 3.12 or newer)"
 
 
@@ -64,6 +65,7 @@ class Tokamax(Implementation):
             return first_reason(
                 needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
                 _aligned_mask_rows(workload),
+                _exponentials_in_float16(workload),
             )
         if self.backend == "triton" and needs_at_least(environment, (8, 0)):
             return needs_at_least(environment, (8, 0))
@@ -115,6 +117,13 @@ class Tokamax(Implementation):
             return out, top + jnp.log(total)
 
         return forward, None
+
+
+def _exponentials_in_float16(workload: Workload) -> str | None:
+    """Under a soft cap of at most 60 mosaic does not subtract a row's maximum before the exponential."""
+    if workload.dtype == "float16" and workload.softcap is not None and workload.softcap > LARGEST_FLOAT16_LOGIT:
+        return "computes exp(logit) in float16 under a soft cap, which overflows beyond a logit of 11"
+    return None
 
 
 def _aligned_mask_rows(workload: Workload) -> str | None:

@@ -193,6 +193,9 @@ def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
         raise _refusal("kvax", [f"{one.name}: {one.reason}" for one in told.candidates])
     queries, keys = mask.positions_of_kvax()
     valid = jnp.ones((1, k.shape[1]), bool) if mask.valid is None else mask.valid
+    if (order := mask.with_order().order) is not None:  # kvax reads whatever lies between two blocks that are seen
+        k, v = (jnp.take_along_axis(x, order[:, :, None, None], axis=1) for x in (k, v))
+        keys, valid = (jnp.take_along_axis(jnp.broadcast_to(x, order.shape), order, axis=1) for x in (keys, valid))
     sizes = [(q.shape[0], q.shape[1])] * 2 + [(q.shape[0], k.shape[1])] * 2
     tokens = (queries, jnp.zeros((1, 1), jnp.int32), keys, jnp.where(valid, 0, -1))
     q_positions, q_segments, kv_positions, kv_segments = (jnp.broadcast_to(x, s) for x, s in zip(tokens, sizes))
