@@ -55,6 +55,11 @@ class Kernel:
     """What the gradients are of, where that is another."""
     tweak: Tweak | None = None
     clamp: float | None = None
+    overflows: bool = False
+    """Whether exponentials are taken of the logits as they are, and what overflows becomes 0."""
+    value_clamp: float | None = None
+    half_gradients: bool = False
+    """Whether the backward pass is computed in float16."""
     slope: bool = True
     delta: bool = True
     dq_scale: float = 1.0
@@ -98,6 +103,11 @@ class Kernel:
         logits = logits.masked_fill(~visible, float("-inf"))
         lse = logits.logsumexp(-1)
         weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        if self.overflows:
+            powers = logits.exp()
+            weights = (powers / powers.sum(-1, keepdim=True)).nan_to_num(0.0, 0.0, 0.0)
+        if self.value_clamp is not None:
+            v = v.clamp(-self.value_clamp, self.value_clamp)
         return {"q": q, "k": k, "v": v, "p": weights, "out": weights @ v, "lse": lse, "slope": slope}
 
     def gradients(self, *arrays: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,11 +115,15 @@ class Kernel:
         w = self.backward or self.workload
         parts = self.parts(w, *arrays)
         dout = dout.transpose(1, 2).float()
+        if self.half_gradients:
+            dout = dout.half().float()
         shared = (dout * parts["out"]).sum(-1, keepdim=True) if self.delta else 0.0
         dlogits = parts["p"] * (dout @ parts["v"].mT - shared)
         if self.slope:
             dlogits = dlogits * parts["slope"]
         dlogits = dlogits * w.softmax_scale
+        if self.half_gradients:
+            dlogits = dlogits.half().float()
         weights = {"dq": dlogits, "dk": dlogits, "dv": parts["p"]}
         for name, (row, key) in self.missing.items():
             weights[name] = weights[name].clone()
@@ -276,7 +290,14 @@ def _parameters(w: Workload) -> Iterator[Case]:
         yield Case(f"{kind}: scale x {factor:g}", w, Kernel(other))
         if w.needs_gradients:
             yield Case(f"{kind}: scale x {factor:g}, in the backward pass", w, Kernel(w, backward=other))
-    yield Case(f"{kind}: logits clamped to 8", w, Kernel(w, clamp=8.0))
+    for limit in (8.0, 30.0, 100.0):
+        yield Case(f"{kind}: logits clamped to {limit:g}", w, Kernel(w, clamp=limit))
+    yield Case(f"{kind}: no maximum subtracted, overflow becomes 0", w, Kernel(w, overflows=True))
+    yield Case(f"{kind}: soft cap of 300 that was not asked for", w, Kernel(changed(w, softcap=300.0)))
+    if w.pass_ != "backward":
+        yield Case(f"{kind}: V clamped to 20", w, Kernel(w, value_clamp=20.0))
+    if w.needs_gradients and w.dtype == "bfloat16":
+        yield Case(f"{kind}: gradients in float16", w, Kernel(w, half_gradients=True))
     for cap in (30.0, 50.0):
         capped = changed(w, softcap=cap)
         yield Case(f"right: {kind}: softcap {cap:g}", capped, Kernel(capped), right=True)
@@ -481,12 +502,48 @@ def controls(sizes: list[int], dtypes: list[str], passes: list[str], seed: int) 
     yield from (found[n] for n in np.random.default_rng(seed).permutation(len(found)))
 
 
+def random_workload(rng: np.random.Generator, device: str) -> Workload:
+    """Draw a workload for right kernels: shapes, masks, dtypes and passes of every kind, most of them small."""
+
+    def one(*choices: Any) -> Any:
+        return choices[rng.integers(len(choices))]
+
+    largest = 3e6 if device == "cpu" else 1e9
+    while True:
+        q_len = int(one(1, 8, 16, 33, 64, 100, 128, 256, 512, *(() if device == "cpu" else (1024, 2048))))
+        kv_len = int(one(q_len, q_len, q_len, 2 * q_len, q_len + 7, 1024, max(4, q_len // 2)))
+        batch, kv_heads = int(one(1, 1, 2, 3)), int(one(1, 2, 4))
+        heads = kv_heads * int(one(1, 1, 2, 4, 8))
+        head_dim = int(one(16, 32, 64, 64, 72, 80, 96, 128, 256))
+        if batch * heads * q_len * kv_len > largest:
+            continue
+        ids = np.sort(rng.integers(0, max(2, kv_len // 8), kv_len))
+        options = [
+            None, None, masks.causal(), masks.causal(), masks.causal("top-left"),
+            masks.window(int(one(0, 1, 4, 64)), 0), masks.window(int(one(1, 3, 8)), int(one(1, 3))),
+            masks.prefix(max(1, q_len // 3)),
+            masks.lengths([int(one(1, 2, 5, kv_len // 2, kv_len)) for _ in range(batch)]),
+            masks.valid(rng.random((batch, kv_len)) < 0.7), masks.dilated([max(8, kv_len // 4), kv_len], [1, 3]),
+        ]  # fmt: skip
+        if q_len <= kv_len:
+            options += [masks.documents(ids), masks.causal() & masks.documents(ids), masks.block_causal(ids)]
+        return Workload(
+            batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            v_head_dim=int(one(head_dim, head_dim, head_dim, 32)), mask=one(*options),
+            softcap=one(None, None, None, 30.0, 50.0),
+            dtype=one("bfloat16", "bfloat16", "float16", "float32"), pass_=one("forward", "train", "train", "backward"),
+        )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], help="tokens, 64,256,...")
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
     parser.add_argument("--passes", type=lambda text: text.split(","), default=["forward", "backward", "train"])
+    parser.add_argument(
+        "--random", type=int, default=0, help="workloads drawn at random for right kernels, beside the fixed ones"
+    )
     parser.add_argument("--control-sizes", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--budget", type=float, help="seconds, half of them for right kernels")
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th case, beginning with the i-th")
@@ -522,6 +579,8 @@ def main() -> None:
         _keep(tally, options, sizes, start)
     names = options.implementations or registry.loadable()[0]
     order = list(controls(options.control_sizes or list(sizes)[:2], options.dtypes, options.passes, options.seed))
+    rng = np.random.default_rng([options.seed, 1])
+    order += [random_workload(rng, options.device) for _ in range(options.random)]
     for number, workload in enumerate(order[part - 1 :: parts]):
         if time.perf_counter() - start > budget:
             print(f"budget spent after {number} of {len(order)} workloads for right kernels", flush=True)

@@ -1,7 +1,7 @@
 """Attention written out: the executable form of what every implementation must compute.
 
-One key/value head at a time, in blocks of query rows, over any array namespace (NumPy, torch, jax.numpy): in float64 it
-is the reference, with 16- or 32-bit inputs it is the plain implementation whose rounding error is the yardstick.
+Some key/value heads at a time, in blocks of query rows, over any array namespace (NumPy, torch, jax.numpy): in float64
+it is the reference, with 16- or 32-bit inputs it is the plain implementation whose rounding error is the yardstick.
 """
 
 from __future__ import annotations
@@ -17,25 +17,30 @@ from attnbench.workloads.masks import Namespace
 
 BLOCK_PAIRS = 1 << 22
 """Logits held at once."""
+ROUNDED_LOGIT = 1 / 9
+"""Share of a row's largest logit that counts, times how far dO V varies over its weights, among what cancels there."""
 
 
 class Gradients(NamedTuple):
-    """dq [g, t, d], dk [s, d], dv [s, dv] of one key/value head."""
+    """dq [..., g, t, d], dk [..., s, d], dv [..., s, dv] of key/value heads."""
 
     dq: Array
     dk: Array
     dv: Array
     cancelling: Array | None
-    """[g, t]: the size of the terms that cancel in each row of dq, scale * |dO * out| * |P K|. A rounded output puts a
-    share of it into that row, which is large where a row sees few keys and nearly all weight is on one of them."""
+    """[..., g, t]: the size of the terms that cancel in each row of dq, scale * |dO * out| * |P K|. A rounded output
+    puts a share of it into that row, which is large if a row sees few keys and nearly all weight is on one of them; so
+    do rounded logits, which move the weights and so the mean that is subtracted from dO V."""
     key_terms: Array | None = None
-    """[s]: the sum of squares of what such rows put into each row of dk."""
+    """[..., s]: the sum of squares of what such rows put into each row of dk."""
 
 
 class Head(NamedTuple):
-    """One batch row and one key/value head with the query heads that share it: q [g, t, d], k [s, d], v [s, dv].
+    """One key/value head of a batch row with the query heads that share it, q [g, t, d], k [s, d], v [s, dv]; or
+    several of them along leading axes, q [..., g, t, d].
 
-    `batch` and `kv_head` only choose the mask's part; a compiled computation may trace them.
+    `batch` and `kv_head`, one number per key/value head, only choose the mask's part; a compiled computation may trace
+    them.
     """
 
     q: Array
@@ -54,7 +59,7 @@ def head_of(q: Array, k: Array, v: Array, batch: int, index: int) -> Head:
 
 
 class Rows(NamedTuple):
-    """Of some query rows of one head: output [g, rows, dv], LSE [g, rows], and the largest weight of one key."""
+    """Of some query rows: output [..., g, rows, dv], LSE [..., g, rows], and the largest weight of one key."""
 
     out: Array
     lse: Array
@@ -67,12 +72,13 @@ ALL = slice(None)
 def visible_bias(
     workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace, keys: slice = ALL
 ) -> tuple[Array, Array | None]:
-    """Visibility [g or 1, rows, keys] and log-weights (or None) of one head's rows."""
+    """Visibility [..., g or 1, rows, keys] and log-weights (or None) of the heads' rows."""
     mask, shape = workload.visible_mask, workload.mask_shape
     members = np.arange(workload.group if mask.per_head else 1).reshape(-1, 1, 1)
+    batch, kv_head = (x if isinstance(x, int) else x[..., None, None, None] for x in (head.batch, head.kv_head))
     index = (
-        namespace.asarray(np.zeros((1, 1, 1), np.int64)) + head.batch,
-        namespace.asarray(members) + head.kv_head * workload.group,
+        namespace.asarray(np.zeros((1, 1, 1), np.int64)) + batch,
+        namespace.asarray(members) + kv_head * workload.group,
         namespace.asarray(np.asarray(rows).reshape(1, -1, 1)),
         namespace.asarray(np.arange(workload.kv_len)[keys].reshape(1, 1, -1)),
     )
@@ -86,13 +92,16 @@ class _Probabilities(NamedTuple):
     top: Array
     slope: Array | None
     """Derivative of the soft cap, or None."""
+    largest: Array
+    """Largest logit of each row."""
 
 
 def _probabilities(
     workload: Workload, q: Array, k: Array, visible: Array, weight: Array | None, wide: Any
 ) -> _Probabilities:
     xp = array_api_compat.array_namespace(q)
-    logits = xp.astype(xp.matmul(q, xp.matrix_transpose(k)), wide) * workload.softmax_scale
+    products = xp.matmul(_rows_of_group(xp, q), xp.matrix_transpose(k))
+    logits = xp.astype(xp.reshape(products, (*q.shape[:-1], k.shape[-2])), wide) * workload.softmax_scale
     slope = None
     if workload.softcap is not None:
         squashed = xp.tanh(logits / workload.softcap)
@@ -108,16 +117,26 @@ def _probabilities(
     empty = total == 0
     divisor = xp.where(empty, xp.ones_like(total), total)
     lse = xp.where(empty, xp.zeros_like(total) - float("inf"), top + xp.log(divisor))
-    return _Probabilities(weights / divisor, lse[..., 0], (1 / divisor)[..., 0], slope)
+    return _Probabilities(weights / divisor, lse[..., 0], (1 / divisor)[..., 0], slope, top[..., 0])
+
+
+def _rows_of_group(xp: Any, array: Array) -> Array:
+    """[..., g, t, d] -> [..., g * t, d]."""
+    return xp.reshape(array, (*array.shape[:-3], -1, array.shape[-1]))
+
+
+def _matmul(xp: Any, rows: Array, keys: Array) -> Array:
+    """[..., g, t, s] @ [..., s, d] of the key/value head that the group shares."""
+    return xp.reshape(xp.matmul(_rows_of_group(xp, rows), keys), (*rows.shape[:-1], keys.shape[-1]))
 
 
 def _contained(xp: Any, probabilities: Array, v: Array) -> Array:
     """P @ V in which a non-finite value reaches only the rows that see it (0 x NaN is 0 here)."""
     finite = xp.isfinite(v)
     if bool(xp.all(finite)):
-        return xp.matmul(probabilities, v)
-    clean = xp.matmul(probabilities, xp.where(finite, v, xp.zeros_like(v)))
-    touched = xp.matmul(xp.astype(probabilities > 0, v.dtype), xp.astype(~finite, v.dtype)) > 0
+        return _matmul(xp, probabilities, v)
+    clean = _matmul(xp, probabilities, xp.where(finite, v, xp.zeros_like(v)))
+    touched = _matmul(xp, xp.astype(probabilities > 0, v.dtype), xp.astype(~finite, v.dtype)) > 0
     return xp.where(touched, xp.zeros_like(clean) + float("nan"), clean)
 
 
@@ -132,15 +151,15 @@ def forward_rows(
     contain: bool = False,
     cut: bool = False,
 ) -> Rows:
-    """Attend from some query rows of one head; softmax in `wide`, products as given. No row may see a key outside
+    """Attend from some query rows; softmax in `wide`, products as given. No row may see a key outside
     `keys`. `cut`: head.q holds these rows alone, in their order."""
     xp = array_api_compat.array_namespace(head.q)
     visible, weight = visible_bias(workload, head, rows, namespace, keys)
-    taken = head.q if cut else xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=1)
-    p = _probabilities(workload, taken, head.k[keys], visible, weight, wide)
-    v = head.v[keys]
+    taken = head.q if cut else xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=-2)
+    p = _probabilities(workload, taken, head.k[..., keys, :], visible, weight, wide)
+    v = head.v[..., keys, :]
     narrow = xp.astype(p.normal, v.dtype)
-    out = _contained(xp, narrow, v) if contain else xp.matmul(narrow, v)
+    out = _contained(xp, narrow, v) if contain else _matmul(xp, narrow, v)
     return Rows(out, p.lse, p.top)
 
 
@@ -156,39 +175,39 @@ def backward_rows(
     *,
     cut: bool = False,
 ) -> Gradients:
-    """What some query rows of one head contribute: dq of those rows, dk and dv of `keys` summed over them and the
+    """What some query rows contribute: dq of those rows, dk and dv of `keys` summed over them and the
     group; with `terms` also what cancels. No row may see a key outside `keys`. `cut`: head.q and dout hold these rows
     alone, in their order."""
     xp = array_api_compat.array_namespace(head.q)
-    head = head._replace(k=head.k[keys], v=head.v[keys])
+    head = head._replace(k=head.k[..., keys, :], v=head.v[..., keys, :])
     index = namespace.asarray(np.asarray(rows))
-    q, dout = (head.q, dout) if cut else (xp.take(x, index, axis=1) for x in (head.q, dout))
+    q, dout = (head.q, dout) if cut else (xp.take(x, index, axis=-2) for x in (head.q, dout))
     visible, weight = visible_bias(workload, head, rows, namespace, keys)
     p = _probabilities(workload, q, head.k, visible, weight, wide)
     narrow = xp.astype(p.normal, head.v.dtype)
-    out = xp.matmul(narrow, head.v)
+    out = _matmul(xp, narrow, head.v)
     shared = xp.sum(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1, keepdims=True)
-    dlogits = p.normal * (xp.astype(xp.matmul(dout, xp.matrix_transpose(head.v)), wide) - shared)
+    dlogits = p.normal * (xp.astype(_matmul(xp, dout, xp.matrix_transpose(head.v)), wide) - shared)
     if p.slope is not None:
         dlogits = dlogits * p.slope
     cancelling = key_terms = None
     if terms:
         reached = p.normal if p.slope is None else p.normal * p.slope
-        mean_key = xp.linalg.vector_norm(xp.matmul(xp.astype(reached, head.k.dtype), head.k), axis=-1)
+        mean_key = xp.linalg.vector_norm(_matmul(xp, xp.astype(reached, head.k.dtype), head.k), axis=-1)
         products = xp.linalg.vector_norm(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1)
+        products = products + ROUNDED_LOGIT * xp.abs(p.largest) * xp.sum(xp.abs(dlogits), axis=-1)
         cancelling = abs(workload.softmax_scale) * products * xp.astype(mean_key, wide)
         per_row = workload.softmax_scale * products * xp.linalg.vector_norm(xp.astype(q, wide), axis=-1)
-        key_terms = xp.sum((reached * per_row[..., None]) ** 2, axis=(0, 1))
+        key_terms = xp.sum((reached * per_row[..., None]) ** 2, axis=(-3, -2))
     dlogits = xp.astype(dlogits * workload.softmax_scale, head.q.dtype)
-    flat = (-1, head.k.shape[0])
-    dk = xp.matmul(xp.matrix_transpose(xp.reshape(dlogits, flat)), xp.reshape(q, (-1, q.shape[-1])))
-    dv = xp.matmul(xp.matrix_transpose(xp.reshape(narrow, flat)), xp.reshape(dout, (-1, dout.shape[-1])))
-    return Gradients(xp.matmul(dlogits, head.k), dk, dv, cancelling, key_terms)
+    by_keys = (xp.matrix_transpose(_rows_of_group(xp, x)) for x in (dlogits, narrow))
+    dk, dv = (xp.matmul(x, _rows_of_group(xp, y)) for x, y in zip(by_keys, (q, dout)))
+    return Gradients(_matmul(xp, dlogits, head.k), dk, dv, cancelling, key_terms)
 
 
-def row_blocks(workload: Workload, rows: np.ndarray, pairs: int = BLOCK_PAIRS) -> list[np.ndarray]:
-    """Rows cut so that one block's logits stay small."""
-    size = max(1, pairs // (workload.group * workload.kv_len))
+def row_blocks(workload: Workload, rows: np.ndarray, pairs: int = BLOCK_PAIRS, heads: int = 1) -> list[np.ndarray]:
+    """Rows of so many key/value heads, cut so that one block's logits stay small."""
+    size = max(1, pairs // (heads * workload.group * workload.kv_len))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 

@@ -160,18 +160,38 @@ def test_whole_outputs_are_covered_as_far_as_the_budget_goes(monkeypatch):
     assert draws.covered(False).share == 1.0
     low, high = draws.reach
     per_head = int((high - low).sum()) * SMALL.group
-    monkeypatch.setitem(module.WHOLE_PAIRS, "cpu", (2 * per_head, per_head - 1))
+    monkeypatch.setitem(module.WHOLE_PAIRS, "cpu", (4 * per_head, 2 * per_head - 2))  # half of it in float64
     draws = draws_of(SMALL)
     assert len(draws.covered(False).heads) == 2
     assert draws.covered(False).share == 0.5
     assert draws.covered(True).heads == ()
-    monkeypatch.setitem(module.WHOLE_PAIRS, "cpu", (per_head // 2, 1))
+    monkeypatch.setitem(module.WHOLE_PAIRS, "cpu", (per_head, 1))
     covered = draws_of(SMALL).covered(False)
     assert len(covered.rows) == 32
     assert covered.share == 0.125
-    [part] = draws_of(SMALL).whole("first", False)
+    [(heads, part)] = draws_of(SMALL).whole("first", False)
     every = dict(zip(draws_of(SMALL).sample.heads, draws_of(SMALL).truths(0, False)))
-    np.testing.assert_allclose(part.out, every[covered.heads[0]].out[:, covered.rows], rtol=0, atol=2e-6)
+    assert heads == covered.heads
+    np.testing.assert_allclose(part.out[0], every[heads[0]].out[:, covered.rows], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_heads_in_pieces_are_the_heads_at_once(monkeypatch, gradients):
+    [(heads, at_once)] = draws_of(SMALL).whole("first", gradients)
+    per_head = SMALL.q_len * SMALL.kv_len * SMALL.group
+    for size in (1, 3):
+        monkeypatch.setattr(module.reference, "BLOCK_PAIRS", size * per_head)
+        pieces = list(draws_of(SMALL).whole("first", gradients))
+        assert [len(some) for some, _ in pieces] == [size] * (len(heads) // size) + [len(heads) % size] * bool(
+            len(heads) % size
+        )
+        assert sum((some for some, _ in pieces), ()) == heads
+        out = np.concatenate([part.out for _, part in pieces])
+        np.testing.assert_allclose(out, at_once.out, rtol=0, atol=2e-6)
+        if gradients:
+            for n in range(3):
+                grads = np.concatenate([part.grads[n] for _, part in pieces])
+                np.testing.assert_allclose(grads, at_once.grads[n], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=pytest.mark.torch)])

@@ -120,9 +120,74 @@ def test_pointed_queries_point_at_edges_and_at_what_they_see(mask):
 def test_a_parameter_is_estimated_with_its_standard_error():
     rng = np.random.default_rng(0)
     slope = rng.standard_normal((2, 1000, 5))
-    found, deviation = parameters.estimate([0.005 * slope + 0.02 * rng.standard_normal(slope.shape)], [slope])
-    assert abs(found - 0.005) < 4 * deviation
-    assert deviation == pytest.approx(0.0002, rel=0.1)
+    found, chance = parameters.estimate([0.005 * slope + 0.02 * rng.standard_normal(slope.shape)], [slope])
+    assert abs(found - 0.005) < chance
+    assert chance == pytest.approx(5 * 0.0002, rel=0.1), "five standard errors of many rows"
     whole_rows = 0.02 * slope * rng.standard_normal((2, 1000, 1))
-    assert parameters.estimate([whole_rows], [slope])[1] > 2 * deviation
+    assert parameters.estimate([whole_rows], [slope])[1] > 2 * chance
     assert parameters.estimate([slope], [0 * slope]) == (0.0, float("inf"))
+
+
+def test_few_rows_say_little_of_a_parameter():
+    rng = np.random.default_rng(0)
+    slope = rng.standard_normal((8, 5))
+    errors = 0.02 * rng.standard_normal(slope.shape)
+    few, many = (parameters.estimate([errors[:n]], [slope[:n]])[1] for n in (4, 8))
+    assert few > 5 * many
+    assert parameters.estimate([errors[:1]], [slope[:1]])[1] == float("inf")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"q_len": 64, "heads": 4, "head_dim": 64, "mask": masks.window(0, 0), "pass_": "train"},
+        {"q_len": 1, "heads": 1, "head_dim": 8, "pass_": "train"},
+        {"q_len": 1, "kv_len": 3, "heads": 1, "head_dim": 64},
+        {"q_len": 1, "kv_len": 64, "heads": 1, "head_dim": 1},
+        {"q_len": 64, "heads": 4, "head_dim": 32, "mask": masks.lengths([1, 64]), "batch": 2, "pass_": "backward"},
+        {"q_len": 8, "kv_len": 1024, "heads": 2, "head_dim": 16, "pass_": "train"},
+        {"q_len": 32, "heads": 4, "head_dim": 64, "pass_": "train",
+         "mask": masks.dense(np.random.default_rng(1).standard_normal((1, 4, 32, 32)))},
+        {"q_len": 32, "heads": 8, "kv_heads": 4, "head_dim": 128, "mask": masks.window(8, 1), "softcap": 50.0,
+         "pass_": "train"},
+    ],
+    ids=["one key a row", "one pair", "three keys", "one number", "one key a batch row", "float16 underflows", "bias",
+         "narrow window"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_right_kernels_pass_at_the_edges(fields, dtype):
+    workload = Workload(**({"batch": 1, "dtype": dtype} | fields))
+    for seed in range(3):
+        for name in ("torch.sdpa", "torch.eager"):
+            status, reason = mutations.Bench("cpu").verdict(registry.get(name), workload, seed)
+            assert status in ("ok", "unsupported"), (name, seed, reason)
+
+
+def test_sums_of_many_keys_may_be_rounded_otherwise(bench):
+    """One key after the other, as an online softmax without tiles would add them up."""
+
+    class Sequential(mutations.Mutant):
+        def build(self, workload, config):
+            def call(q, k, v):
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                logits = q @ k.mT * workload.softmax_scale
+                weights = (logits - logits.amax(-1, keepdim=True)).exp()
+                total = weights.cumsum(-1)[..., -1:]
+                return ((weights[..., None] * v[..., None, :, :]).cumsum(-2)[..., -1, :] / total).transpose(1, 2)
+
+            return call
+
+    workload = Workload(batch=1, q_len=2, kv_len=16384, heads=2, head_dim=8, dtype="float32")
+    status, reason = bench.verdict(Sequential("sequential", mutations.Kernel(workload)), workload)
+    assert status == "ok", reason
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_inputs_with_poles_pass_and_show_a_wrong_scale(bench, dtype):
+    """`sincostan` inputs reach hundreds, and no two of their rows are independent."""
+    workload = Workload(batch=1, q_len=64, heads=2, head_dim=64, dtype=dtype, inputs="sincostan")
+    for name in ("torch.sdpa", "torch.eager"):
+        status, reason = bench.verdict(registry.get(name), workload)
+        assert status == "ok", (name, reason)
+    wrong = mutations.Kernel(mutations.changed(workload, scale=1.02 * workload.softmax_scale))
+    assert bench.verdict(mutations.Mutant("mutant", wrong), workload)[0] == "incorrect"

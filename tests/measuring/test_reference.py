@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attnbench import frameworks, reference
-from attnbench.measuring.draws import Draws
+from attnbench.measuring.draws import Draws, by_head
 from attnbench.spec import Workload
 from attnbench.workloads import masks
 from attnbench.workloads.inputs import draw
@@ -156,10 +156,11 @@ def test_the_float64_port_equals_numpy(framework, dtype, fields):
     workload = Workload(**(SQUARE | {"dtype": dtype} | fields), pass_="train")
     draws, group = Draws(frameworks.get(framework), "cpu", workload, seed=6), workload.group
     ported = draws._compiled(np.arange(workload.q_len), True, "exact", workload, "float64")
-    inputs = draws.inputs("bshd")[0]
-    for (batch, head), truth in zip(draws.gradient_heads, draws.truths(0, gradients=True)):
-        own = [x[batch][:, head * n : (head + 1) * n] for x, n in zip(inputs, (group, 1, 1, group))]
-        results = ported(batch, head, *own)
-        assert {str(x.dtype).removeprefix("torch.") for x in results} == {"float64"}
+    inputs, heads = draws.inputs("bshd")[0], draws.gradient_heads
+    own = [by_head(x, "bshd", n, heads) for x, n in zip(inputs, (group, 1, 1, group))]
+    place = frameworks.get(framework).namespace("cpu").asarray
+    results = ported(*map(place, np.array(heads).T), *own)
+    assert {str(x.dtype).removeprefix("torch.") for x in results} == {"float64"}
+    for n, truth in enumerate(draws.truths(0, gradients=True)):
         for got, want in zip((*results[:2], *results[3:]), (truth.out, truth.lse, *truth.grads)):
-            np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-13)
+            np.testing.assert_allclose(np.asarray(got)[n], want, rtol=0, atol=1e-13)

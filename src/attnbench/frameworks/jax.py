@@ -251,16 +251,22 @@ class JaxFramework(Framework):
     def exact(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Under x64 and without TF32, compiled: float64 stays float64 and float32 is not rounded further."""
         jax = import_jax()
+        compiled = jax.jit(function, compiler_options=QUICKLY_COMPILED)
 
         def run(*arrays: Array) -> Any:
             with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-                return jax.jit(function)(*arrays)
+                return compiled(*arrays)
 
         return run
 
     def reset(self) -> None:
         import_jax().clear_caches()
         gc.collect()
+
+
+QUICKLY_COMPILED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+"""Options for a program that runs a few times: on a GPU, trying out how its products are computed takes XLA far longer
+than computing them."""
 
 
 def _kind(device: Any) -> str:

@@ -18,7 +18,7 @@ from attnbench import reference
 from attnbench.frameworks import Framework, Inputs
 from attnbench.measuring import probes
 from attnbench.measuring.truths import Shelf, Truth, Whole
-from attnbench.spec import Array, Layout, Workload
+from attnbench.spec import DTYPE_BYTES, Array, Layout, Workload
 from attnbench.workloads import inputs as drawing
 from attnbench.workloads.masks.block_layout import split_blocks
 
@@ -33,24 +33,32 @@ DEVICE_PAIRS = 1 << 32
 MAX_HEADS, MAX_ROWS = 4, 16
 """Sampled heads; of masks that differ between batch rows, so many rows are looked into."""
 ALL_HEADS = {"cpu": 64}
+COMPARED_VALUES = 1 << 22
+"""Of one output of an accelerator, what is compared in float64 on the host at most, but one head: all of it is compared
+on the device."""
 DEVICE_BLOCK_PAIRS = 1 << 27
 HOST_VALUES = 1 << 26
 """Of each input, what the host draws for an accelerator at most."""
 WHOLE_PAIRS = {"cpu": (1 << 28, 1 << 27)}
 DEVICE_WHOLE_PAIRS = 1 << 34, 1 << 33
 """Pairs of a query and a key that the comparison of whole outputs, and of whole gradients, may look at per input set:
-a few seconds in NumPy, and about as long as one call of a plain implementation takes."""
+a few seconds in NumPy, and about as long as one call of a plain implementation takes. Half of that if it is done in
+float64."""
 PROOF = 8
+SCALED = "scaled by "
+"""How the name of a probe begins that is the first input set with Q, K and V multiplied by the number that follows."""
 EDGE_ROWS = (0, 1, 63, 64, 127, 128)
+Heads = tuple[tuple[int, int], ...]
+"""(batch, key/value head) pairs."""
 Mode = Literal["exact", "plain", "wide"]
-"""How a head is computed: in float64, as the plain implementation does in the dtype under test, or in float32 (float64
-for float64), which is exact beside 16 bits."""
+"""How a head is computed: in float64, as the plain implementation does in the dtype under test, or for whole outputs,
+in float32 if that is exact beside 16 bits, else in float64."""
 
 
 class Sample(NamedTuple):
     """Which (batch, key/value head) pairs and which query rows are compared."""
 
-    heads: tuple[tuple[int, int], ...]
+    heads: Heads
     rows: np.ndarray
     share: float
 
@@ -67,9 +75,8 @@ class Draws:
         self._sums: dict[Layout, list[bytes]] = {}
         """Checksums of the arrays, from when they were made."""
         self._probes: dict[str, Inputs] = {}
-        self._probed: dict[str, list[Truth]] = {}
         self._slopes: dict[tuple[Any, ...], list[tuple[np.ndarray, ...]]] = {}
-        self._truths: dict[tuple[int, bool], list[Truth]] = {}
+        self._truths: dict[tuple[int | str, bool], list[Truth]] = {}
         self._wholes: dict[tuple[str, bool], list[Whole]] = {}
         self._runs: dict[tuple[Any, ...], Callable[..., tuple[Array, ...]]] = {}
 
@@ -84,9 +91,11 @@ class Draws:
 
     def scaled(self, layout: Layout, scale: float) -> Inputs:
         """The first set with Q, K and V multiplied."""
-        fw, first = self.framework, self.inputs(layout)[0]
-        q, k, v = (fw.multiply(x, np.array(scale)) for x in (first.q, first.k, first.v))
-        return Inputs(q, k, v, first.dout)
+        return self._multiplied(self.inputs(layout)[0], scale)
+
+    def _multiplied(self, inputs: Inputs, scale: float) -> Inputs:
+        q, k, v = (self.framework.multiply(x, np.array(scale)) for x in (inputs.q, inputs.k, inputs.v))
+        return Inputs(q, k, v, inputs.dout)
 
     def _put(self, values: np.ndarray, layout: Layout) -> Array:
         array = self.framework.array(values, self.workload.dtype, self.device)
@@ -97,6 +106,25 @@ class Draws:
         drawn = [self._drawn(SETS * self.seed + n) for n in range(SETS)]
         self._sums["bshd"] = self._checksums(drawn)
         return drawn
+
+    def input_set(self, which: int | str) -> Inputs:
+        """Return an input set, bshd: one of the drawn ones, or, from SETS on, other queries and another dO for the keys
+        and values of normal inputs; or a probe of this name."""
+        if isinstance(which, str):
+            return self._probe(which)
+        if which < SETS:
+            return self._canonical[which]
+        rng, w, like = np.random.default_rng([self.seed, 15, which]), self.workload, self._normal
+        drawn = (rng.standard_normal((w.batch, w.q_len, w.heads, n), np.float32) for n in (w.head_dim, w.value_dim))
+        q, dout = (self.framework.array(x, w.dtype, self.device) for x in drawn)
+        return Inputs(q, like.k, like.v, dout)
+
+    @cached_property
+    def _normal(self) -> Inputs:
+        """The first input set, or one of normal numbers if that is of another kind."""
+        if self.workload.inputs == "normal":
+            return self._canonical[0]
+        return self._drawn(SETS * self.seed, msgspec.structs.replace(self.workload, inputs="normal"))
 
     def _checksums(self, sets: list[Inputs]) -> list[bytes]:
         fw = self.framework
@@ -139,7 +167,8 @@ class Draws:
         per_row = 2 * (w.head_dim + w.value_dim) * w.kv_len * w.group
         if self._few_heads and per_row * w.q_len * w.batch * w.kv_heads <= budget:
             heads = [(b, g) for b in range(w.batch) for g in range(w.kv_heads)]
-        most = min(budget / per_row, DEVICE_PAIRS / (w.kv_len * w.group))
+        values = self._compared_values / (w.group * w.value_dim)
+        most = min(budget / per_row, DEVICE_PAIRS / (w.kv_len * w.group), values)
         count = max(1, int(most / len(heads)))
         rows = np.arange(w.q_len)
         if count < w.q_len:
@@ -152,8 +181,12 @@ class Draws:
         """Whether all heads may be compared: each costs a round trip to the device."""
         return self.workload.batch * self.workload.kv_heads <= ALL_HEADS.get(self.device, MAX_HEADS)
 
+    @property
+    def _compared_values(self) -> int:
+        return 1 << 62 if self.device == "cpu" else COMPARED_VALUES
+
     @cached_property
-    def gradient_heads(self) -> tuple[tuple[int, int], ...]:
+    def gradient_heads(self) -> Heads:
         """Heads whose gradients are compared in full; empty when not even one fits the budget."""
         w = self.workload
         per_head = 10 * (w.head_dim + w.value_dim) * w.kv_len * w.q_len * w.group
@@ -161,29 +194,22 @@ class Draws:
         if self._few_heads and per_head * w.batch * w.kv_heads <= budget:
             return tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads))
         most = min(MAX_HEADS, budget // per_head, DEVICE_PAIRS // (w.kv_len * w.q_len * w.group))
+        most = min(most, max(1, self._compared_values // (w.q_len * w.group * max(w.head_dim, w.value_dim))))
         return tuple(_choose_heads(w, np.random.default_rng(self.seed), int(most)))
 
-    def truths(self, which: int, gradients: bool) -> list[Truth]:
-        """Truth of each head of the sample (or of `gradient_heads`) for one input set."""
+    def truths(self, which: int | str, gradients: bool) -> list[Truth]:
+        """Truth of each head of the sample (or of `gradient_heads`) for an input set, or for a probe of this name."""
         key = (which, gradients)
         if key not in self._truths:
             heads = self.gradient_heads if gradients else self.sample.heads
             rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
-            inputs = self._canonical[which]
+            inputs = self.input_set(which)
             self._truths[key] = self._shelf.get(
-                f"{self.device}-{self.seed}-{which}-{gradients}",
+                f"{self.device}-{self.seed}-{which}-{gradients}-sampled",
                 np.stack([self._first_values(inputs, head) for head in heads]),
-                lambda: [self._truth(inputs, head, rows, gradients) for head in heads],
+                lambda: self._truths_of(inputs, heads, rows, gradients),
             )
         return self._truths[key]
-
-    def truths_of(self, probe: str) -> list[Truth]:
-        """Truth of each head of the sample for the inputs of a probe."""
-        if probe not in self._probed:
-            inputs = self._probe(probe)
-            heads = self.sample.heads
-            self._probed[probe] = [self._truth(inputs, head, self.sample.rows, gradients=False) for head in heads]
-        return self._probed[probe]
 
     def probe(self, name: str, layout: Layout) -> Inputs:
         """The input set of attnbench.measuring.probes with that name."""
@@ -199,13 +225,13 @@ class Draws:
 
     def _made_probe(self, name: str) -> Inputs:
         first = self._canonical[0]
+        if name.startswith(SCALED):
+            return self._multiplied(first, float(name.removeprefix(SCALED)))
         if name == "counted":
             return probes.counted(self.framework, self.device, self.workload, first, self.seed)
         if name == "counted_pairs":
             return probes.counted_pairs(self.framework, self.device, self.workload, self.reached_keys, self.seed)
-        normal = msgspec.structs.replace(self.workload, inputs="normal")
-        drawn = first if self.workload.inputs == "normal" else self._drawn(SETS * self.seed, normal)
-        return probes.pointed(self.framework, self.device, self.workload, drawn, self.seed)
+        return probes.pointed(self.framework, self.device, self.workload, self._normal, self.seed)
 
     def covered(self, gradients: bool) -> Sample:
         """Heads and rows of the comparison of whole outputs: all that fit the budget, of gradients only whole heads."""
@@ -219,39 +245,47 @@ class Draws:
     def _fitting(self, gradients: bool) -> Sample:
         w, rng = self.workload, np.random.default_rng([self.seed, 13])
         per_head = max(1, int(self.reached_keys.sum())) * w.group
-        most = WHOLE_PAIRS.get(self.device, DEVICE_WHOLE_PAIRS)[gradients] // per_head
+        pairs = WHOLE_PAIRS.get(self.device, DEVICE_WHOLE_PAIRS)[gradients] // (1 if DTYPE_BYTES[w.dtype] == 2 else 2)
+        most = pairs // per_head
         rows, total = np.arange(w.q_len), w.batch * w.kv_heads
         if most >= total:
             return Sample(tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads)), rows, 1.0)
         if not most and gradients:
             return Sample((), rows, 0.0)
         if not most:
-            share = WHOLE_PAIRS.get(self.device, DEVICE_WHOLE_PAIRS)[0] / per_head
-            rows = np.sort(rng.permutation(w.q_len)[: max(1, int(share * w.q_len))])
+            rows = np.sort(rng.permutation(w.q_len)[: max(1, int(pairs / per_head * w.q_len))])
         heads = tuple(_choose_heads(w, rng, max(1, most)))
         return Sample(heads, rows, len(heads) * len(rows) / (total * w.q_len))
 
-    def whole(self, name: str, gradients: bool) -> Iterator[Whole]:
-        """What is right of each head of `covered`, of the first input set ("first") or of a probe, as NumPy on a CPU
-        and on the device elsewhere."""
+    def whole(self, name: str, gradients: bool) -> Iterator[tuple[Heads, Whole]]:
+        """Heads of `covered`, some at a time, and what is right of them, of the first input set ("first") or of a
+        probe: as NumPy on a CPU and on the device elsewhere."""
         key = (name, gradients)
         sample, inputs = self.covered(gradients), self._canonical[0] if name == "first" else self._probe(name)
-        heads = (self._whole(inputs, at, sample.rows, gradients) for at in sample.heads)
+        chunks = self._chunks(sample)
+        found = (self._whole(inputs, heads, sample.rows, gradients) for heads in chunks)
         if self.device != "cpu":
-            yield from heads
+            yield from zip(chunks, found)
             return
-        if key not in self._wholes:
+        if sample.heads and key not in self._wholes:
             proof = np.stack([self._first_values(inputs, head) for head in sample.heads])
             self._wholes[key] = self._shelf.get(
-                f"{self.device}-{self.seed}-{name}-{gradients}", proof, lambda: list(heads), Whole
+                f"{self.device}-{self.seed}-{name}-{gradients}", proof, lambda: list(found), Whole
             )
-        yield from self._wholes[key]
+        yield from zip(chunks, self._wholes.get(key, ()))
 
-    def _whole(self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool) -> Whole:
-        found = self._results(inputs, at, rows, gradients, "wide")
+    def _chunks(self, sample: Sample) -> list[Heads]:
+        """Cut the heads of a sample so that the logits of one piece stay small."""
+        w = self.workload
+        pairs = reference.BLOCK_PAIRS if self.device == "cpu" else DEVICE_BLOCK_PAIRS
+        size = max(1, pairs // (w.group * w.kv_len * len(sample.rows)))
+        return [sample.heads[n : n + size] for n in range(0, len(sample.heads), size)]
+
+    def _whole(self, inputs: Inputs, heads: Heads, rows: np.ndarray, gradients: bool) -> Whole:
+        found = self._results(inputs, heads, rows, gradients, "wide")
         return Whole(found[0], found[1], found[2], found[3:6] or None, found[6:] or None)
 
-    def shifted(self, which: int, gradients: bool, step: float, **changed: float) -> list[tuple[np.ndarray, ...]]:
+    def shifted(self, which: int | str, gradients: bool, step: float, **changed: float) -> list[tuple[np.ndarray, ...]]:
         """The derivative of each sampled head's exact (out, dq, dk, dv) by the logarithm of a parameter of the workload
         (scale or softcap), as far as they are computed."""
         key = (which, gradients, step, *changed.items())
@@ -260,13 +294,12 @@ class Draws:
         other = msgspec.structs.replace(self.workload, **{name: (1 + step) * value for name, value in changed.items()})
         heads = self.gradient_heads if gradients else self.sample.heads
         rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
-        found = []
-        for at, truth in zip(heads, self.truths(which, gradients)):
-            moved = self._in_float64(self._results(self._canonical[which], at, rows, gradients, "exact", other))
-            exact = (truth.out, *(truth.grads or ()))
-            found.append(tuple((a - b) / step for a, b in zip((moved[0], *moved[3:6]), exact)))
-        self._slopes[key] = found
-        return found
+        results = self._in_float64(self._results(self.input_set(which), heads, rows, gradients, "exact", other))
+        self._slopes[key] = [
+            tuple((a - b) / step for a, b in zip(moved, (truth.out, *(truth.grads or ()))))
+            for truth, *moved in zip(self.truths(which, gradients), results[0], *results[3:6])
+        ]
+        return self._slopes[key]
 
     @cached_property
     def reach(self) -> tuple[np.ndarray, np.ndarray]:
@@ -302,11 +335,18 @@ class Draws:
         corners = [x[at[0], :1, at[1] * n, :PROOF] for x, n in zip(inputs, (group, 1, 1, group))]
         return np.concatenate([self.framework.numpy(corner).ravel() for corner in corners])
 
-    def _truth(self, inputs: Inputs, at: tuple[int, int], rows: np.ndarray, gradients: bool) -> Truth:
-        exact = self._in_float64(self._results(inputs, at, rows, gradients, "exact"))
-        plain = self._in_float64(self._results(inputs, at, rows, gradients, "plain"))
-        cancelling = exact[6] if gradients else None
-        return Truth(exact[0], exact[1], plain[0], plain[1], exact[3:6] or None, plain[3:6] or None, cancelling)
+    def _truths_of(self, inputs: Inputs, heads: Heads, rows: np.ndarray, gradients: bool) -> list[Truth]:
+        exact, plain = (
+            self._in_float64(self._results(inputs, heads, rows, gradients, mode)) for mode in ("exact", "plain")
+        )
+        return [
+            Truth(
+                exact[0][n], exact[1][n], plain[0][n], plain[1][n],
+                tuple(x[n] for x in exact[3:6]) or None, tuple(x[n] for x in plain[3:6]) or None,
+                tuple(x[n] for x in exact[6:]) or None,
+            )
+            for n in range(len(heads))
+        ]  # fmt: skip
 
     def _in_float64(self, found: Sequence[Array]) -> tuple[np.ndarray, ...]:
         """Return results as NumPy arrays of float64."""
@@ -315,22 +355,25 @@ class Draws:
     def _results(
         self,
         inputs: Inputs,
-        at: tuple[int, int],
+        heads: Heads,
         rows: np.ndarray,
         gradients: bool,
         mode: Mode,
         workload: Workload | None = None,
     ) -> tuple[Array, ...]:
-        """Return (out, lse, top[, *Gradients]) of one head, in NumPy or on the device; of another workload on the
-        same inputs if one is given."""
+        """Return (out, lse, top[, *Gradients]), each with one entry per head, in NumPy or on the device; of another
+        workload on the same inputs if one is given."""
         fw, w = self.framework, workload or self.workload
         group = self.workload.group
-        narrow = [x[at[0]][:, at[1] * n : (at[1] + 1) * n] for x, n in zip(inputs, (group, 1, 1, group))]
-        wide = "float32" if mode != "exact" and w.dtype != "float64" else "float64"
+        narrow = [by_head(x, "bshd", n, heads) for x, n in zip(inputs, (group, 1, 1, group))]
+        at = np.array(heads, np.int64).T
+        exact_beside = {"exact": 0, "plain": 4, "wide": 2}[mode]
+        wide = "float32" if DTYPE_BYTES[w.dtype] <= exact_beside else "float64"
         if mode != "plain" and self._on_host(mode, len(rows), gradients):
             arrays = [fw.numpy(x).astype(wide) for x in narrow]
-            return _head_results(w, arrays, at, rows, self.reach, gradients, np, np.dtype(wide), terms=True)
-        return self._compiled(rows, gradients, mode, w, wide)(*at, *narrow)
+            return _results_of_heads(w, arrays, at, rows, self.reach, gradients, np, np.dtype(wide), terms=True)
+        place = fw.namespace(self.device).asarray
+        return self._compiled(rows, gradients, mode, w, wide)(*map(place, at), *narrow)
 
     def _compiled(
         self, rows: np.ndarray, gradients: bool, mode: Mode, w: Workload, wide: str
@@ -341,7 +384,7 @@ class Draws:
         def compute(batch: Array, index: Array, *own: Array) -> tuple[Array, ...]:
             arrays = own if mode == "plain" else [fw.cast(x, wide) for x in own]
             namespace, at, terms = fw.namespace(self.device), (batch, index), mode != "plain"
-            return _head_results(w, arrays, at, rows, self.reach, gradients, namespace, fw.dtype(wide), terms)
+            return _results_of_heads(w, arrays, at, rows, self.reach, gradients, namespace, fw.dtype(wide), terms)
 
         if key not in self._runs:
             self._runs[key] = fw.exact(compute)
@@ -372,29 +415,38 @@ def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> l
     return sorted((int(row), int(head)) for row, head in zip(rows, heads))
 
 
-def _head_results(workload, arrays, at, rows, reach, gradients, namespace, wide, terms):  # noqa: ANN001, ANN202
-    """(out, lse, top) of the rows, and gradients over all, with `terms` what cancels in dq. `reach` bounds the keys
-    that each row may see.
+def by_head(array: Array, layout: Layout, members: int, heads: Heads) -> Array:
+    """[n, members, tokens, width] of the (batch, key/value head) pairs that are named, each with `members` heads."""
+    batch, index = np.array(heads, np.int64).T
+    if layout == "bshd":
+        rows, tokens, count, width = array.shape
+        return array.reshape(rows, tokens, count // members, members, width)[batch, :, index].swapaxes(1, 2)
+    rows, count, tokens, width = array.shape
+    return array.reshape(rows, count // members, members, tokens, width)[batch, index]
 
-    q [t, g, d], k [s, 1, d], v [s, 1, e], dout [t, g, e]
+
+def _results_of_heads(workload, arrays, at, rows, reach, gradients, namespace, wide, terms):  # noqa: ANN001, ANN202
+    """(out, lse, top) of the rows of n heads, and gradients over all, with `terms` what cancels in dq. `reach` bounds
+    the keys that each row may see.
+
+    q [n, g, t, d], k [n, 1, s, d], v [n, 1, s, e], dout [n, g, t, e], at ([n], [n])
     """
     q, k, v, dout = arrays
     xp = array_api_compat.array_namespace(q)
-    head = reference.Head(xp.permute_dims(q, (1, 0, 2)), k[:, 0], v[:, 0], *at)
-    on_host = isinstance(q, np.ndarray)
-    blocks = reference.row_blocks(workload, rows, reference.BLOCK_PAIRS if on_host else DEVICE_BLOCK_PAIRS)
+    head = reference.Head(q, k[:, 0], v[:, 0], *at)
+    pairs = reference.BLOCK_PAIRS if isinstance(q, np.ndarray) else DEVICE_BLOCK_PAIRS
+    blocks = reference.row_blocks(workload, rows, pairs, len(q))
     keys = [_reached(workload, reach, block) for block in blocks]
     parts = [reference.forward_rows(workload, head, block, namespace, wide, some) for block, some in zip(blocks, keys)]
-    found = tuple(xp.concat([part[n] for part in parts], axis=1) for n in range(3))
+    found = tuple(xp.concat([part[n] for part in parts], axis=2) for n in range(3))
     if not gradients:
         return found
-    own = xp.permute_dims(dout, (1, 0, 2))
     pieces = [
-        reference.backward_rows(workload, head, own, block, namespace, wide, terms, some)
+        reference.backward_rows(workload, head, dout, block, namespace, wide, terms, some)
         for block, some in zip(blocks, keys)
     ]
-    dq, *cancelling = (xp.concat([piece[n] for piece in pieces], axis=1) for n in ((0, 3) if terms else (0,)))
-    sums = [xp.zeros_like(k[:, 0]), xp.zeros_like(v[:, 0]), *([xp.zeros_like(k[:, 0, 0])] if terms else [])]
+    dq, *cancelling = (xp.concat([piece[n] for piece in pieces], axis=2) for n in ((0, 3) if terms else (0,)))
+    sums = [xp.zeros_like(head.k), xp.zeros_like(head.v), *([xp.zeros_like(head.k[..., 0])] if terms else [])]
     for piece, some in zip(pieces, keys):
         sums = [_added(xp, whole, part, some) for whole, part in zip(sums, (piece.dk, piece.dv, piece.key_terms))]
     dk, dv, *key_terms = sums
@@ -409,7 +461,7 @@ def _reached(workload: Workload, reach: tuple[np.ndarray, np.ndarray], rows: np.
 
 def _added(xp: Any, whole: Array, part: Array, keys: slice) -> Array:
     if isinstance(whole, np.ndarray):
-        whole[keys] += part
+        whole[:, keys] += part
         return whole
-    before, behind = whole[: keys.start], whole[keys.stop :]
-    return xp.concat([before, whole[keys] + part, behind], axis=0)
+    before, behind = whole[:, : keys.start], whole[:, keys.stop :]
+    return xp.concat([before, whole[:, keys] + part, behind], axis=1)

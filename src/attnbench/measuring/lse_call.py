@@ -11,6 +11,7 @@ import numpy as np
 from attnbench.frameworks import Inputs
 from attnbench.measuring import turned, whole
 from attnbench.measuring.alike import apart, spot
+from attnbench.measuring.draws import by_head
 from attnbench.measuring.subject import Subject, Wrong, run
 from attnbench.measuring.tolerance import FORWARD_FACTOR, LSE_FLOOR, SLACK, Compared, Limits, compare_lse
 from attnbench.spec import Array, Call
@@ -107,12 +108,12 @@ def _check_counted(subject: Subject, joined: Joined) -> None:
     draws, w = subject.draws, subject.workload
     array = joined(draws.probe("counted", subject.layout))
     whole.require_counted(subject, array[..., :-1], "output of the call that returns the LSE")
-    truths, sample = draws.truths_of("counted"), draws.covered(False)
+    truths, rows = draws.truths("counted", False), draws.covered(False).rows
     exact = [truth.lse for truth in truths]
     rounding = FORWARD_FACTOR * compare_lse([truth.plain_lse for truth in truths], exact, exact).error
-    for at, truth in zip(sample.heads, draws.whole("counted", False)):
-        heads = slice(at[1] * w.group, (at[1] + 1) * w.group)
-        got = subject.head_rows(array[..., -1:], at[0], heads, sample.rows)[..., 0]
+    for heads, truth in draws.whole("counted", False):
+        mine = by_head(array[..., -1:], subject.layout, w.group, heads)
+        got = subject.framework.numpy(mine)[:, :, rows, 0].astype(np.float64)
         right = truth.lse if isinstance(truth.lse, np.ndarray) else subject.framework.numpy(truth.lse)
         bound = rounding + LSE_FLOOR * (1 + float(np.abs(right[np.isfinite(right)]).max(initial=0)))
         _require_same(got, right.astype(np.float64), bound, "in some rows where all keys weigh alike")

@@ -214,11 +214,12 @@ def _of_intervals(
 
 
 def _of_array(seen: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """[b, h, rows] of visibility [b, h, rows, keys]: a key beside a change of visibility, and a visible one."""
-    noise = rng.random(seen.shape, np.float32) + 0.5
-    visible = np.argmax(noise * seen, axis=-1)
-    if seen.shape[-1] == 1:
-        return visible, visible
+    """[b, h, rows] of visibility [b, h, rows, keys]: a key beside a change of visibility (any visible one if there is
+    no change), and a visible one."""
+    first, second = (np.argmax((rng.random(seen.shape, np.float32) + 0.5) * seen, axis=-1) for _ in range(2))
     change = seen[..., 1:] != seen[..., :-1]
-    beside = np.argmax(noise[..., 1:] * change, axis=-1) + rng.integers(2, size=visible.shape)
-    return np.where(change.any(axis=-1), beside, visible), visible
+    if change.any():
+        noise = rng.random(change.shape, np.float32) + 0.5
+        beside = np.argmax(noise * change, axis=-1) + rng.integers(2, size=first.shape)
+        first = np.where(change.any(axis=-1), beside, first)
+    return first, second

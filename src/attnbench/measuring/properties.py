@@ -7,7 +7,7 @@ import numpy as np
 
 from attnbench.frameworks import Inputs
 from attnbench.measuring.subject import Subject, Wrong, run
-from attnbench.measuring.tolerance import EPS
+from attnbench.measuring.tolerance import EPS, SUMMED_ULPS
 
 ROWS_LOOKED_AT = 64
 PAIRS_LOOKED_AT = 1 << 28
@@ -52,7 +52,8 @@ def _tolerance(subject: Subject) -> float:
     """Relative: what the dtype's rounding explains."""
     if subject.declared_error is not None:
         return 4 * subject.declared_error
-    return EPS[subject.workload.dtype] * ULPS[subject.workload.dtype]
+    dtype = subject.workload.dtype
+    return EPS[dtype] * (ULPS[dtype] + 2 * SUMMED_ULPS.get(dtype, 0.0) * subject.workload.kv_len**0.5)
 
 
 def _differ(subject: Subject, before: np.ndarray, after: np.ndarray) -> str:

@@ -53,6 +53,12 @@ class Subject:
         return row if self.layout == "bshd" else row.transpose(1, 0, 2)
 
     @property
+    def summed(self) -> int:
+        """Terms of the longest sum that a result is made of."""
+        w = self.workload
+        return max(w.kv_len, w.head_dim, w.q_len * w.group if w.needs_gradients else 1)
+
+    @property
     def head_axis(self) -> int:
         """Axis of the heads in this layout."""
         return 2 if self.layout == "bshd" else 1

@@ -17,6 +17,9 @@ FLOOR_ULPS = {"float64": 64, "float32": 16, "float16": 2, "bfloat16": 2}
 WHOLE_FLOOR_ULPS = {"float64": 32, "float32": 8, "float16": 0.5, "bfloat16": 0.25}
 """Added to what the whole may be off by: rounding averages out there, so it explains less. The worst kernel recorded
 on an H200 in bfloat16 is off by 1.3 times the plain error; the factors alone leave it room."""
+SUMMED_ULPS = {"float64": 1.0, "float32": 1.0}
+"""Added for formats in which sums are kept as they are, times the square root of the number of terms of the longest
+sum: other orders of its terms round otherwise. (16-bit results are sums in float32, rounded once.)"""
 SMALL_ROW = 0.05
 """A row smaller than this share of the median row is measured against it: rounding alone may double a tiny one."""
 ZERO_ROW = 1e-6
@@ -79,6 +82,8 @@ class _Norms(NamedTuple):
     max_abs: float
     worst_row: float
     rows: np.ndarray
+    total: float
+    """Of all rows that are right."""
 
 
 def relative_error(got: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
@@ -86,15 +91,17 @@ def relative_error(got: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> fl
     return _norms(got, exact).relative
 
 
-def _norms(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], least: np.ndarray | float = 0.0) -> _Norms:
+def _norms(
+    got: Sequence[np.ndarray], exact: Sequence[np.ndarray], least: np.ndarray | float = 0.0, expected: float = 0.0
+) -> _Norms:
     """Norms over arrays [..., rows, width]; a row that should be 0 is measured against a typical row, and none against
-    less than `least`."""
+    less than `least`, nor the whole against less than `expected`."""
     differences = [g - e for g, e in zip(got, exact)]
     size, off = (np.concatenate([_row_norms(x) for x in arrays]) for arrays in (exact, differences))
     rows = off / np.maximum(row_scales(size), least)
-    total = float(np.linalg.norm(size))
+    total = max(float(np.linalg.norm(size)), expected)
     relative = float(np.linalg.norm(off)) / (total if total > 0 else 1.0)
-    return _Norms(relative, max(float(np.abs(x).max()) for x in differences), float(rows.max()), rows)
+    return _Norms(relative, max(float(np.abs(x).max()) for x in differences), float(rows.max()), rows, total)
 
 
 def typical_row(size: np.ndarray) -> float:
@@ -113,6 +120,12 @@ def _row_norms(array: np.ndarray) -> np.ndarray:
     return np.sqrt(np.einsum("ij,ij->i", rows, rows))
 
 
+def rounded_terms(cancelling: np.ndarray, dtype: str, width: int) -> np.ndarray:
+    """Return what rounding may leave of terms of these sizes that cancel: sums over a row of so many elements are kept
+    in the dtype itself, or in a wider one."""
+    return ROUNDED * EPS[dtype] * (width**0.5 if dtype in SUMMED_ULPS else 1.0) * cancelling
+
+
 def compare(
     what: str,
     got: Sequence[np.ndarray],
@@ -122,17 +135,24 @@ def compare(
     factor: float,
     declared: float | None = None,
     cancelling: Sequence[np.ndarray] | None = None,
+    summed: int = 0,
+    typical: float = 0.0,
 ) -> Compared:
     """Judge arrays [..., rows, width] of all compared heads; `declared` is the rule for approximate implementations,
-    `cancelling` [..., rows] the size of the terms that cancel in each row."""
+    `cancelling` [..., rows] the size of the terms that cancel in each row, `summed` the terms of the longest sum,
+    `typical` the size that an element has at least, but for chance: few elements may all be near 0."""
     bad = np.concatenate([(~np.isfinite(g) & np.isfinite(e)).any(axis=-1).ravel() for g, e in zip(got, exact)])
     if bad.any():
         fault = f"{what}: {np.count_nonzero(bad)} rows hold NaN or infinite values"
         return Compared(float("inf"), 0.0, float("inf"), fault, int(np.argmax(bad)), bad)
-    least = 0.0 if cancelling is None else ROUNDED * EPS[dtype] * np.concatenate([x.ravel() for x in cancelling])
-    mine, yardstick = _norms(got, exact, least), _norms(plain, exact, least)
-    floor = EPS[dtype] * FLOOR_ULPS[dtype]
-    largest = max(float(np.abs(e).max()) for e in exact)
+    least = np.zeros(1)
+    if cancelling is not None:
+        least = rounded_terms(np.concatenate([x.ravel() for x in cancelling]), dtype, exact[0].shape[-1])
+    expected = typical * sum(x.size for x in exact) ** 0.5
+    mine, yardstick = _norms(got, exact, least, expected), _norms(plain, exact, least, expected)
+    more = SUMMED_ULPS.get(dtype, 0.0) * summed**0.5
+    floor = EPS[dtype] * (FLOOR_ULPS[dtype] + more)
+    largest = max(typical, *(float(np.abs(e).max()) for e in exact))
     if declared is not None:
         fault = (
             ""
@@ -141,10 +161,12 @@ def compare(
         )
         limits = Limits(declared, float("inf"), float("inf"))
         return Compared(mine.relative, declared, mine.max_abs, fault, limits=limits)
-    allowed = factor * yardstick.relative + EPS[dtype] * WHOLE_FLOOR_ULPS[dtype]
+    # What a rounded output leaves of terms that cancel counts beside what is left of them, which may be nothing.
+    terms = float(np.linalg.norm(least)) / (mine.total or 1.0)
+    allowed = factor * yardstick.relative + EPS[dtype] * (WHOLE_FLOOR_ULPS[dtype] + more) + terms
     norms = {
         "relative": (mine.relative, allowed),
-        "largest": (mine.max_abs, factor * yardstick.max_abs + floor * largest),
+        "largest": (mine.max_abs, factor * yardstick.max_abs + floor * largest + float(least.max())),
         "worst row's": (mine.worst_row, factor * yardstick.worst_row + ROW_FLOORS * floor),
     }
     row_limit = norms["worst row's"][1]
@@ -154,7 +176,8 @@ def compare(
             first = (
                 int(np.argmax(mine.rows > row_limit)) if np.any(mine.rows > row_limit) else int(np.argmax(mine.rows))
             )
-            fault = f"{what}: {have / limit:.1f} x the {name} error allowed ({have:.2e} against {limit:.2e})"
+            times = f"{have / limit:.1f} x the {name} error allowed" if limit else f"no {name} error is allowed"
+            fault = f"{what}: {times} ({have:.2e} against {limit:.2e})"
             return Compared(mine.relative, allowed, mine.max_abs, fault, first, mine.rows > row_limit)
     limits = Limits(allowed, norms["largest"][1] / (largest or 1.0), unwidened)
     return Compared(mine.relative, allowed, mine.max_abs, "", limits=limits)

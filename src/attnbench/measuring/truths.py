@@ -21,12 +21,12 @@ class Truth(NamedTuple):
     plain_lse: np.ndarray
     grads: tuple[np.ndarray, ...] | None
     plain_grads: tuple[np.ndarray, ...] | None
-    cancelling: np.ndarray | None = None
-    """Of each row of dq, see `reference.Gradients`."""
+    cancelling_grads: tuple[np.ndarray, ...] | None = None
+    """Sizes of the terms that cancel in each row of dq and of dk, see `reference.Gradients`."""
 
 
 class Whole(NamedTuple):
-    """Near-exact results of one head of a whole output: NumPy on a CPU, else arrays of the device."""
+    """Near-exact results of some heads of a whole output, the first axis: NumPy on a CPU, else arrays of the device."""
 
     out: Any
     lse: Any

@@ -82,7 +82,7 @@ def _require_alike(subject: Subject, name: str, want: Array, got: Array, bound: 
         return
     wide = "float64" if subject.workload.dtype == "float64" else "float32"
     want, got = fw.cast(want, wide), fw.cast(got, wide)
-    apart, size = _norms(subject, got - want), _norms(subject, want)
+    apart, size = head_norms(subject, got - want), head_norms(subject, want)
     size = np.maximum(size, SMALL * np.median(size))
     off = apart > bound * size
     if not off.any():
@@ -95,8 +95,8 @@ def _require_alike(subject: Subject, name: str, want: Array, got: Array, bound: 
     )
 
 
-def _norms(subject: Subject, array: Array) -> np.ndarray:
-    """[batch, heads]."""
+def head_norms(subject: Subject, array: Array) -> np.ndarray:
+    """Return the norm of each head of each batch row of an output, [batch, heads]."""
     tokens = 1 if subject.head_axis == 2 else 2
     xp = array_api_compat.array_namespace(array)
     return np.sqrt(subject.framework.numpy(xp.sum(array * array, axis=(tokens, 3))).astype(np.float64))

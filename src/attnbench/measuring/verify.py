@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Inputs
-from attnbench.measuring import lse_call, overwritten, parameters, properties, turned, whole
+from attnbench.measuring import lse_call, magnitudes, overwritten, parameters, probes, properties, turned, whole
 from attnbench.measuring.subject import Subject, Wrong, run
 from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 from attnbench.measuring.whereabouts import Compass, describe
@@ -22,8 +22,6 @@ from attnbench.spec import Array, Errors, VerifiedAt, Workload
 
 SETTLE_S = 0.004
 """How long an output is watched for changes after its call has returned."""
-STABILITY_SCALES = (0.1, 1.0, 10.0, 100.0)
-OUTLIER = 1e4
 UNLIKE = 4
 """An error of so many times the allowed one belongs to another result, not to a worse one."""
 
@@ -52,17 +50,17 @@ def examine(subject: Subject, thorough: bool) -> Findings:
     """All checks in order of cost; raises Wrong at the first that fails."""
     found = examine_again(subject)
     dtype, names = subject.workload.dtype, OUTPUTS[subject.workload.pass_]
-    written = overwritten.check(subject, found.good[1], {name: found.limits(name, dtype) for name in names})
+    limits = {name: found.limits(name, dtype) for name in names}
+    written = overwritten.check(subject, found.good[1], limits)
     moved = _check_places(subject, found)
     probed = _check_probes(subject, found)
     lse = lse_call.check(subject, found.good, found.limits("out", dtype))
-    scales = STABILITY_SCALES if thorough else STABILITY_SCALES[-1:]
-    _check_stability(subject, scales)
-    held = (*properties.check(subject, thorough), *moved, *written, *probed)
+    scales, powers = magnitudes.check(subject, _named(subject.workload, found.good[0]), limits, thorough)
+    held = (*properties.check(subject, thorough), *moved, *written, *probed, *([powers] if powers else []))
     errors = msgspec.structs.replace(
         found.errors,
         lse=lse and lse.error,
-        stability="scales " + ", ".join(f"{scale:g}" for scale in scales) + ", outlier",
+        stability=scales,
         properties=held,
         hidden_nan=properties.hidden_nan(subject),
     )
@@ -148,7 +146,8 @@ def _check_forward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared:
         got = _sampled(subject, "out", named["out"])
         result = compare(
             "output", got, [t.out for t in truths], [t.plain_out for t in truths],
-            subject.workload.dtype, FORWARD_FACTOR, subject.declared_error,
+            subject.workload.dtype, FORWARD_FACTOR, subject.declared_error, summed=subject.summed,
+            typical=0.0 if subject.workload.inputs == "sincostan" else subject.workload.kv_len**-0.5,
         )  # fmt: skip
         _require(
             result, which, got, [t.out for t in truths], Compass(sample.heads, sample.rows, subject.workload.group)
@@ -170,10 +169,11 @@ def _check_backward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared
             exact = [_grads(t.grads, n) for t in truths]
             plain = [_grads(t.plain_grads, n) for t in truths]
             what = f"gradient of {name[1].upper()}"
-            terms = [t.cancelling for t in truths if n == 0 and t.cancelling is not None] or None
+            terms = [t.cancelling_grads[n] for t in truths if n < 2 and t.cancelling_grads is not None] or None
             result = compare(
-                what, got, exact, plain, subject.workload.dtype, BACKWARD_FACTOR, subject.declared_error, terms
-            )
+                what, got, exact, plain, subject.workload.dtype, BACKWARD_FACTOR, subject.declared_error, terms,
+                subject.summed,
+            )  # fmt: skip
             members = subject.workload.group if n == 0 else 1
             _require(result, which, got, exact, Compass(heads, np.arange(exact[0].shape[1]), members))
             worst = result.worse(worst)
@@ -218,18 +218,6 @@ def _repeats(subject: Subject, first: tuple[Array, ...]) -> bool:
     return all(subject.framework.same_bits(a, b) for a, b in zip(first, again))
 
 
-def _check_stability(subject: Subject, scales: tuple[float, ...]) -> None:
-    """Finite inputs have a finite answer, however large they are."""
-    draws, fw = subject.draws, subject.framework
-    trials = {f"inputs scaled by {scale:g}": draws.scaled(subject.layout, scale) for scale in scales}
-    first = draws.inputs(subject.layout)[0]
-    q, k = (fw.put(x, (0, 0, 0, 0), OUTLIER) for x in (first.q, first.k))
-    trials[f"one input of {OUTLIER:g}"] = first._replace(q=q, k=k)
-    for case, inputs in trials.items():
-        if not all(fw.is_finite(array) for array in run(subject.programs.main, inputs)):
-            raise Wrong(f"unstable: NaN or Inf with {case}, where the reference is finite")
-
-
 def _check_probes(subject: Subject, found: Findings) -> tuple[str, ...]:
     """Whole outputs, inputs made to show a wrong kernel, and the parameters: what samples and norms may miss. An error
     that was declared is not looked into."""
@@ -240,7 +228,7 @@ def _check_probes(subject: Subject, found: Findings) -> tuple[str, ...]:
     held = (*whole.check_counted(subject), *whole.check_counted_pairs(subject), *whole.check_pointed(subject))
     if subject.workload.pass_ == "forward":
         _check_pointed_rows(subject)
-    parameters.check(subject, {name: _sampled(subject, name, array) for name, array in good.items()})
+    parameters.check(subject, {name: _sampled(subject, name, array) for name, array in good.items()}, _sampled)
     return held
 
 
@@ -258,11 +246,13 @@ def _check_pointed_rows(subject: Subject) -> None:
     sample, draws = subject.draws.sample, subject.draws
     out = run(subject.programs.main, draws.probe("pointed", subject.layout))[0]
     subject.framework.wait(out)
-    truths = draws.truths_of("pointed")
+    truths = draws.truths("pointed", False)
     got = _sampled(subject, "out", out)
     exact, plain = [t.out for t in truths], [t.plain_out for t in truths]
-    result = compare("output (queries that point at edges)", got, exact, plain, subject.workload.dtype, FORWARD_FACTOR)
-    _require(result, 0, got, exact, Compass(sample.heads, sample.rows, subject.workload.group))
+    w, what = subject.workload, "output (queries that point at edges)"
+    logit = int(probes.pointed_logit(w))
+    result = compare(what, got, exact, plain, w.dtype, FORWARD_FACTOR, summed=max(subject.summed, logit * logit))
+    _require(result, 0, got, exact, Compass(sample.heads, sample.rows, w.group))
 
 
 def _verified_at(subject: Subject) -> VerifiedAt:

@@ -17,6 +17,8 @@ CHUNK = 1 << 22
 """Elements drawn from one stream. Streams are independent, so that big arrays fill on all cores and never repeat."""
 RAMP = 0.01
 AMPLITUDE = 0.1
+LARGEST_FLOAT16_VALUE = 1000.0
+"""Of a tangent near its poles: float16 ends at 65504."""
 
 
 class Drawn(NamedTuple):
@@ -33,7 +35,8 @@ def draw(workload: Workload, seed: int, scale: float = 1.0) -> Drawn:
 
     `sincostan` is the third founding document's q = 0.1 sin(0.01 i), k = 0.1 cos(0.01 i), v = 0.1 tan(0.01 i), i being
     the flat index in bshd. Seed 0 starts at i = 0 as there; any other seed starts elsewhere on the ramp, so that no two
-    seeds share a result. The tangent is kept as it was, poles and all: near them V reaches hundreds. dO is normal.
+    seeds share a result. The tangent is kept as it was, poles and all (in float16 up to 1000): near them V
+    reaches hundreds. dO is normal.
     `structured` draws Q and K with sinks, verticals, slashes and needles (see workloads/structured.py), V normal.
     """
     w = workload
@@ -45,6 +48,8 @@ def draw(workload: Workload, seed: int, scale: float = 1.0) -> Drawn:
         start = 0 if seed == 0 else int(np.random.default_rng(seed).integers(1, 1 << 20))
         waves = zip((q_shape, k_shape, v_shape), (np.sin, np.cos, np.tan))
         q, k, v = (_ramp(shape, dtype, wave, start) for shape, wave in waves)
+        if w.dtype == "float16":
+            v = np.clip(v, -LARGEST_FLOAT16_VALUE, LARGEST_FLOAT16_VALUE)
     elif w.inputs == "structured":
         q, k = (array.astype(dtype) for array in structured(w, seed))
         v = _normal(v_shape, dtype, seed, stream=2)
