@@ -22,9 +22,9 @@ figures: $(STAMP)
 	$(BIN)/python benchmarks/figures.py
 
 # The policies that come with the package, chosen from the published runs. Not torch.compiled: it compiles anew for every length,
-# which decoding cannot wait for; nor grid-gpu-device-time, in which JAX has two candidates only.
+# which decoding cannot wait for.
 policies: $(STAMP)
-	$(BIN)/attnbench choose $(filter-out %/grid-gpu-device-time.jsonl,$(wildcard results/h200/*.jsonl)) --forbid torch.compiled -o src/attnbench/policies/h200.json
+	$(BIN)/attnbench choose results/h200/*.jsonl --forbid torch.compiled -o src/attnbench/policies/h200.json
 	$(BIN)/attnbench choose results/cpu/quick.jsonl results/cpu/regret-grid.jsonl --forbid torch.compiled -o src/attnbench/policies/cpu.json
 
 # The browser tests need it; where it cannot be had, they are skipped and say so.

@@ -15,8 +15,8 @@ from statistics import median
 
 from publishing import publish
 
+from attnbench.results.run_file import read_run
 from attnbench.spec import Ok, Record
-from attnbench.store.runfile import read_run
 
 LONG_NS, LAUNCH_BOUND_NS = 100e3, 50e3
 CLAIM = 0.03

@@ -26,12 +26,12 @@ from publishing import publish
 from attnbench import registry
 from attnbench.frameworks import Inputs, Programs
 from attnbench.frameworks.torch import FRAMEWORK
+from attnbench.masks import MaskShape
+from attnbench.masks.block_layout import block_layout
 from attnbench.run.instructions import isa_cap
 from attnbench.spec import Config, Workload
 from attnbench.workloads.block_patterns import sparse_mask
 from attnbench.workloads.cost import demand
-from attnbench.workloads.masks import MaskShape
-from attnbench.workloads.masks.block_layout import block_layout
 
 PARTS = ("forward", "backward")
 TARGETS = {"dense": 7.0, "flex": 1.05}

@@ -19,19 +19,19 @@ import numpy as np
 from publishing import publish
 
 from attnbench.frameworks.numpy import versions
+from attnbench.masks import causal, full
 from attnbench.run.instructions import isa_cap
 from attnbench.spec import Workload
 from attnbench.workloads.block_patterns import PATTERNS, SPARSITIES, block_pattern
 from attnbench.workloads.inputs import draw
-from attnbench.workloads.masks import causal, full
 
 os.environ.update(isa_cap())  # before torch is imported
 
 import torch
 
-from attnbench.impls.block_sparse.attend import attend
-from attnbench.impls.block_sparse.gate import BlockGate, train_gate, true_mass
-from attnbench.impls.block_sparse.select import (
+from attnbench.kernels.block_sparse.attend import attend
+from attnbench.kernels.block_sparse.gate import BlockGate, train_gate, true_mass
+from attnbench.kernels.block_sparse.select import (
     POOL,
     Choice,
     block_mass,

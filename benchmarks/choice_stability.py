@@ -16,13 +16,13 @@ import numpy as np
 from msgspec import structs
 from publishing import publish
 
-from attnbench.analyse.choose import choose
-from attnbench.analyse.ranking import ANCHOR, is_timed
-from attnbench.analyse.survey import Source
+from attnbench.choosing.candidates import Source
+from attnbench.choosing.choose import choose
 from attnbench.measuring.sampling import summarise
 from attnbench.policy import Policy
+from attnbench.results.records import ANCHOR, is_timed
+from attnbench.results.run_file import read_run
 from attnbench.spec import Ok, Record
-from attnbench.store.runfile import read_run
 
 DRAWS = 20
 Picks = dict[tuple[str, str], str]

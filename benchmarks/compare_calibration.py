@@ -21,8 +21,8 @@ from typing import Any
 from calibrating import beside, decided, keep, read
 from scipy import stats
 
-from attnbench.comparing import compare
-from attnbench.report.calibration import PACKAGED
+from attnbench.comparing.calibration import PACKAGED
+from attnbench.comparing.compare import compare
 from attnbench.spec import Ok, Workload
 
 CONDITIONS, EFFECTS = ("idle", "busy"), ("same", "+5 %")

@@ -28,10 +28,10 @@ from interleaving import in_turn, ratio
 from publishing import publish
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnbench import registry
+from attnbench import masks, registry
 from attnbench.frameworks.torch import FRAMEWORK
 from attnbench.frameworks.torch_plain import attend, log_sum_exp, mask_tensors, once_per_device
-from attnbench.impls.dilated.pieces import Problem, computed_pairs
+from attnbench.kernels.dilated.pieces import Problem, computed_pairs
 from attnbench.nn import (
     DilatedAttention,
     ImprovedDilatedAttention,
@@ -40,7 +40,6 @@ from attnbench.nn import (
 )
 from attnbench.reference import attention as reference_attention
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
-from attnbench.workloads import masks
 
 HEADS, TRAIN_FACTOR, ALLOWED_ERROR = 12, 3.5, 2e-2
 CLAIMS = {("forward", "short"): 0.65, ("forward", "long"): 0.75, ("train", "short"): 0.60, ("train", "long"): 0.65}

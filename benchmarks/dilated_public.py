@@ -28,7 +28,7 @@ from publishing import publish
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnbench import frameworks
-from attnbench.impls.dilated.pieces import Problem, computed_pairs
+from attnbench.kernels.dilated.pieces import Problem, computed_pairs
 
 CLAIM, ROUNDS = 3.0, 25
 

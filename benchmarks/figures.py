@@ -19,12 +19,12 @@ from printed_ranking import fullest, printed
 from rich.console import Console
 
 from attnbench.analyse.advice import listed
-from attnbench.analyse.ranking import by_workload
 from attnbench.analyse.summary import closing
+from attnbench.comparing.text import print_comparison
 from attnbench.comparison import Comparison
 from attnbench.drafts import write_texts
-from attnbench.report.comparison import print_comparison
-from attnbench.store.runfile import read_run
+from attnbench.results.records import by_workload
+from attnbench.results.run_file import read_run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results/cpu"

@@ -17,7 +17,6 @@ from gallery_captions import CAPTIONS
 from marked_blocks import marked, replaced
 from printed_ranking import fullest, printed
 
-from attnbench.analyse.ranking import is_timed
 from attnbench.drafts import write_texts
 from attnbench.report.html.bundle import VEGA_LITE
 from attnbench.report.html.charts import Chart
@@ -26,7 +25,8 @@ from attnbench.report.html.images import drawable
 from attnbench.report.html.page import Page, Part, compose, measured, render
 from attnbench.report.html.sections import Source
 from attnbench.report.summaries import folder_of, write_summaries
-from attnbench.store.runfile import read_run
+from attnbench.results.records import is_timed
+from attnbench.results.run_file import read_run
 
 ROOT = Path(__file__).parents[1]
 AGAIN = "-again"

@@ -6,31 +6,30 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attnbench.analyse.ranking import LEAST_DIFFERENCE
-from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.summary import format_ratio
+from attnbench.analyse.wording import counted
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.derived import side_by_side
-from attnbench.report.html.featured import featured
+from attnbench.report.html.map import winner_rows
 from attnbench.report.html.page import Part
-from attnbench.report.html.podium import shapes_of
 from attnbench.report.units import percent, significant, size
+from attnbench.results.ratios import Ratio
 
 Rows = list[dict[str, Any]]
 
 
 def winners(part: Part, chart: Chart) -> str:
     del chart
-    shapes = shapes_of(part.cells.rows)
-    counts = Counter(one.first["label"] for one in shapes)
-    close = sum(one.close for one in shapes)
-    ran = Counter(row["label"] for row in part.cells.rows if row.get("ns") is not None and row["exact"])
+    shapes = winner_rows(part.cells.rows)
+    counts = Counter(row["label"] for row in shapes)
+    close = sum(row["close"] for row in shapes)
+    ran = Counter(row["label"] for row in part.cells.rows if "place" in row)
     first, *others = [f"{name} {count}" for name, count in counts.most_common()]
     fewer = ", ".join(f"{name} ran on {ran[name]}" for name in counts if ran[name] < len(shapes))
     return (
         f"The fastest of {len(ran)} implementations on {len(shapes)} shapes: {', '.join([f'{first} times', *others])}"
         f"{f' ({fewer} of them)' if fewer else ''}; "
-        f"≈ if the next kernel is too close to call ({close} shapes)."
+        f"≈ if the next kernel is too close to call ({counted(close, 'shape')})."
     )
 
 
@@ -62,8 +61,7 @@ def memory(part: Part, chart: Chart) -> str:
 def frameworks(part: Part, chart: Chart) -> str:
     del chart
     rows = sorted(side_by_side(part.cells), key=lambda row: row["gain"])
-    torch = sum(row["gain_low"] > LEAST_DIFFERENCE for row in rows)
-    jax = sum(row["gain_high"] < 1 / LEAST_DIFFERENCE for row in rows)
+    torch, jax = (sum(_ratio(row).sign == side for row in rows) for side in (1, -1))
     near = len(rows) - torch - jax
     least, most = (f"{format_ratio(_ratio(row))} at {row['shape']}" for row in (rows[0], rows[-1]))
     return (
@@ -85,8 +83,7 @@ def _drawn(part: Part, chart: Chart) -> Rows:
     """Of those that the chart names."""
     first = chart.choices[0]
     rows = [row for row in part.cells.rows if row.get(chart.needs) is not None and first.accepts(row)]
-    names = featured(rows)
-    return [row for row in rows if row["label"] in names]
+    return [row for row in rows if row["label"] in first.named]
 
 
 def _place(row: Mapping[str, Any]) -> str:

@@ -22,10 +22,10 @@ import numpy as np
 from calibrating import beside, decided, keep, read
 from scipy import stats
 
-from attnbench.comparing import sides
+from attnbench.comparing.compare import sides
+from attnbench.comparing.experiment import Experiment, Terms
+from attnbench.comparing.sides import code_of
 from attnbench.comparison import Launch
-from attnbench.run.arms import arm_of
-from attnbench.run.duel import Duel, Terms
 from attnbench.spec import Workload
 
 BATCHES = {
@@ -84,7 +84,7 @@ def measure(minutes: float, out: Path, options: argparse.Namespace) -> None:
     effects = workloads(options.device)
     plan = list(itertools.product(options.condition, effects))
     random.shuffle(plan)
-    arm = arm_of("torch.sdpa", "torch")
+    arm = code_of("torch.sdpa", "torch")
     with sides([arm, arm], options.device, options.threads) as (first, second):
         for condition, effect in itertools.cycle(plan):
             if time.monotonic() > end:
@@ -92,7 +92,7 @@ def measure(minutes: float, out: Path, options: argparse.Namespace) -> None:
             work, more = effects[effect]
             terms = Terms(workload=work, other=more, budget_s=options.budget)
             with beside(stream, [(n,) for n in range(STREAMS)] if condition == "burst" else []):
-                found = Duel(first, second, terms, lambda launches, decision: None).fight()
+                found = Experiment(first, second, terms, lambda launches, decision: None).run()
             rules = usual_rules(found.launches, "device" if "device" in found.estimates else "wall")
             keep(out, condition, effect, found, timing_s=round(found.timing_s, 2), rules=rules)
 

@@ -28,10 +28,9 @@ import numpy as np
 import optax
 from gemma_stack_torch import torch_stack
 
-from attnbench import frameworks
+from attnbench import frameworks, masks
 from attnbench.models import gemma, pi0, pi0_fast
 from attnbench.models.masks import in_blocks, known
-from attnbench.workloads import masks
 
 ALLOWED = {"bfloat16": 5e-2, "float32": 1e-4}
 """Relative difference between flash on and off at which they are no longer the same model."""

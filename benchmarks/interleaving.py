@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from attnbench.measuring.launch_bootstrap import median_draws
+from attnbench.comparing.statistics import median_draws
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from marked_blocks import Pages, result, table
 
-from attnbench.analyse.ranking import label
-from attnbench.analyse.ratios import paired_ratio
+from attnbench.results.ratios import paired_ratio
+from attnbench.results.records import label
+from attnbench.results.run_file import read_run
 from attnbench.spec import Ok, Record
-from attnbench.store.runfile import read_run
 from attnbench.workloads.cost import demand
 
 RESULTS = Path(__file__).parents[1] / "results/h200"

@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 
 from attnbench import frameworks, masks, registry
-from attnbench.measuring.draws import Draws
 from attnbench.measuring.session import refusal
-from attnbench.measuring.subject import Subject, Wrong
-from attnbench.measuring.verify import examine
 from attnbench.run.instructions import isa_cap
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
+from attnbench.verifying.checks import examine
+from attnbench.verifying.draws import Draws
+from attnbench.verifying.subject import Subject, Wrong
 
 os.environ.update(isa_cap())  # before torch is imported
 
@@ -57,6 +57,18 @@ class Kernel:
     clamp: float | None = None
     overflows: bool = False
     """Whether exponentials are taken of the logits as they are, and what overflows becomes 0."""
+    start: float = -float("inf")
+    """Where the running maximum of the softmax starts; a row whose weights are all 0 becomes 0."""
+    fill: float = -float("inf")
+    """What hidden logits are set to."""
+    added: float | None = None
+    """What is added to hidden logits instead."""
+    padding: str = ""
+    """"key": keys of zeros are hidden; "logit": logits of exactly 0 are."""
+    narrow_sums: bool = False
+    """Whether weights times values are added up before they are normalised, and no further than float16 goes."""
+    lost_if_large: int = 0
+    """One row in so many is the mean of V if its largest logit is above 200."""
     value_clamp: float | None = None
     half_gradients: bool = False
     """Whether the backward pass is computed in float16."""
@@ -100,15 +112,31 @@ class Kernel:
             logits = logits + weight(*index)
         if self.tweak is not None:
             visible = self.tweak(*index, visible)
-        logits = logits.masked_fill(~visible, float("-inf"))
+        if self.padding:
+            empty = (k == 0).all(-1)[:, :, None] if self.padding == "key" else raw == 0
+            logits = logits.masked_fill(empty, float("-inf"))
+        if self.added is not None:
+            logits = torch.where(visible, logits, logits + self.added)
+        else:
+            logits = logits.masked_fill(~visible, self.fill)
         lse = logits.logsumexp(-1)
         weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        if self.start > -torch.inf:
+            powers = (logits - logits.amax(-1, keepdim=True).clamp(min=self.start)).exp()
+            weights = (powers / powers.sum(-1, keepdim=True)).nan_to_num(0.0)
         if self.overflows:
             powers = logits.exp()
             weights = (powers / powers.sum(-1, keepdim=True)).nan_to_num(0.0, 0.0, 0.0)
         if self.value_clamp is not None:
             v = v.clamp(-self.value_clamp, self.value_clamp)
-        return {"q": q, "k": k, "v": v, "p": weights, "out": weights @ v, "lse": lse, "slope": slope}
+        if self.lost_if_large:
+            wrong = (index[2] % self.lost_if_large == 0) & (logits.amax(-1, keepdim=True) > 200)
+            weights = torch.where(wrong, visible / visible.sum(-1, keepdim=True), weights)
+        out = weights @ v
+        if self.narrow_sums:
+            powers = (logits - logits.amax(-1, keepdim=True)).exp()
+            out = (powers @ v).clamp(-65504, 65504) / powers.sum(-1, keepdim=True)
+        return {"q": q, "k": k, "v": v, "p": weights, "out": out, "lse": lse, "slope": slope}
 
     def gradients(self, *arrays: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """dq, dk and dv, bshd."""
@@ -264,6 +292,8 @@ def cases(n: int, dtype: str, pass_: str) -> Iterator[Case]:
                 yield Case(f"{name}: {what}, in the backward pass", w, Kernel(w, backward=changed(w, mask=other)))
     yield from _parameters(base)
     yield from _parameters(changed(base, mask=masks.causal()))
+    yield from _low_logits(base)
+    yield from _low_logits(changed(base, mask=masks.causal()))
     yield from _places(changed(base, mask=masks.causal()), n)
     yield from _places(base, n)
     if pass_ != "forward":
@@ -293,6 +323,8 @@ def _parameters(w: Workload) -> Iterator[Case]:
     for limit in (8.0, 30.0, 100.0):
         yield Case(f"{kind}: logits clamped to {limit:g}", w, Kernel(w, clamp=limit))
     yield Case(f"{kind}: no maximum subtracted, overflow becomes 0", w, Kernel(w, overflows=True))
+    if w.pass_ != "backward":
+        yield Case(f"{kind}: one row in eight is lost at logits above 200", w, Kernel(w, lost_if_large=8))
     yield Case(f"{kind}: soft cap of 300 that was not asked for", w, Kernel(changed(w, softcap=300.0)))
     if w.pass_ != "backward":
         yield Case(f"{kind}: V clamped to 20", w, Kernel(w, value_clamp=20.0))
@@ -310,6 +342,24 @@ def _parameters(w: Workload) -> Iterator[Case]:
                 capped,
                 Kernel(capped, backward=changed(capped, softcap=1.1 * cap)),
             )
+
+
+def _low_logits(w: Workload) -> Iterator[Case]:
+    """Kernels that are right while some visible logit of every row is near 0 or above."""
+    kind = w.visible_mask.id
+    for start in (0.0, -50.0, -1000.0):
+        yield Case(f"{kind}: running maximum starts at {start:g}", w, Kernel(w, start=start))
+    if w.pass_ != "backward":
+        for what in ("key", "logit"):
+            yield Case(f"{kind}: a {what} of 0 is taken for padding", w, Kernel(w, padding=what))
+    if w.pass_ != "backward" and w.dtype == "float16":
+        yield Case(f"{kind}: unnormalised sums end at 65504", w, Kernel(w, narrow_sums=True))
+    if kind == "full":
+        return
+    # Of finite products in float16 no logit of these sizes is below -8160.
+    for value in (-1000.0,) if w.dtype == "float16" else (-1000.0, -1e4, -3e4):
+        yield Case(f"{kind}: hidden logits are {value:g}", w, Kernel(w, fill=value))
+        yield Case(f"{kind}: {value:g} is added to hidden logits", w, Kernel(w, added=value))
 
 
 def _places(w: Workload, n: int) -> Iterator[Case]:
@@ -357,6 +407,14 @@ def _lses(w: Workload) -> Iterator[Case]:
     yield Case("LSE off by 1e-3", w, replace(right, lse=lambda lse: lse + 1e-3), lse=True)
     yield Case("LSE off by log 2", w, replace(right, lse=lambda lse: lse + float(np.log(2))), lse=True)
     yield Case("LSE in base 2", w, replace(right, lse=lambda lse: lse / float(np.log(2))), lse=True)
+    yield Case("LSE without a maximum", w, replace(right, lse=lambda lse: lse.exp().log()), lse=True)
+    yield Case("LSE not below -100", w, replace(right, lse=lambda lse: lse.clamp(min=-100)), lse=True)
+    yield Case(
+        "LSE 5 % too large above 50",
+        w,
+        replace(right, lse=lambda lse: torch.where(lse > 50, lse * 1.05, lse)),
+        lse=True,
+    )
 
 
 class Bench:
@@ -380,7 +438,8 @@ class Bench:
         try:
             programs = framework.programs(implementation.build(workload, {}), workload.pass_, draws.inputs(layout)[0])
             lse = None if workload.pass_ == "backward" else implementation.build_lse(workload, {})
-            subject = Subject(framework, self.device, workload, layout, programs, draws, lse)
+            gradient = implementation.lse_gradient
+            subject = Subject(framework, self.device, workload, layout, programs, draws, lse, None, gradient)
             examine(subject, thorough=False)
         except Wrong as wrong:
             return "incorrect", str(wrong)
@@ -522,9 +581,11 @@ def random_workload(rng: np.random.Generator, device: str) -> Workload:
             None, None, masks.causal(), masks.causal(), masks.causal("top-left"),
             masks.window(int(one(0, 1, 4, 64)), 0), masks.window(int(one(1, 3, 8)), int(one(1, 3))),
             masks.prefix(max(1, q_len // 3)),
-            masks.lengths([int(one(1, 2, 5, kv_len // 2, kv_len)) for _ in range(batch)]),
-            masks.valid(rng.random((batch, kv_len)) < 0.7), masks.dilated([max(8, kv_len // 4), kv_len], [1, 3]),
+            masks.lengths([int(one(1, min(2, kv_len), min(5, kv_len), kv_len // 2, kv_len)) for _ in range(batch)]),
+            masks.valid(rng.random((batch, kv_len)) < 0.7),
         ]  # fmt: skip
+        if q_len == kv_len:
+            options.append(masks.dilated([max(8, kv_len // 4), kv_len], [1, 3]))
         if q_len <= kv_len:
             options += [masks.documents(ids), masks.causal() & masks.documents(ids), masks.block_causal(ids)]
         return Workload(

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from attnbench import registry
+from attnbench import masks, registry
+from attnbench.results.run_file import RunWriter, new_header
 from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.plan import Group
 from attnbench.spec import Ok, Record, Workload
-from attnbench.store.runfile import RunWriter, new_header
-from attnbench.workloads import masks
 
 TOKENS, WIDTH = 16384, 2048
 """Of a whole batch; heads x head_dim."""

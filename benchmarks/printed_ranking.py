@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
-from attnbench.analyse.ranking import by_workload, is_timed
 from attnbench.report.tables import print_rankings
+from attnbench.results.records import by_workload, is_timed
 from attnbench.spec import Ok, Record
 
 COLUMNS = 120

@@ -24,11 +24,11 @@ from pathlib import Path
 
 import numpy as np
 
+from attnbench import masks
 from attnbench.measuring.sampling import summarise
+from attnbench.results.run_file import RunWriter, new_header
 from attnbench.spec import Cost, Environment, Errors, Memory, Ok, Record, Throughput, Unsupported, VerifiedAt
 from attnbench.spec import Workload as Attention
-from attnbench.store.runfile import RunWriter, new_header
-from attnbench.workloads import masks
 
 CLAIMS = {"seconds": 20.0, "bytes": 1_000_000_000, "page_bytes_at_5000": 5_000_000, "open_seconds_at_5000": 3.0}
 LIMITS = (

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from attnbench import frameworks
-from attnbench.analyse.ring_model import Link, model
-from attnbench.impls.ring.settings import problem_of
-from attnbench.impls.ring.tiles import Tile
+from attnbench.kernels.ring.model import Link, model
+from attnbench.kernels.ring.settings import problem_of
+from attnbench.kernels.ring.tiles import Tile
 from attnbench.run.instructions import isa_cap
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.spec import Ok, Record, Workload
@@ -70,8 +70,8 @@ def tile_clock(workload: Workload, device: str) -> Callable[[Tile], tuple[float,
     import torch
 
     from attnbench.frameworks.torch_profile import synchronize
-    from attnbench.impls.parts.torch_merge import merge_, nothing_yet
-    from attnbench.impls.ring.kernels import Kernels
+    from attnbench.impls.partial.torch_merge import merge_, nothing_yet
+    from attnbench.kernels.ring.kernels import Kernels
 
     torch.set_num_threads(1)  # as a rank has when there are as many as cores
     kernels = Kernels(workload, "auto", torch.device(device))

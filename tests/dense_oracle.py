@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnbench import masks
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 
 HIDDEN = -math.inf
 

@@ -86,9 +86,11 @@ class Lab:
         repository.git("checkout", "--quiet", "-b", "feature")
         repository.commit("third")
         found = gate_factory.comparison("slower", 1.1)
-        for place in ("comparing.compare", "comparing.compare_refs"):
-            monkeypatch.setattr(f"attnbench.{place}", lambda *given, **named: found)
-        monkeypatch.setattr("attnbench.gating.gate_refs", lambda *given: gate_factory.report(gate_factory.case()))
+        for place in ("compare", "compare_refs"):
+            monkeypatch.setattr(f"attnbench.comparing.compare.{place}", lambda *given, **named: found)
+        monkeypatch.setattr(
+            "attnbench.comparing.gate.gate_refs", lambda *given: gate_factory.report(gate_factory.case())
+        )
         assert execute(["run", "--seq-len", "64", "--quiet"]) == 0
         (self.run,) = folder.glob("runs/*/*.jsonl")
         Path("baselines").mkdir()

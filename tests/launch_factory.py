@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from attnbench.comparing.statistics import Decision, decide, published
 from attnbench.comparison import Block, Comparison, Launch
-from attnbench.measuring.paired import Decision, decide, published
 
 METRICS = ("wall", "cpu")
 CALL_NS = 8e6

@@ -8,8 +8,8 @@ import msgspec
 from record_factory import CPU, incorrect, noisy, ok, unsupported, workload
 
 from attnbench.report.html.sections import Section, Source, gather
+from attnbench.results.run_file import Header, Run
 from attnbench.spec import Environment, Ok, Record
-from attnbench.store.runfile import Header, Run
 
 if TYPE_CHECKING:
     from attnbench.report.html.page import Page

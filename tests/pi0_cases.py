@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Workload
-from attnbench.workloads.edge import pi0_edges
+from attnbench.workloads.catalogue import pi0_edges
 
 
 def small_step(step: str, **fields) -> Workload:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from attnbench import masks
 from attnbench.spec import Cost, Environment, Errors, Incorrect, Memory, Ok, Time, Unsupported, VerifiedAt, Workload
-from attnbench.workloads import masks
 
 CPU = Environment(
     device="cpu",

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 import torch
 
+from attnbench import masks
 from attnbench.errors import Unsupported
-from attnbench.impls.torch_eager import EAGER
+from attnbench.impls.torch.eager import EAGER
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 
 WORK = Workload(batch=2, q_len=75, heads=4, kv_heads=2, head_dim=16, mask=masks.causal(), pass_="train")
 CASES = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gate_factory import case, report
 
-from attnbench.report.gate_markdown import MARKER, markdown
+from attnbench.comparing.gate_markdown import MARKER, markdown
 
 ROOT = Path(__file__).parents[1]
 ACTION, WORKFLOW = ROOT / "action.yml", ROOT / ".github" / "workflows" / "attnbench.yml"
@@ -158,6 +158,17 @@ def test_a_shallow_clone_says_what_to_do(tmp_path):
     code, said, output = run_step("Gate", tmp_path, {"TARGET": "main"}, code=1)
     assert (code, output) == (0, "exit-code=2\n")
     assert "attnbench" not in said
+
+
+@needs_bash
+@pytest.mark.parametrize("target", ["", "main"])
+def test_files_of_an_earlier_gate_are_gone(tmp_path, target: str):
+    folder = tmp_path / "of a gate"
+    folder.mkdir()
+    for name in ("gate.json", "gate.md", "gate.xml", "other.txt"):
+        (folder / name).write_text("stale")
+    run_step("Gate", tmp_path, {"TARGET": target, "FOLDER": folder.name}, code=2)
+    assert [file.name for file in folder.iterdir()] == ["other.txt"]
 
 
 @needs_bash

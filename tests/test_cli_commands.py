@@ -14,7 +14,7 @@ from fake_lab import NAMES, FakeLab
 
 from attnbench.cli import execute
 from attnbench.cli.verify import SPREAD
-from attnbench.store.runfile import read_run
+from attnbench.results.run_file import read_run
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_run_ranks_closes_and_names_the_file(lab: FakeLab, capsys: pytest.Captur
     assert "Not run: torch.fa3 (needs cuda" in out
     last = out.strip().splitlines()[-1]
     assert last.startswith("runs/test-cpu-9000/")
-    assert len(read_run(tmp_path / last).records) == 6 * len(NAMES) + 6
+    assert len(read_run(tmp_path / last).records) == 6 * (len(NAMES) + 2)
     assert "implementations x 6 workloads" in err
     assert lab.requests[0].implementations == tuple(NAMES)
 
@@ -153,8 +153,8 @@ def test_interrupt_keeps_what_is_there_and_resume_goes_on(lab: FakeLab, capsys: 
     assert "cut off" in capsys.readouterr().err
     first, second = lab.requests
     assert first == second
-    assert len(lab.done) == 2 * (len(NAMES) + 1)
-    assert len(read_run(Path(path)).records) == 6 * (len(NAMES) + 1)
+    assert len(lab.done) == 2 * (len(NAMES) + 2)
+    assert len(read_run(Path(path)).records) == 6 * (len(NAMES) + 2)
 
 
 def test_interrupt_before_anything(lab: FakeLab, capsys: pytest.CaptureFixture[str]):

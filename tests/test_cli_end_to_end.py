@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_process import attnbench
 
-from attnbench.store.runfile import read_run
+from attnbench.results.run_file import read_run
 
 TINY = ["--seq-len", "32", "--heads", "4:2", "--head-dim", "16", "--causal", "--budget", "0.05"]
 KERNEL = """

@@ -11,7 +11,7 @@ from record_factory import noisy, ok
 
 from attnbench import registry
 from attnbench.cli import execute
-from attnbench.store.runfile import RunWriter
+from attnbench.results.run_file import RunWriter
 
 NAMES = ["jax.xla", "torch.eager", "torch.sdpa", "torch.sdpa-math"]
 

@@ -17,7 +17,7 @@ from hostile_text import danger
 from record_factory import CPU, incorrect, noisy, ok
 
 from attnbench.cli import execute
-from attnbench.store.runfile import RunWriter
+from attnbench.results.run_file import RunWriter
 
 SMALL = ["--batch", "1", "--heads", "1", "--head-dim", "8", "--seq-len", "16", "--framework", "numpy"]
 PYTHON = f"{sys.executable} -m attnbench"

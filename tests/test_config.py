@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from attnbench import config
 from attnbench.config import Settings, load_settings
 from attnbench.errors import BrokenFile, UsageError
 
@@ -13,7 +14,15 @@ from attnbench.errors import BrokenFile, UsageError
 @pytest.fixture
 def project(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
     return tmp_path
+
+
+@pytest.fixture
+def told(caplog):
+    """What was warned of, once more although it was told before."""
+    config._warn_once.cache_clear()
+    return caplog
 
 
 def load(cwd, overrides=None, **environ) -> Settings:
@@ -39,6 +48,40 @@ def test_nearest_file_wins_and_pyproject_needs_the_table(project):
     assert load(project / "a" / "b").threads == 2
     (project / "a" / "attnbench.toml").write_text("threads = 3\n")
     assert load(project / "a" / "b").threads == 3
+
+
+@pytest.mark.parametrize("place", ["repository", "home", "neither"])
+def test_files_above_the_repository_or_the_home_folder_are_not_read(tmp_path, monkeypatch, told, place):
+    inner = tmp_path / "mine" / "deep"
+    inner.mkdir(parents=True)
+    monkeypatch.setattr(config.Path, "home", lambda: tmp_path / ("mine" if place == "home" else "elsewhere"))
+    if place == "repository":
+        (tmp_path / "mine/.git").write_text("gitdir: elsewhere\n")
+    (tmp_path / "attnbench.toml").write_text('threads = 1\nbuild = "touch pwned"\n')
+    assert load(inner) == Settings()
+    (tmp_path / "mine/attnbench.toml").write_text('threads = 2\nbuild = "make"\n')
+    assert load(inner).threads == (None if place == "neither" else 2)
+    assert load(inner).build == ("make" if place == "repository" else None)
+    assert ("is in no git repository" in told.text) == (place == "home")
+
+
+def test_a_file_of_another_user_is_not_read(project, monkeypatch, told):
+    (project / "attnbench.toml").write_text('build = "touch pwned"\n')
+    real, strangers = config.Path.stat, {project / "attnbench.toml": 4321}
+
+    class Owned:
+        def __init__(self, path, **given):
+            self._found, self._path = real(path, **given), path
+
+        def __getattr__(self, name):
+            known = getattr(self._found, name)
+            return strangers.get(self._path, known) if name == "st_uid" else known
+
+    monkeypatch.setattr(config.Path, "stat", lambda path, **given: Owned(path, **given))
+    assert load(project / "a") == Settings()
+    assert "belongs to another user (uid 4321)" in told.text
+    strangers[project / ".git"] = 4321  # a repository of another user, which git refuses unless it is allowed
+    assert load(project / "a").build == "touch pwned"
 
 
 def test_runs_folder_is_relative_to_the_file(project):

@@ -13,13 +13,13 @@ from gate_factory import report
 from policy_factory import policy
 from record_factory import ok, workload
 
+from attnbench.comparing.baselines import update
+from attnbench.comparing.ci_files import write_ci
 from attnbench.drafts import draft_of, write_texts
 from attnbench.errors import UsageError
 from attnbench.policy import save_policy
-from attnbench.report.ci import write_ci
 from attnbench.report.pytest_session import SessionFile, write_session
-from attnbench.store.baselines import update
-from attnbench.workloads.suite_write import write_suite
+from attnbench.workloads.suite_file import write_suite
 
 
 def write_baseline(path: Path) -> None:

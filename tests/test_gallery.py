@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import gallery
 from gallery_captions import CAPTIONS
 from marked_blocks import replaced
 
-from attnbench.report.html.featured import GREY, MOST_FEATURED
-from attnbench.report.html.images import drawable
+from attnbench.report.html.images import GREY, drawable
+from attnbench.report.html.picks import MOST_FEATURED
 
 ROOT = Path(__file__).parents[1]
 RUNS, IMAGES = ROOT / "results/h200", ROOT / "docs/gallery"
@@ -34,6 +35,15 @@ def test_the_readme_says_what_the_run_files_say():
         assert text in readme, f"block {name}: {RUN_AGAIN}"
     for picture in re.findall(r"\]\((docs/gallery/[^)]*)\)", readme):
         assert (ROOT / picture).is_file()
+
+
+def test_the_winner_map_shows_every_shape_that_its_caption_counts():
+    part = gallery.shown(gallery.page_of(gallery.read(RUNS))).parts[0]
+    timed = [row for row in part.cells.rows if row.get("ns") is not None and row["exact"]]
+    drawn = gallery.charts_of(part)["winners"]
+    assert {row["workload"] for row in timed if row.get("map") == drawn.map} == {row["workload"] for row in timed}
+    rows = Counter((row["row"], row["column"], row["workload"]) for row in timed)
+    assert len({(row, column) for row, column, _ in rows}) == len(rows), "two shapes in one place"
 
 
 def test_charts_are_wide_enough_to_read_and_small():

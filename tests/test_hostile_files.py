@@ -19,7 +19,7 @@ from record_factory import incorrect, noisy, ok, timing, unsupported, workload
 from attnbench.cli import execute
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.policy import load_policy, stack
-from attnbench.store.runfile import RunWriter, new_header
+from attnbench.results.run_file import RunWriter, new_header
 from attnbench.workloads.grid import grid
 from attnbench.workloads.suite_file import read_suite
 
@@ -112,10 +112,14 @@ def read(
     return read
 
 
+GOOD = {"gate": 1}
+"""Exit codes of commands that read good files, 0 if not named: one of their functions is wrong, which fails a gate."""
+
+
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_good_files_are_read(kind: str, good: dict[str, bytes], read: Callable[..., int]):
     for command in COMMANDS[kind]:
-        assert read(kind, good[kind], command) == 0, command
+        assert read(kind, good[kind], command) == GOOD.get(command[0], 0), command
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -197,8 +201,8 @@ def test_names_and_reasons_in_every_output(
             holder[key] = {f"{name}{HOSTILE}": one for name, one in holder[key].items()}
     content = "\n".join(map(json.dumps, lines)).encode() + b"\n"
     for command in COMMANDS[RUN]:
-        assert read(RUN, content, command) in (0, 2, 3)  # 3: a renamed cell has nothing to be compared with
-    assert read(RUN, content, ["gate", "--baseline", RUN, "--current", RUN, "--ci", "ci"]) == 0
+        assert read(RUN, content, command) in (0, 1, 2, 3)  # 3: a renamed cell has nothing to be compared with
+    assert read(RUN, content, ["gate", "--baseline", RUN, "--current", RUN, "--ci", "ci"]) == 1
     assert read(RUN, content, ["baseline", "show", "torch.eager", "--dir", "kept", "-k", "t128"]) == 2
     assert read(RUN, content, ["history", "kept"]) == 0
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
@@ -215,7 +219,7 @@ def test_words_of_the_command_line_are_told_visibly(words: list[str], good: dict
 def test_a_name_that_is_not_utf8(good: dict[str, bytes], read: Callable[..., int]):
     name = "a\udcff\x1b[2J.jsonl"
     for command in COMMANDS[RUN]:
-        assert read(name, good[RUN], [name if word == RUN else word for word in command]) in (0, 2)
+        assert read(name, good[RUN], [name if word == RUN else word for word in command]) in (0, 1, 2)
     assert read(name, good[RUN], ["gate", "--baseline", name, "--current", name, "--json"]) == 2
     assert read(name, good[RUN], ["baseline", "update", name, "--dir", "kept", "--note", "\udcff"]) == 2
 
@@ -248,7 +252,7 @@ def test_a_long_reason_is_cut_in_tables_and_whole_in_json(
     for reason in ("needs cuda", "wrong"):
         Path(RUN).write_bytes(good[RUN].replace(json.dumps(reason).encode(), json.dumps(long).encode()))
         for command in (["show", RUN], ["show", RUN, "--detail"], ["gate", "--baseline", RUN, "--current", RUN]):
-            assert execute(command) in (0, 3)
+            assert execute(command) in (0, 1, 3)
             assert len(capsys.readouterr().out) < 100_000, command
         assert execute(["show", RUN, "--json"]) == 0
         assert long in capsys.readouterr().out
@@ -348,4 +352,4 @@ def test_a_pipe_in_a_folder_is_no_file(good: dict[str, bytes], read: Callable[..
     for name in ("a.jsonl", "b.json"):
         os.mkfifo(tmp_path / "folder" / name)
     for command in COMMANDS["baseline"]:
-        assert read("baseline", good["baseline"], command) == 0
+        assert read("baseline", good["baseline"], command) == GOOD.get(command[0], 0)

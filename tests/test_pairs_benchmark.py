@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnbench.store.runfile import read_run
+from attnbench.results.run_file import read_run
 
 pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "pairs.py"

@@ -482,7 +482,7 @@ class TestPackaged:
         """`make policies` writes them anew."""
         results = Path(__file__).parents[1] / "results"
         paths = [path for some in runs for path in sorted(results.glob(some))]
-        sources = read_sources([str(path) for path in paths if path.stem != "grid-gpu-device-time"])
+        sources = read_sources([str(path) for path in paths])
         chosen = choose_from(sources, Constraints(forbid=("torch.compiled",))).policy
         packaged = Path(policies.__file__).parents[1] / "policies" / f"{name}.json"
         assert policies.policy_text(chosen) == packaged.read_text()

@@ -133,7 +133,9 @@ def test_wrong_fails_refused_skips_and_a_crash_shows_its_traceback(run, lab):
         ("same", 1.0, "at_most=0.8", {"failed": 1}),
         ("faster", 0.7, "at_most=0.8", {"passed": 1}),
         ("inconclusive", 1.02, "", {"passed": 1, "warnings": 1}),
-        ("inconclusive", 1.02, "at_most=1.5", {"passed": 1}),
+        ("inconclusive", 1.02, "at_most=1.5", {"passed": 1, "warnings": 1}),
+        ("inconclusive", 1.6, "at_most=1.5", {"failed": 1}),
+        ("slower", 0.9, "at_most=1.0", {"failed": 1}),
     ],
 )
 def test_compare_judges(run, lab, verdict, ratio, arguments, outcome):
@@ -153,13 +155,47 @@ def test_what_has_no_interval_is_not_called_fast_enough():
     assert fast_enough(gate_factory.comparison("same", interval=None), 1.2) is None
 
 
+def test_slower_by_another_metric_is_held_to_the_bound_too():
+    by_cpu = gate_factory.comparison("slower", 0.9, cpu=1.3)
+    assert fast_enough(by_cpu, 1.2) is False
+    assert fast_enough(by_cpu, 1.4) is True
+    assert fast_enough(gate_factory.comparison("faster", 0.7, cpu=1.0), 0.8) is True
+    contradicting = gate_factory.comparison("inconclusive", 0.7)
+    assert fast_enough(contradicting, 0.8) is None
+
+
+RIGHT, WRONG, REFUSED = ok("one"), incorrect("one", "row 7"), unsupported("one", "needs cuda")
+
+
+@pytest.mark.parametrize(
+    "a, b, outcome",
+    [
+        (REFUSED, REFUSED, "skipped"),
+        (REFUSED, RIGHT, "skipped"),
+        (REFUSED, WRONG, "failed"),
+        (RIGHT, REFUSED, "failed"),
+        (RIGHT, WRONG, "failed"),
+        (WRONG, RIGHT, "failed"),
+        (REFUSED, Failed(implementation="one", workload=workload(), reason="crashed"), "failed"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--attnbench-disable",)])
+def test_only_what_the_first_arm_refuses_skips(run, lab, monkeypatch, a, b, outcome, options):
+    lab.comparison = gate_factory.comparison(None, reason="not compared", record_a=a, record_b=b)
+    monkeypatch.setattr(ab, "verify", lambda what, *given, **named: {"old": a, "new": b}[what])
+    result = run("def test(attnbench): attnbench.compare('old', 'new', q_len=64)", *options)
+    result.assert_outcomes(**{outcome: 1})
+    if not options:
+        result.stdout.fnmatch_lines(["1 not compared"])
+
+
 def test_an_arm_that_is_wrong_fails_and_one_that_cannot_run_skips(run, lab):
     source = "def test(attnbench): attnbench.compare('old', 'new', q_len=64)"
     lab.comparison = gate_factory.comparison(None, reason="new is wrong", record_b=incorrect("new", "row 7"))
     result = run(source)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*Failed: torch.sdpa was not compared with torch.eager: new is wrong"])
-    lab.comparison = gate_factory.comparison(None, reason="needs cuda", record_b=unsupported("new", "needs cuda"))
+    lab.comparison = gate_factory.comparison(None, reason="needs cuda", record_a=unsupported("new", "needs cuda"))
     run(source).assert_outcomes(skipped=1)
 
 

@@ -11,7 +11,7 @@ import pytest
 from attnbench import reading
 from attnbench.errors import BrokenFile
 from attnbench.reading import DEEPEST, decode_json, read_content, read_lines, read_toml
-from attnbench.store.runfile import read_run
+from attnbench.results.run_file import read_run
 
 PUBLISHED = Path(__file__).parents[1] / "results"
 

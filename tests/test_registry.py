@@ -122,7 +122,7 @@ def test_a_file_and_a_module_reference(kernel_file):
     assert found.name == "my_attention"
     assert found.function(1, 2, 3) == 3
     assert resolve("my_kernel:my_attention", "numpy").function(1, 2, 3) == 3
-    assert load_reference("attnbench.impls.numpy_reference:FLOAT32").name == "numpy.float32"
+    assert load_reference("attnbench.impls.numpy:FLOAT32").name == "numpy.float32"
 
 
 def test_wrong_references_say_what_is_wrong(kernel_file, tmp_path):

@@ -6,10 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from attnbench import spec
+from attnbench import masks, spec
 from attnbench.errors import InvalidWorkload
 from attnbench.spec import Cell, Cost, Environment, Errors, Memory, Ok, Record, Time, VerifiedAt, Workload
-from attnbench.workloads import masks
 
 SMALL = {"batch": 1, "q_len": 8, "heads": 4, "head_dim": 16}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnbench import registry
-from attnbench.store.runfile import read_run
+from attnbench.results.run_file import read_run
 
 H200 = Path(__file__).parents[1] / "results" / "h200"
 

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnbench.comparing import compare as compare
+    from attnbench import masks as masks
+    from attnbench.comparing.compare import compare as compare
     from attnbench.dispatch.attention import attention as attention
     from attnbench.dispatch.capture import capture as capture
     from attnbench.dispatch.explain import explain as explain
@@ -26,10 +27,9 @@ if TYPE_CHECKING:
     from attnbench.spec import Environment as Environment
     from attnbench.spec import Implementation as Implementation
     from attnbench.spec import Workload as Workload
-    from attnbench.workloads import masks as masks
 
 _HOME = {  # public name -> where it lives
-    "compare": ("attnbench.comparing", "compare"),
+    "compare": ("attnbench.comparing.compare", "compare"),
     "attention": ("attnbench.dispatch.attention", "attention"),
     "capture": ("attnbench.dispatch.capture", "capture"),
     "explain": ("attnbench.dispatch.explain", "explain"),
@@ -48,7 +48,7 @@ _HOME = {  # public name -> where it lives
     "Workload": ("attnbench.spec", "Workload"),
 }
 
-_MODULES = {"masks": "attnbench.workloads.masks", "models": "attnbench.models", "nn": "attnbench.nn"}
+_MODULES = {"masks": "attnbench.masks", "models": "attnbench.models", "nn": "attnbench.nn"}
 
 __all__ = [*_HOME, "masks"]  # pyright: ignore[reportUnsupportedDunderAll]
 

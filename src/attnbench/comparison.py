@@ -97,7 +97,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 CaseStatus = Literal[
     "pass", "regression", "wrong", "memory", "improved", "inconclusive", "missing", "no_baseline", "not_measured"
 ]  # fmt: skip
-"""pass: same, or slower once but not confirmed. wrong: b gives wrong numbers (or no result) where a was right. memory:
+"""pass: same, or slower once but not confirmed. wrong: b gives wrong numbers, or no result if a was right. memory:
 b needs over 1 % more at its peak. missing: right in the stored baseline, not in the current run at
 all. no_baseline: a refuses this case, or does not have it. inconclusive: cannot be told, or a was lost (failed, no
 answer, no memory). not_measured: neither."""

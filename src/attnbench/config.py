@@ -1,15 +1,19 @@
 """Settings, read once by the command line and the API: command line > environment > file > default.
 
 The file is the nearest `attnbench.toml`, or `pyproject.toml` with a `[tool.attnbench]` table, from the working folder
-upwards. A variable is the setting's name in capitals after ATTNBENCH_: ATTNBENCH_RUNS_DIR=/data/runs. A list in a
-variable is separated by spaces, one of folders as PATH is.
+up to the root of its git repository; outside of one, up to the user's home folder, or in the working folder alone if
+that is not in it. A file of another user does not count, because its `build` would be run. A variable is the setting's
+name in capitals after ATTNBENCH_: ATTNBENCH_RUNS_DIR=/data/runs. A list in a variable is separated by spaces, one of
+folders as PATH is.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -53,7 +57,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     implementations: tuple[str, ...] = ()
     """What a gate measures: names or module:function references of the package under test; none for all installed."""
     build: str | None = None
-    """Shell command run inside the worktree of each git ref before it is measured."""
+    """Shell command run inside the worktree of each git ref before it is measured; from a file of the repository."""
     pythonpath: tuple[str, ...] = ()
     """Folders of a worktree, relative to its root, that its workers import from; none for src (if any) and the root."""
     thresholds: str | None = None
@@ -133,11 +137,40 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _file_settings(folder: Path) -> dict[str, Any]:
-    for place in (folder, *folder.parents):
+    above = (folder, *folder.parents)
+    root = next((place for place in above if (place / ".git").exists()), None)
+    last = root or next((place for place in above if place == _home()), folder)
+    for place in above[: above.index(last) + 1]:
         for path in (place / "attnbench.toml", place / "pyproject.toml"):
-            if path.is_file() and (found := _read(path)) is not None:
-                return found
+            if not path.is_file() or not _is_trusted(path, root) or (found := _read(path)) is None:
+                continue
+            if root is None and found.pop("build", None) is not None:
+                _warn_once(f"build in {path} is not used: the file is in no git repository.")
+            return found
     return {}
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home().resolve()
+    except RuntimeError:  # this user has none
+        return None
+
+
+def _is_trusted(path: Path, root: Path | None) -> bool:
+    """Whether a file belongs to this user, to root, or to the owner of its repository, whom git asks about itself."""
+    if not hasattr(os, "getuid"):
+        return True
+    trusted = {os.getuid(), 0} | (set() if root is None else {(root / ".git").stat().st_uid})
+    owner = path.stat().st_uid
+    if owner not in trusted and path.name == "attnbench.toml":
+        _warn_once(f"{path} is not read: it belongs to another user (uid {owner}).")
+    return owner in trusted
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logging.getLogger("attnbench").warning(text)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

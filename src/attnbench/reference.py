@@ -12,8 +12,8 @@ import array_api_compat
 import numpy as np
 from jaxtyping import Float
 
+from attnbench.masks import Namespace
 from attnbench.spec import Array, Workload
-from attnbench.workloads.masks import Namespace
 
 BLOCK_PAIRS = 1 << 22
 """Logits held at once."""
@@ -106,9 +106,10 @@ def _probabilities(
     if workload.softcap is not None:
         squashed = xp.tanh(logits / workload.softcap)
         logits, slope = workload.softcap * squashed, 1 - squashed * squashed
+    hidden, above = xp.zeros_like(logits) - float("inf"), 0.0
     if weight is not None:
-        logits = logits + xp.astype(weight, wide)
-    hidden = xp.zeros_like(logits) - float("inf")
+        weight, above = _shifted(xp, weight, visible, wide)
+        logits = logits + weight
     logits = xp.where(visible, logits, hidden)
     top = xp.max(logits, axis=-1, keepdims=True)
     top = xp.where(top == -float("inf"), xp.zeros_like(top), top)
@@ -116,8 +117,23 @@ def _probabilities(
     total = xp.sum(weights, axis=-1, keepdims=True)
     empty = total == 0
     divisor = xp.where(empty, xp.ones_like(total), total)
-    lse = xp.where(empty, xp.zeros_like(total) - float("inf"), top + xp.log(divisor))
+    lse = xp.where(empty, xp.zeros_like(total) - float("inf"), above + top + xp.log(divisor))
     return _Probabilities(weights / divisor, lse[..., 0], (1 / divisor)[..., 0], slope, top[..., 0])
+
+
+def _shifted(xp: Any, weight: Array, visible: Array, wide: Any) -> tuple[Array, Array]:
+    """Weights less the largest that each row sees, and that (0 if it sees none), both in `wide` and finite.
+
+    A softmax does not change by it, and a logit is not rounded to the size of a large bias.
+    """
+    limits = xp.finfo(wide)
+    weight = weight if weight.dtype == xp.float64 else xp.astype(weight, wide)
+    seen = xp.where(visible, weight, xp.zeros_like(weight) - float("inf"))
+    top = xp.max(seen, axis=-1, keepdims=True)
+    top = xp.where(top == -float("inf"), xp.zeros_like(top), top)
+    with np.errstate(over="ignore"):
+        rest = xp.where(visible, weight - top, xp.zeros_like(weight))
+    return tuple(xp.astype(xp.clip(x, float(limits.min), float(limits.max)), wide) for x in (rest, top))
 
 
 def _rows_of_group(xp: Any, array: Array) -> Array:
@@ -161,6 +177,33 @@ def forward_rows(
     narrow = xp.astype(p.normal, v.dtype)
     out = _contained(xp, narrow, v) if contain else _matmul(xp, narrow, v)
     return Rows(out, p.lse, p.top)
+
+
+def logit_gaps(
+    workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace, keys: slice = ALL
+) -> tuple[Array, Array]:
+    """Return how far the largest logit of some query rows is above the second, and the largest size of one, [..., g,
+    rows] each, in the precision of the inputs and without a soft cap. A row that sees one key or none has an infinite
+    gap. No size is below that of a sum of unlike terms of this length."""
+    xp = array_api_compat.array_namespace(head.q)
+    k, scale = head.k[..., keys, :], workload.softmax_scale
+    q = xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=-2)
+    visible, weight = visible_bias(workload, head, rows, namespace, keys)
+    logits = _matmul(xp, q, xp.matrix_transpose(k)) * scale
+    longest = xp.max(xp.linalg.vector_norm(k, axis=-1), axis=-1)[..., None, None]
+    least = abs(scale) * q.shape[-1] ** -0.5 * longest * xp.linalg.vector_norm(q, axis=-1)
+    largest = xp.maximum(least, xp.max(xp.where(visible, xp.abs(logits), xp.zeros_like(logits)), axis=-1))
+    if weight is not None:
+        logits = logits + xp.astype(weight, logits.dtype)
+    hidden = xp.zeros_like(logits) - float("inf")
+    logits = xp.where(visible, logits, hidden)
+    top = xp.max(logits, axis=-1, keepdims=True)
+    ties = xp.sum(xp.astype(visible & (logits == top), logits.dtype), axis=-1) > 1
+    second = xp.max(xp.where(logits == top, hidden, logits), axis=-1)
+    alone = second == -float("inf")
+    gap = top[..., 0] - xp.where(alone, xp.zeros_like(second), second)
+    gap = xp.where(alone, xp.zeros_like(gap) + float("inf"), gap)
+    return xp.where(ties, xp.zeros_like(gap), gap), largest
 
 
 def backward_rows(

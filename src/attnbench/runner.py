@@ -10,14 +10,13 @@ from typing import Any, Literal, SupportsIndex, overload
 
 import msgspec
 
-from attnbench import frameworks, registry
+from attnbench import frameworks, masks, registry
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.run.crew import Crew
 from attnbench.run.launch import CannotTravel, Listener, Request, check_seconds, launch
 from attnbench.run.lock import LIBRARY_PATIENCE_S
 from attnbench.spec import Implementation, Record, Workload
-from attnbench.workloads import masks
 from attnbench.workloads.suites import parse_mask
 
 Subject = str | Callable[..., Any] | Implementation

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct, field
 
 from attnbench.errors import InvalidWorkload
-from attnbench.workloads.masks import LARGEST_SIZE, AnyMask, Full, Mask, MaskShape
+from attnbench.masks import LARGEST_SIZE, AnyMask, Full, Mask, MaskShape
 
 Pass = Literal["forward", "backward", "train"]
 Layout = Literal["bshd", "bhsd"]
@@ -227,6 +227,9 @@ def other_versions(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[s
     return sorted(name for name, version in mine.items() if theirs.get(name, version) != version)
 
 
+DIRTY = "+dirty"
+
+
 class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a cell runs. The fields of `hard_key` decide whether two absolute times may be compared at all."""
 
@@ -256,6 +259,12 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     harness: str = ""
     """Version of attnbench, and of what it calls a time (sampling.ESTIMATOR); empty or without the latter: older."""
     commit: str = ""
+    """Of the code that was measured, with `DIRTY` behind it if there were changes that no commit has."""
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether there were changes that its commit does not have."""
+        return self.commit.endswith(DIRTY)
 
     @property
     def hard_key(self) -> Mapping[str, object]:
@@ -376,6 +385,7 @@ class Implementation(ABC):
         Arrays are bshd whatever `layout` says, and may be strided views; LSE is [b, h, q_len], natural log, float32
         (float64 for float64 inputs); a row that sees no key has output 0 and LSE -inf. The backward's `out` and `lse`
         may be those of the whole: gradients of parts with the whole's out and lse add up to the whole's gradients.
+        None for a mask with a large bias (attnbench.masks.large_bias): an LSE that holds it holds nothing else.
         """
         del workload, config
         return None

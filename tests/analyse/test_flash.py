@@ -9,11 +9,11 @@ import pytest
 from length_factory import LENGTHS, along, timed
 from record_factory import timing
 
+from attnbench import masks
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.flash import stores_scores
 from attnbench.analyse.recommend import recommend
 from attnbench.spec import Record
-from attnbench.workloads import masks
 
 
 def fused_bytes(n: int) -> float:

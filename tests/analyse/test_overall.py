@@ -3,9 +3,9 @@ from __future__ import annotations
 import msgspec
 from length_factory import GPU, LENGTHS, along
 
+from attnbench import masks
 from attnbench.analyse.recommend import recommend
 from attnbench.spec import Record
-from attnbench.workloads import masks
 
 JAX = msgspec.structs.replace(GPU, framework="jax")
 

@@ -7,12 +7,12 @@ import pytest
 from length_factory import GPU, LENGTHS, along, out_of_memory
 from record_factory import noisy, ok, workload
 
+from attnbench import masks
 from attnbench.analyse.advice import Figure, Recommendation, listed, tokens
-from attnbench.analyse.ranking import is_timed, label
 from attnbench.analyse.recommend import recommend
+from attnbench.results.records import is_timed, label
+from attnbench.results.run_file import read_run
 from attnbench.spec import Memory, Record
-from attnbench.store.runfile import read_run
-from attnbench.workloads import masks
 
 RESULTS = sorted((Path(__file__).parents[2] / "results").rglob("*.jsonl"))
 

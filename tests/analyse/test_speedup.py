@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from record_factory import CPU, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.speedup import category, speedups
+from attnbench.results.ratios import Ratio
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import numpy as np
 from msgspec.structs import replace
 from record_factory import incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.ranking import baseline, rank
 from attnbench.analyse.summary import closing, count_notes, not_run
+from attnbench.results.records import baseline
+from attnbench.results.standings import rank
 from attnbench.spec import Failed
 
 SHAPES = [workload(n) for n in (64, 128, 256, 512)]

@@ -8,10 +8,10 @@ import pytest
 from length_factory import GPU, LENGTHS, along
 from record_factory import incorrect, noisy, timing, workload
 
+from attnbench import masks
 from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.recommend import recommend
 from attnbench.spec import Record
-from attnbench.workloads import masks
 
 
 def only(records: Sequence[Record], kind: str) -> Recommendation:

@@ -7,10 +7,10 @@ import pytest
 from length_factory import GPU, along
 from record_factory import ok, timing, workload
 
-from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.summary import closing
 from attnbench.analyse.wording import all_of, counted, format_ratio, format_span, slightly_apart
+from attnbench.results.ratios import Ratio
 from attnbench.spec import Record
 
 

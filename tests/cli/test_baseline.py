@@ -10,7 +10,7 @@ import pytest
 from record_factory import CPU, ok, unsupported, workload
 
 from attnbench.cli import execute
-from attnbench.store.runfile import RunWriter, new_header
+from attnbench.results.run_file import RunWriter, new_header
 
 HERE = msgspec.structs.replace(CPU, commit="abc123abc123")
 
@@ -105,3 +105,17 @@ def test_a_torn_line_of_the_run_is_told(tmp_path, monkeypatch, capsys):
     path.write_bytes(path.read_bytes() + b'{"line":')
     assert execute(["baseline", "save", "torn.jsonl"]) == 0
     assert "torn.jsonl, line 6: the last line was cut off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("commit", ["abc123abc123", "abc123abc123+dirty"])
+def test_uncommitted_changes_are_told(tmp_path, monkeypatch, capsys, commit):
+    monkeypatch.chdir(tmp_path)
+    environment = msgspec.structs.replace(CPU, commit=commit)
+    names = ("mine", "anchor.matmul", "anchor.copy")
+    RunWriter(Path("r.jsonl"), new_header("0", "own")).write(
+        [ok(n, [1e6, 1e6], environment=environment) for n in names]
+    )
+    assert execute(["baseline", "save", "r.jsonl"]) == 0
+    told = "r.jsonl was measured with uncommitted changes (mine)" in " ".join(capsys.readouterr().err.split())
+    assert told == commit.endswith("+dirty")
+    assert [row["commit"] for row in listed(capsys)] == [commit]

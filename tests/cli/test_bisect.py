@@ -11,11 +11,11 @@ import pytest
 from git_repository import Repository
 from record_factory import workload
 
-from attnbench import comparing
 from attnbench.cli import execute
+from attnbench.comparing import compare as comparing
+from attnbench.comparing.refs import BuildFailed
 from attnbench.comparison import Comparison
 from attnbench.run.lock import machine_lock
-from attnbench.run.refs import BuildFailed
 
 SHAPE = ["--batch", "1", "--seq-len", "128", "--heads", "4", "--head-dim", "32", "--causal"]
 

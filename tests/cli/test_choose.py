@@ -13,8 +13,8 @@ from attnbench.cli import execute
 from attnbench.cli.choose import read_size
 from attnbench.errors import PolicyWarning, UsageError
 from attnbench.policy import Constraints, load_policy
+from attnbench.results.run_file import RunWriter, new_header
 from attnbench.spec import Memory
-from attnbench.store.runfile import RunWriter, new_header
 
 LENGTHS = (128, 256, 512, 1024)
 

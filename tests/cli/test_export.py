@@ -14,7 +14,7 @@ import pytest
 from record_factory import ok, unsupported, workload
 
 from attnbench.cli import execute
-from attnbench.store.runfile import RunWriter, new_header
+from attnbench.results.run_file import RunWriter, new_header
 
 FAST = ok("torch.sdpa", [5e6, 6e6, 7e6])
 

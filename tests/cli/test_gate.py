@@ -8,12 +8,13 @@ from pathlib import Path
 import gate_factory
 import pytest
 from git_repository import Repository
-from record_factory import incorrect, ok
+from record_factory import incorrect, ok, unsupported
 
 from attnbench.cli import execute
+from attnbench.comparing.baselines import save
+from attnbench.errors import UsageError
+from attnbench.results.run_file import RunWriter, new_header
 from attnbench.run.lock import machine_lock
-from attnbench.store.baselines import save
-from attnbench.store.runfile import RunWriter, new_header
 
 
 @pytest.fixture
@@ -31,9 +32,9 @@ def asked(monkeypatch, tmp_path):
         orders.append((given, named))
         return answers["comparison"]
 
-    monkeypatch.setattr("attnbench.gating.gate_refs", gate_refs)
-    monkeypatch.setattr("attnbench.comparing.compare", compare)
-    monkeypatch.setattr("attnbench.comparing.compare_refs", compare)
+    monkeypatch.setattr("attnbench.comparing.gate.gate_refs", gate_refs)
+    monkeypatch.setattr("attnbench.comparing.compare.compare", compare)
+    monkeypatch.setattr("attnbench.comparing.compare.compare_refs", compare)
     answers["orders"] = orders
     return answers
 
@@ -75,7 +76,7 @@ def test_implementations_come_from_the_settings(asked):
 def test_without_a_list_only_what_the_repository_brings_is_gated(asked, tmp_path, capsys, monkeypatch):
     """attnbench's own are the same in every ref of another repository."""
     Repository(tmp_path).commit("first")
-    names = {"numpy.float32": "attnbench.impls.numpy_reference"}
+    names = {"numpy.float32": "attnbench.impls.numpy"}
     monkeypatch.setattr("attnbench.cli.selection.swept_names", lambda: list(names))
     monkeypatch.setattr("attnbench.registry.module_of", names.__getitem__)
     assert execute(["gate", "--baseline", "main"]) == 2
@@ -95,7 +96,7 @@ def test_files_for_ci_are_written_case_by_case(asked, monkeypatch):
         assert json.loads(Path("out/gate.json").read_text())["cases"][0]["status"] == "regression"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attnbench.gating.gate_refs", killed)
+    monkeypatch.setattr("attnbench.comparing.gate.gate_refs", killed)
     assert execute([*GATE, "--ci", "out"]) == 130
     assert sorted(path.name for path in Path("out").iterdir()) == ["gate.json", "gate.md", "gate.xml"]
 
@@ -178,6 +179,32 @@ def test_a_wrong_candidate_fails_where_a_slower_one_would(asked, shapes):
     words = ["compare", "torch.eager", "torch.sdpa", "--seq-len", *shapes]
     assert execute(words) == 3
     assert execute([*words, "--fail-on", "slower"]) == 1
+    wrong["record_a"] = unsupported("torch.eager", "no")
+    asked["comparison"] = gate_factory.comparison(None, reason="no", **wrong)
+    assert execute([*words, "--fail-on", "slower"]) == 1
+
+
+@pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (UsageError("a build fails"), 2)])
+def test_what_is_finished_is_printed_whatever_ends_a_comparison(asked, monkeypatch, capsys, error, code):
+    answers = iter([gate_factory.comparison(), gate_factory.comparison(), error])
+
+    def compare(*given, **named):
+        if isinstance(found := next(answers), BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr("attnbench.comparing.compare.compare", compare)
+    words = ["compare", "torch.eager", "torch.sdpa", "--seq-len", "64", "128", "256", "--json"]
+    assert execute(words) == code
+    assert len(json.loads(capsys.readouterr().out)) == 2
+
+
+@pytest.mark.parametrize("words", [["--suite", "nowhere"], ["--impl", "torch.sdap"], ["--thresholds", "gone.toml"]])
+def test_a_gate_that_is_refused_leaves_no_files_of_an_earlier_one(asked, words):
+    assert execute([*GATE, "--ci", "out"]) == 0
+    Path("out/other.txt").write_text("not ours")
+    assert execute(["gate", "--baseline", "main", "--ci", "out", *words]) == 2
+    assert [path.name for path in Path("out").iterdir()] == ["other.txt"]
 
 
 def test_compare_of_refs_hands_on_what_was_asked(asked):
@@ -191,7 +218,7 @@ def test_a_bug_has_an_exit_code_of_its_own(asked, monkeypatch, capsys):
     def break_down(*given):
         raise RuntimeError("unthought of")
 
-    monkeypatch.setattr("attnbench.gating.gate_refs", break_down)
+    monkeypatch.setattr("attnbench.comparing.gate.gate_refs", break_down)
     assert execute(GATE) == 70
     assert "bug in attnbench" in capsys.readouterr().err
 

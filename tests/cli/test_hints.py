@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from record_factory import incorrect, workload
 
+from attnbench import masks
 from attnbench.cli.hints import explain_hints
 from attnbench.cli.options import Choice, Sampling, Shape
 from attnbench.cli.order import Order, Prepared, prepare
 from attnbench.run.launch import Request
 from attnbench.spec import ONLY_TIMED
-from attnbench.workloads import masks
 
 WRONG = "output: 9 x the relative error allowed"
 

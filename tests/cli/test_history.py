@@ -12,10 +12,10 @@ import pytest
 from git_repository import Repository
 from record_factory import CPU, ok, workload
 
-from attnbench.analyse.history import Key, Point, Series, Trend
 from attnbench.cli import execute
-from attnbench.report.history import closing, sparkline
-from attnbench.store.runfile import Header, RunWriter
+from attnbench.comparing.history import Key, Point, Series, Trend
+from attnbench.comparing.history_text import closing, sparkline
+from attnbench.results.run_file import Header, RunWriter
 
 COMMITS = 16
 SLOW_FROM = 9

@@ -19,14 +19,14 @@ from record_factory import ok, workload
 from attnbench.cli import execute
 from attnbench.cli.order import store_request
 from attnbench.errors import UsageError
+from attnbench.results.run_file import RunWriter, new_header, read_run
 from attnbench.run.launch import Request
-from attnbench.store.runfile import RunWriter, new_header, read_run
 
 EVIL = "from pathlib import Path\nPath('executed').touch()\ndef f(q, k, v):\n    return v\n"
 HOLDER = """
 import sys
 from pathlib import Path
-from attnbench.store.runfile import RunWriter
+from attnbench.results.run_file import RunWriter
 writer = RunWriter(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -38,7 +38,7 @@ def write_run(path: Path, **asked: Any) -> None:
     request = Request(workloads=(workload(64), workload(128)), implementations=("torch.sdpa",))
     header = new_header("0", "own", store_request(request) | asked)
     writer = RunWriter(path, header)
-    writer.write([ok("torch.sdpa", [1e6, 1e6], workload(64))])
+    writer.write([ok(name, [1e6, 1e6], workload(64)) for name in ("torch.sdpa", "anchor.matmul", "anchor.copy")])
     writer.close()
 
 
@@ -306,7 +306,7 @@ def test_a_file_that_is_being_written_is_not_resumed(
     assert Path("r.jsonl").read_bytes() == before
     holder.communicate("")
     assert execute(["run", "--resume", "r.jsonl", "--quiet"]) == 0
-    assert len(read_run(Path("r.jsonl")).records) == 4
+    assert len(read_run(Path("r.jsonl")).records) == 6
 
 
 @pytest.mark.parametrize("json_", [[], ["--json"]])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from record_factory import workload
 
+from attnbench import masks
 from attnbench.cli.spelling import spell_workload
-from attnbench.workloads import masks
 
 SPELLED = [
     workload(),

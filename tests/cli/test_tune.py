@@ -13,7 +13,7 @@ from record_factory import ok
 
 from attnbench.cli import execute
 from attnbench.policy import load_policy
-from attnbench.store.runfile import read_run
+from attnbench.results.run_file import read_run
 
 module = import_module("attnbench.cli.tune")
 FEW = ["--impl", "torch.eager", "torch.sdpa", "--seq-len", "128", "2048", "--quiet"]

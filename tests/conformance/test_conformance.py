@@ -5,12 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from attnbench import frameworks, registry
+from attnbench import frameworks, masks, registry
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Workload
-from attnbench.workloads import masks
-from attnbench.workloads.edge import edge
+from attnbench.workloads.catalogue import edge
 
 EDGES = {
     "one key": "b2-t64x1-h4-d32-full-float32-forward",
@@ -47,7 +46,7 @@ COMPILED = {"torch.compiled": "softcap", "torch.flex": "window"}
 FOR_JAX = ("primes", "grouped heads, gradients", "an empty batch row", "bias with -inf", "dilated")
 """XLA compiles each in seconds; the tests of impls/ and dispatch/ have the rest."""
 FOR_RINGS = ("primes", "grouped heads, gradients", "rows that see nothing, gradients", "window", "dilated")
-"""Every call goes to other processes and back; tests/impls/ring has the rest."""
+"""Every call goes to other processes and back; tests/kernels/ring has the rest."""
 PAIRS = (
     "torch.pair[forward=torch.sdpa-flash,backward=torch.eager]",
     "torch.pair[forward=torch.eager,backward=torch.sdpa-flash]",

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 import attnbench as ab
-from attnbench import frameworks
+from attnbench import frameworks, masks
 from attnbench.dispatch.arrays import device_of, framework_of, to_layout
 from attnbench.errors import InvalidWorkload
-from attnbench.impls.arrays import dtype_name, workload_of
+from attnbench.impls._arrays import dtype_name, workload_of
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 
 FRAMEWORKS = ["numpy", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "jax"))]
 MASKS = [

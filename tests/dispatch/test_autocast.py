@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import attnbench as ab  # noqa: E402
+import attnbench as ab
 
 NAMES = ["torch.eager", "torch.sdpa-flash", "torch.pair[forward=torch.eager,backward=torch.sdpa-flash]"]
 

@@ -13,9 +13,10 @@ from attnbench.dispatch import order
 from attnbench.dispatch.choice import decide
 from attnbench.dispatch.order import Demand
 from attnbench.errors import PolicyWarning, Unsupported
-from attnbench.impls import torch_compile, torch_flash
-from attnbench.impls.parts import torch_choice
-from attnbench.impls.parts.torch_rules import Rules, ruled_out
+from attnbench.impls.partial import torch_choice
+from attnbench.impls.partial.torch_rules import Rules, ruled_out
+from attnbench.impls.torch import _compile as torch_compile
+from attnbench.impls.torch import flash_attention as torch_flash
 from attnbench.policy import stack
 from attnbench.spec import Environment, Implementation
 
@@ -116,6 +117,15 @@ def test_generations_of_flash_attention(monkeypatch, name, chips):
     monkeypatch.setattr(torch_flash.fa3, "module_name", lambda: "fa3")
     able = [chip for chip in CHIPS if registry.get(name).available(torch_of(chip)) is None]
     assert tuple(able) == chips
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_apples_gpu_takes_torchs_own_pick(monkeypatch, dtype):
+    apple = Environment(device="mps", device_name="Apple M3", framework="torch")
+    monkeypatch.setattr(order, "environment_of", lambda framework, device: apple)
+    found = decide("auto", Demand(shape(dtype=dtype, mask=CAUSAL), "torch", "mps"))
+    assert found.pick is not None
+    assert found.pick.name == "torch.sdpa"
 
 
 @pytest.mark.jax
@@ -228,8 +238,8 @@ class TestRules:
         assert "flash" in str(operators(lambda: ab.attention(q, k, v)))
 
     def test_our_own_pins_are_no_switches_of_the_user(self):
-        from attnbench.impls.parts.torch_rules import current
-        from attnbench.impls.torch_sdpa_turns import Pinned
+        from attnbench.impls.partial.torch_rules import current
+        from attnbench.impls.torch._sdpa_pins import Pinned
 
         before = current()
         with Pinned("math"):

@@ -515,3 +515,72 @@ def test_every_call_that_cannot_be_written_is_counted(tmp_path):
     assert (len(calls), len(calls.unread)) == (1, 2)
     assert "    2 not captured: a call of F.scaled_dot_product_attention has no workload of ours" in str(calls)
     assert "2 more have no workload of ours" in calls.save(tmp_path / "x.toml").read_text()
+
+
+def test_under_autocast_a_call_has_the_dtype_that_it_is_computed_in():
+    from attnbench.dispatch import array_masks, decode
+
+    q, k, v = tensors(2, 6, 4, 8)
+    visible, graph = (
+        torch.ones(6, 6, dtype=torch.bool).tril(),
+        torch.compile(lambda *x: ab.attention(*x), backend="eager"),
+    )
+    calls_made = {
+        "ours": lambda: ab.attention(q, k, v),
+        "torch's": lambda: F.scaled_dot_product_attention(q, k, v),
+        "with an array": lambda: array_masks.attention_with_array(q, k, v, visible=visible),
+        "one query": lambda: decode.attend(q[:, :, :1], k, v, scale=None, softcap=None, impl="auto"),
+        "graph": lambda: graph(q, k, v),
+    }
+    for name, call in calls_made.items():
+        with ab.capture() as calls, torch.autocast("cpu", dtype=torch.bfloat16):
+            assert call().dtype == torch.bfloat16
+        assert [w.dtype for w in calls.workloads] == ["bfloat16"], name
+    wide = [x.double() for x in (q, k, v)]
+    with ab.capture() as calls, torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ab.attention(*wide).dtype == torch.float64
+    assert [w.dtype for w in calls.workloads] == ["float64"]
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_run_and_are_counted_as_unread(layout):
+    parts = [torch.randn(n, 2, 4) for n in (3, 5)]
+    if layout == torch.jagged:
+        nested = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+    else:
+        nested = torch.nested.nested_tensor([x.transpose(0, 1) for x in parts])
+    want = F.scaled_dot_product_attention(nested, nested, nested)
+    compiled = torch.compile(lambda *x: F.scaled_dot_product_attention(*x), backend="eager")
+    for function in (lambda *x: F.scaled_dot_product_attention(*x), compiled):
+        with ab.capture() as calls:
+            got = function(nested, nested, nested)
+        for one, other in zip(got.unbind(), want.unbind()):
+            torch.testing.assert_close(one, other)
+        assert len(calls) == 0
+        assert "nested" in calls.unread[0]
+        if layout == torch.strided:
+            break  # torch.compile does not take them
+
+
+def test_what_cannot_be_read_for_any_reason_is_counted_and_runs(monkeypatch):
+    from attnbench.dispatch import seen_calls
+
+    def broken(*_):
+        raise RuntimeError("no such thing\nand more")
+
+    q, k, v = tensors(2, 6, 4, 8)
+    monkeypatch.setattr(seen_calls, "examples", broken)
+    with ab.capture() as calls:
+        ab.attention(q, k, v)
+    assert calls.unread == ("a call of ab.attention could not be read: no such thing",)
+
+
+def test_the_fast_path_of_torchs_layers_is_seen():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 16, 0.0, batch_first=True).eval()
+    attention = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    x = torch.randn(2, 7, 16)
+    with torch.no_grad(), ab.capture() as calls:
+        layer(x)
+        attention(x, x, x, need_weights=False)
+    assert ids(calls) == {"b2-t7-h4-d4-full-float32-forward": 2}
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -74,6 +74,26 @@ def test_a_policy_of_this_machine_is_used_with_its_config_and_nobody_is_warned(s
     assert len(spy.built) == 1, "outside the block nobody asks the policy"
 
 
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        ({"approximate": True}, "is approximate: ask for it by name"),
+        ({"verify_only": "an interpreter"}, "only to be checked: an interpreter"),
+        ({"by_name_only": "takes all devices"}, "is taken by name only: takes all devices"),
+    ],
+)
+def test_a_policy_leads_to_nothing_that_must_be_asked_for_by_name(spy, fields, told):
+    for name, value in fields.items():
+        setattr(spy, name, value)
+    for within in (None, Constraints(only=("torch",)), Constraints(only=("torch.spy",))):
+        with ab.use_policy(here(entry("torch.spy"), within=within)):
+            found = ab.explain(*arrays(), mask=CAUSAL)
+        allowed = "by_name_only" in fields and within == Constraints(only=("torch.spy",))
+        assert (found.pick == "torch.spy") == allowed
+        assert (told in str(found)) != allowed
+    assert ab.attention(*arrays(), mask=CAUSAL, impl="torch.spy") is not None
+
+
 def test_explain_tells_what_a_choice_had_to_keep_to(spy):
     bound = here(entry("torch.spy"), within=Constraints(max_memory=10**9, forbid=("torch.flex",)))
     with ab.use_policy(bound):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from compiled_problem import Counter, arrays, assert_same
@@ -10,6 +12,7 @@ from dispatch_problem import entry, here
 import attnbench as ab
 from attnbench import registry
 from attnbench.dispatch import traced
+from attnbench.errors import Unsupported
 from attnbench.policy import Choice, Entry, shape_of
 from attnbench.spec import Implementation
 
@@ -374,3 +377,71 @@ def test_what_compiled_code_needs_is_kept_once_for_each_call(dynamic):
     assert kept() == before
     traced_anew(22)
     assert kept()[0] == before[0] + (1 if dynamic else 2)  # sizes that are dynamic have one graph
+
+
+EXPORTED = {
+    "auto": ab.masks.causal(),
+    "torch.eager": ab.masks.window(3),
+    "torch.sdpa-flash": None,
+    "torch.chunked": ab.masks.causal(),
+    "torch.dilated-improved": ab.masks.dilated([4, 8], [1, 2]),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("impl", EXPORTED)
+def test_export_of_dynamic_lengths(impl, strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return ab.attention(q, k, v, mask=EXPORTED[impl], impl=impl)
+
+    def given(tokens):
+        return [torch.randn(2, tokens, 4, 8) for _ in range(3)]
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    program = torch.export.export(Model(), tuple(given(8)), dynamic_shapes=({1: tokens},) * 3, strict=strict).module()
+    for length in (8, 13):
+        arrays = given(length)
+        torch.testing.assert_close(program(*arrays), Model()(*arrays))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_make_fx_with_a_mask_that_becomes_an_array(mask, mode):
+    """And what was made while it traced holds in a call that is not traced."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = [torch.randn(2, 24, 4, 8) for _ in range(3)]
+    graph = make_fx(lambda *x: ab.attention(*x, mask=mask), tracing_mode=mode)(*given)
+    want = ab.attention(*given, mask=mask, impl="torch.eager")
+    torch.testing.assert_close(graph(*given), want)
+    torch.testing.assert_close(ab.attention(*given, mask=mask), want)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.parametrize(
+    "impl,mask",
+    [
+        ("torch.block-sparse", ab.masks.blocks(np.eye(3, dtype=bool), 8)),
+        ("torch.chunked", ab.masks.causal()),
+        ("torch.dilated", ab.masks.dilated([8, 24], [1, 2])),
+        ("torch.dilated-improved", ab.masks.dilated([8, 24], [1, 2])),
+        ("torch.ring", ab.masks.causal()),
+        ("torch.sdpa-flash", ab.masks.window(3)),
+    ],
+)
+def test_an_implementation_by_name_tells_shapes(impl, mask, kind):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    given = [torch.randn(2, 24, heads, 8) for heads in (4, 2, 2)]
+    with FakeTensorMode() if kind == "fake" else nullcontext() as fakes:
+        arrays = [x.to("meta") if fakes is None else fakes.from_tensor(x) for x in given]
+        out, lse = ab.attention(*arrays, mask=mask, impl=impl, return_lse=True)
+        assert (out.shape, lse.shape, out.device) == (given[0].shape, (2, 4, 24), arrays[0].device)
+        leaves = [x.requires_grad_() for x in arrays]
+        if impl in ("torch.chunked", "torch.ring"):
+            with pytest.raises(Unsupported, match="no backward pass that a graph"):
+                ab.attention(*leaves, mask=mask, impl=impl)
+            return
+        grads = torch.autograd.grad(ab.attention(*leaves, mask=mask, impl=impl).sum(), leaves)
+        assert [grad.shape for grad in grads] == [x.shape for x in leaves]

@@ -16,13 +16,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")]
 
-from hf_models import batch, model  # noqa: E402
+from hf_models import batch, model
 
-from attnbench.dispatch import decode  # noqa: E402
-from attnbench.dispatch.attention import attention  # noqa: E402
-from attnbench.dispatch.hf import register  # noqa: E402
-from attnbench.dispatch.plan import PLANS  # noqa: E402
-from attnbench.spec import Implementation  # noqa: E402
+from attnbench.dispatch import decode
+from attnbench.dispatch.attention import attention
+from attnbench.dispatch.hf import register
+from attnbench.dispatch.plan import PLANS
+from attnbench.spec import Implementation
 
 TOKENS = 30
 

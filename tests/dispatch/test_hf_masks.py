@@ -14,7 +14,7 @@ import torch
 from transformers import masking_utils as masking
 
 from attnbench.dispatch.hf_masks import DescribedMask, MaskArray, describe
-from attnbench.workloads.masks import MaskShape
+from attnbench.masks import MaskShape
 
 pytestmark = pytest.mark.torch
 LEFT = torch.tensor([0, 3])

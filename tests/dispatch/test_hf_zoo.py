@@ -14,10 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils  # noqa: E402
+from transformers import masking_utils
 
-from attnbench.dispatch import hf, hf_masks, hf_models  # noqa: E402
-from attnbench.errors import Unsupported  # noqa: E402
+from attnbench.dispatch import hf, hf_masks, hf_models
+from attnbench.errors import Unsupported
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 TIGHT = {"rtol": 1e-4, "atol": 1e-4}

@@ -7,11 +7,10 @@ import pytest
 from dispatch_problem import assert_close, here, problem, to_framework
 
 import attnbench as ab
-from attnbench import reference, registry
+from attnbench import masks, reference, registry
 from attnbench.errors import PolicyMiss
 from attnbench.policy import Choice, Entry, shape_of
 from attnbench.spec import Implementation
-from attnbench.workloads import masks
 
 jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")]

@@ -126,7 +126,7 @@ def test_torch_in_float16_with_a_loss_that_is_scaled(impl, scale):
 def test_only_finite_gradients_say_how_far_float16_is_exceeded():
     import torch
 
-    from attnbench.impls.parts.torch_autograd import beyond_float16
+    from attnbench.impls.partial.torch_autograd import beyond_float16
 
     told = [[], [-3.0, 9.0], [-(2.0**17), 1.0], [2.0**17, float("nan"), -float("inf")]]
     assert [float(beyond_float16(torch.tensor(each))) for each in told] == [1.0, 1.0, 4.0, 4.0]
@@ -138,7 +138,7 @@ def test_jax_in_float16_with_a_loss_that_is_scaled(scale):
     """By the passes of a pair; the libraries that take float16 are a GPU's."""
     import jax
 
-    from attnbench.impls.parts.jax_passes import differentiable, plain_passes
+    from attnbench.impls.partial.jax_passes import differentiable, plain_passes
 
     drawn, dlse = half_problem(scale)
     drawn = [jax.numpy.asarray(x, "float16") for x in drawn]
@@ -197,7 +197,7 @@ def test_the_dilated_one_of_jax(mask, of):
 def test_jax_without_one_may_be_read_but_not_learned_from(monkeypatch):
     import jax
 
-    from attnbench.impls.jax_einsum import Einsum
+    from attnbench.impls.jax.einsum import Einsum
 
     monkeypatch.setattr(Einsum, "lse_gradient", False)
     q, k, v = arrays("jax")

@@ -8,7 +8,7 @@ import attnbench as ab
 from attnbench.errors import Unsupported
 
 torch = pytest.importorskip("torch")
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")]
 DILATED = ab.masks.dilated([8, 16], [1, 2])

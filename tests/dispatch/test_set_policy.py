@@ -92,7 +92,8 @@ def test_on_miss_and_what_is_no_policy():
 @pytest.mark.parametrize("where", ["inside", "outside", "thread"])
 @pytest.mark.parametrize("how", ["use_policy", "use_policy, context_fn", "set_policy"])
 def test_recomputation_asks_what_the_forward_pass_asked(how, where):
-    """With a block alone, a backward pass elsewhere raises torch's own CheckpointError: it never hangs or lies."""
+    """With a block alone, a backward pass elsewhere asks other policies, and its kernel saves other tensors here: torch
+    raises a CheckpointError. Kernels that save the same tensors are not told apart: see the next test."""
     import torch
     from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -128,6 +129,27 @@ def test_recomputation_asks_what_the_forward_pass_asked(how, where):
     if how == "use_policy" and where != "inside":
         assert isinstance(got, CheckpointError)
         return
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other)
+
+
+def test_two_kernels_that_save_the_same_tensors_share_the_work_of_a_checkpoint_silently():
+    """A policy that is gone before the backward pass: the forward pass is one kernel's, the recomputation another's."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils.checkpoint import checkpoint
+
+    pair = {"forward": "torch.sdpa-flash", "backward": "torch.eager"}
+    leaves = arrays()
+    want = torch.autograd.grad(ab.attention(*leaves, mask=CAUSAL, impl="torch.eager").square().sum(), leaves)
+    ab.set_policy(here(entry("torch.pair", tokens=24, pass_="train", config=pair)))
+    out = checkpoint(lambda q, k, v: ab.attention(q, k, v, mask=CAUSAL), *leaves, use_reentrant=False)
+    ab.set_policy(here(entry("torch.chunked", tokens=24, pass_="train")))
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        got = torch.autograd.grad(out.square().sum(), leaves)
+    ran = {event.key: event.count for event in profiled.key_averages()}
+    assert ran["aten::_scaled_dot_product_flash_attention_for_cpu"] > 1  # torch.chunked's tiles; the pair has one call
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" not in ran  # the pair's backward is eager
     for one, other in zip(got, want):
         torch.testing.assert_close(one, other)
 

@@ -80,7 +80,7 @@ def test_pinned_backends_do_not_disturb_each_other_or_stay():
 def test_a_failure_inside_a_pin_gives_it_back():
     import torch
 
-    from attnbench.impls.torch_sdpa_turns import Pinned
+    from attnbench.impls.torch._sdpa_pins import Pinned
 
     def fail():
         with Pinned("flash"):

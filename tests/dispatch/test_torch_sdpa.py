@@ -20,8 +20,8 @@ from attnbench import registry
 from attnbench.dispatch import torch_sdpa
 from attnbench.dispatch.torch_sdpa import redirect_sdpa, scaled_dot_product_attention
 from attnbench.errors import Unsupported, UsageError
-from attnbench.impls import torch_sdpa_turns
-from attnbench.impls.torch_sdpa_turns import Pinned
+from attnbench.impls.torch import _sdpa_pins as torch_sdpa_turns
+from attnbench.impls.torch._sdpa_pins import Pinned
 from attnbench.spec import Implementation
 
 pytestmark = pytest.mark.torch

@@ -223,3 +223,55 @@ def test_one_for_training_alone_under_grad_of_jit_and_remat():
             assert_close(got, expected)
     with pytest.raises(ab.errors.Unsupported, match="is for training"):
         ab.attention(q, k, v, mask=ab.masks.causal(), impl="jax.pair")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("impl", OWN_GRADIENTS)
+def test_vmap_without_gradients_of_those_with_a_gradient_of_their_own(impl, return_lse):
+    import torch
+
+    if impl == "torch.pair":
+        pytest.skip("is for training")
+    mask = ab.masks.dilated([8, 24], [1, 2]) if impl == "auto" else OWN_GRADIENTS[impl]
+    q, k, v = (torch.randn(3, 2, 24, heads, 8) for heads in (4, 2, 2))
+
+    def call(q, k, v, impl=impl):
+        found = ab.attention(q, k, v, mask=mask, impl=impl, return_lse=return_lse)
+        return found if return_lse else (found,)
+
+    for shared in (False, True):
+        axes = (0, None, None) if shared else (0, 0, 0)
+        given = [q, k[0], v[0]] if shared else [q, k, v]
+        found = torch.vmap(call, in_dims=axes)(*given)
+        each = [call(*(x if axis is None else x[n] for x, axis in zip(given, axes)), "torch.eager") for n in range(3)]
+        for got, want in zip(found, zip(*each)):
+            torch.testing.assert_close(got, torch.stack(want), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("setting", ["numpy_rank_promotion", "numpy_dtype_promotion"])
+@pytest.mark.parametrize("impl", ["jax.dilated", "jax.einsum", "jax.xla"])
+def test_strict_promotion_of_jax_holds_for_the_users_code_alone(impl, setting):
+    import jax
+    import jax.numpy as jnp
+
+    from attnbench.dispatch.array_masks import attention_with_array
+    from attnbench.kernels.dilated.jax_attention import dilated_attention
+
+    mask = ab.masks.dilated([8, 24], [1, 2]) & ab.masks.causal()
+    dtype = jnp.float32 if impl == "jax.xla" else jnp.bfloat16  # JAX's own backward pass is not strict in 16 bits
+    arrays = [jax.random.normal(jax.random.key(n), (1, 24, 2, 8), dtype) for n in range(3)]
+
+    def loss(*arrays):
+        return ab.attention(*arrays, mask=mask, impl=impl).astype(jnp.float32).sum()
+
+    want = jax.grad(loss)(*arrays)
+    with getattr(jax, setting)("raise" if "rank" in setting else "strict"):
+        assert (jax.grad(loss)(*arrays) == want).all()
+        assert (jax.jit(jax.grad(loss))(*arrays).shape) == want.shape
+        dilated_attention(*arrays, [8, 24], [1, 2], causal=True)
+        if impl != "jax.dilated":
+            attention_with_array(*arrays, bias=jnp.zeros((24, 24), jnp.float32), impl=impl)
+        with pytest.raises((ValueError, TypeError)):
+            jnp.zeros((2, 3), jnp.bfloat16) + jnp.zeros(3, jnp.float32)

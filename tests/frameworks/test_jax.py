@@ -12,6 +12,7 @@ import types
 import numpy as np
 import pytest
 
+from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks import jax_clocks
 from attnbench.frameworks.base import Inputs, Program, Watch
@@ -22,7 +23,6 @@ from attnbench.frameworks.jax_clocks import split_calls
 from attnbench.frameworks.jax_plain import plain_call
 from attnbench.frameworks.jax_programs import Compiler
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

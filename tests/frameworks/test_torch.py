@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from attnbench import masks
 from attnbench.errors import UnknownName, UsageError
 from attnbench.frameworks import get
 from attnbench.frameworks.base import Framework, Inputs, Program, Watch
-from attnbench.workloads import masks
-from attnbench.workloads.masks import MaskShape
+from attnbench.masks import MaskShape
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from attnbench.frameworks import torch_clocks, torch_plain  # noqa: E402
-from attnbench.frameworks.torch_profile import recorded  # noqa: E402
+from attnbench.frameworks import torch_clocks, torch_plain
+from attnbench.frameworks.torch_profile import recorded
 
 FRAMEWORK = get("torch")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -9,8 +9,8 @@ import attnbench as ab
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from attnbench.frameworks import torch_plain, torch_streams  # noqa: E402
-from attnbench.frameworks.torch_plain import MaskTensors, once_per_device  # noqa: E402
+from attnbench.frameworks import torch_plain, torch_streams
+from attnbench.frameworks.torch_plain import MaskTensors, once_per_device
 
 CUDA = torch.device("cuda", 0)
 

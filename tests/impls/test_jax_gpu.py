@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from jax_oracle import check, every_mask
 
+from attnbench import masks
 from attnbench.frameworks.jax import FRAMEWORK as JAX
-from attnbench.impls import jax_tokamax
-from attnbench.impls.jax_beside_torch import import_beside_torch
-from attnbench.impls.jax_einsum import EINSUM
-from attnbench.impls.jax_nn import CUDNN, XLA
-from attnbench.impls.jax_pallas import TRITON
+from attnbench.impls.jax import tokamax as jax_tokamax
+from attnbench.impls.jax._triton_cache import import_beside_torch
+from attnbench.impls.jax.einsum import EINSUM
+from attnbench.impls.jax.nn import CUDNN, XLA
+from attnbench.impls.jax.pallas import TRITON
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 
 pytest.importorskip("jax")
 pytestmark = [

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax_oracle import CPU, HOPPER, check, check_lse
 
-from attnbench.impls.jax_pallas import TRITON, power_of_two_divisor
-from attnbench.impls.jax_splash import SPLASH
+from attnbench import masks
+from attnbench.impls.jax.pallas import TRITON, power_of_two_divisor
+from attnbench.impls.jax.splash import SPLASH
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
@@ -81,6 +81,16 @@ class TestSplash:
         ids = np.repeat([0, 1], 64)
         mask = masks.documents(ids) & masks.window(20, 3)
         check_lse(SPLASH, Workload(batch=2, q_len=128, heads=2, head_dim=16, mask=mask, scale=0.5), 1e-5)
+
+    def test_lse_in_bfloat16_is_that_of_unrounded_queries(self):
+        workload = Workload(batch=1, q_len=8, kv_len=128, heads=2, head_dim=80, dtype="bfloat16")
+        call = SPLASH.build_lse(workload, SPLASH.configs(workload)[0])
+        random = np.random.default_rng(0)
+        q, k, v = (jax.numpy.asarray(4 * random.standard_normal((1, 2, n, 80)), "bfloat16") for n in (8, 128, 128))
+        out, lse = call(q, k, v)
+        logits = np.einsum("bhqd,bhkd->bhqk", *(np.asarray(x, np.float64) for x in (q, k))) * workload.softmax_scale
+        assert str(out.dtype) == "bfloat16"
+        np.testing.assert_allclose(lse, np.logaddexp.reduce(logits, axis=-1), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from jax_oracle import CPU, HOPPER, check, every_mask
 
-from attnbench.impls import jax_tokamax
-from attnbench.impls.jax_flash_attn import FLASH_ATTN
-from attnbench.impls.jax_kvax import KVAX
+from attnbench import masks
+from attnbench.impls.jax import tokamax as jax_tokamax
+from attnbench.impls.jax.flash_attention import FLASH_ATTN
+from attnbench.impls.jax.kvax import KVAX
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

@@ -5,19 +5,18 @@ import numpy as np
 import pytest
 from jax_oracle import CPU, HOPPER, draw, oracle
 
-from attnbench import registry
+from attnbench import masks, registry
 from attnbench.errors import Unsupported
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Workload
-from attnbench.workloads import masks
 
 jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("quick_to_compile")]
 
-from attnbench.impls import jax_nn  # noqa: E402
-from attnbench.impls.jax_pair import PAIR  # noqa: E402
-from attnbench.impls.parts import jax_passes  # noqa: E402
+from attnbench.impls.jax import nn as jax_nn
+from attnbench.impls.jax.pair import PAIR
+from attnbench.impls.partial import jax_passes
 
 XLA_EINSUM = {"forward": "jax.xla", "backward": "jax.einsum"}
 BASE = {"batch": 2, "q_len": 7, "kv_len": 9, "heads": 4, "kv_heads": 2, "head_dim": 8, "pass_": "train"}
@@ -161,7 +160,7 @@ def test_a_second_derivative_is_refused():
 def test_on_a_gpu(names, mask):
     w = Workload(batch=2, q_len=256, heads=4, kv_heads=2, head_dim=128, dtype="bfloat16", mask=mask, pass_="train")
     config = dict(zip(("forward", "backward"), names.split("/")))
-    from attnbench.impls.jax_pair import environment_of
+    from attnbench.impls.jax.pair import environment_of
 
     reason = PAIR.configured(config).supports(w, environment_of("cuda"))
     if reason is not None:

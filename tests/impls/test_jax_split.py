@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from jax_oracle import CPU, HOPPER, check, check_lse, draw
 
+from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.jax import FRAMEWORK as JAX
-from attnbench.impls.jax_einsum import EINSUM
-from attnbench.impls.jax_nn import CUDNN
-from attnbench.impls.jax_split import CUDNN_SPLIT, XLA_SPLIT, JaxSplit
-from attnbench.impls.parts.jax_common_keys import corner_of
-from attnbench.impls.parts.splitting import cut_of
+from attnbench.impls.jax.einsum import EINSUM
+from attnbench.impls.jax.nn import CUDNN
+from attnbench.impls.jax.split import CUDNN_SPLIT, XLA_SPLIT, JaxSplit
+from attnbench.impls.partial.jax_common_keys import corner_of
+from attnbench.impls.partial.splitting import cut_of
 from attnbench.spec import Environment, Workload
-from attnbench.workloads import masks
 
 jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("quick_to_compile")]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax_oracle import CPU, HOPPER, check, check_lse, draw, every_mask
 
-from attnbench.impls.jax_einsum import EINSUM
-from attnbench.impls.jax_masks import mask_arguments
-from attnbench.impls.jax_nn import CUDNN, XLA
+from attnbench import masks
+from attnbench.impls.jax._masks import mask_arguments
+from attnbench.impls.jax.einsum import EINSUM
+from attnbench.impls.jax.nn import CUDNN, XLA
 from attnbench.spec import Environment, Workload
-from attnbench.workloads import masks
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

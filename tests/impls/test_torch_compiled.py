@@ -7,17 +7,20 @@ from functools import partial
 import numpy as np
 import pytest
 
+from attnbench import masks
 from attnbench.errors import Unsupported
 from attnbench.spec import Environment, Workload
-from attnbench.workloads import masks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from attnbench.frameworks.base import Inputs  # noqa: E402
-from attnbench.frameworks.torch import FRAMEWORK  # noqa: E402
-from attnbench.frameworks.torch_plain import plain_call  # noqa: E402
-from attnbench.impls import torch_compile, torch_eager, torch_flex, torch_masks  # noqa: E402
+from attnbench.frameworks.base import Inputs
+from attnbench.frameworks.torch import FRAMEWORK
+from attnbench.frameworks.torch_plain import plain_call
+from attnbench.impls.torch import _compile as torch_compile
+from attnbench.impls.torch import _masks as torch_masks
+from attnbench.impls.torch import eager as torch_eager
+from attnbench.impls.torch import flex as torch_flex
 
 CPU = Environment(device="cpu", device_name="test")
 needs_compiler = pytest.mark.skipif(
@@ -52,6 +55,7 @@ FLEX_CASES = {
     "valid": {"mask": masks.valid(random.random((2, 50)) > 0.5)},
     "dilated": {"kv_len": 37, "mask": masks.dilated([7, 37], [1, 3]) & masks.causal()},
     "blocks": {"heads": 2, "mask": masks.blocks(KEPT, 10)},
+    "bias_large": {"mask": masks.dense(np.zeros((37, 50)) + np.resize([0.0, -1e9, 1e30], 37)[:, None])},
     "bias": {"softcap": 3.0, "mask": masks.dense(random.normal(size=(4, 37, 50)))},
 }
 

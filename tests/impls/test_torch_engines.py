@@ -10,14 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attnbench import spec  # noqa: E402
-from attnbench.errors import Unsupported  # noqa: E402
-from attnbench.impls.torch_flash import FA2, FA3, FA4  # noqa: E402
-from attnbench.impls.torch_flashinfer import FLASHINFER  # noqa: E402
-from attnbench.impls.torch_sage import SAGE  # noqa: E402
-from attnbench.impls.torch_transformer_engine import TRANSFORMER_ENGINE  # noqa: E402
-from attnbench.impls.torch_xformers import XFORMERS  # noqa: E402
-from attnbench.workloads import masks  # noqa: E402
+from attnbench import masks, spec
+from attnbench.errors import Unsupported
+from attnbench.impls.torch.flash_attention import FA2, FA3, FA4
+from attnbench.impls.torch.flashinfer import FLASHINFER
+from attnbench.impls.torch.sage import SAGE
+from attnbench.impls.torch.transformer_engine import TRANSFORMER_ENGINE
+from attnbench.impls.torch.xformers import XFORMERS
 
 pytestmark = pytest.mark.torch
 
@@ -233,8 +232,8 @@ def test_probes_import_nothing():
     code = (
         "import sys; from attnbench.spec import Environment; from attnbench import registry\n"
         "here = Environment(device='cuda', device_name='x', capability=(9, 0))\n"
-        "from attnbench.impls import torch_flash as f, torch_xformers as x, torch_flashinfer as i, torch_sage as s\n"
-        "from attnbench.impls import torch_transformer_engine as t\n"
+        "from attnbench.impls.torch import flash_attention as f, xformers as x, flashinfer as i, sage as s\n"
+        "from attnbench.impls.torch import transformer_engine as t\n"
         "engines = [f.FA2, f.FA3, x.XFORMERS, i.FLASHINFER, s.SAGE, t.TRANSFORMER_ENGINE]\n"
         "assert [e.available(here) for e in engines] == [None] * 6\n"
         "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'flash_attn', 'xformers', 'flashinfer'}))"
@@ -456,7 +455,7 @@ def test_no_partial_where_the_private_functions_changed(install, monkeypatch):
 
 
 def test_signature_is_read_through_a_custom_operator():
-    from attnbench.impls.torch_flash import parameters
+    from attnbench.impls.torch.flash_attention import parameters
 
     def plain(x: torch.Tensor, window_size_left: int) -> torch.Tensor:
         return x.clone()

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
+from attnbench import masks
 from attnbench.spec import Environment, Workload
-from attnbench.workloads import masks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from attnbench.impls import torch_eager, torch_hf, torch_sdpa  # noqa: E402
+from attnbench.impls.torch import eager as torch_eager
+from attnbench.impls.torch import hugging_face as torch_hf
+from attnbench.impls.torch import sdpa as torch_sdpa
 
 CPU = Environment(device="cpu", device_name="test")
 IMPLEMENTATIONS = [
@@ -18,11 +20,17 @@ IMPLEMENTATIONS = [
 random = np.random.default_rng(0)
 BLOCKS = np.array([[[True, False, True], [False, True, True]], [[True, True, False], [False, False, True]]])
 BASE = {"batch": 2, "q_len": 7, "kv_len": 9, "heads": 4, "kv_heads": 2, "head_dim": 8, "mask": masks.full()}
+LARGE_ROWS = np.full((7, 7), 0.0) + np.array([0.0, -1e9, 1e7, -70.0, 1e9, -1e4, 0.0])[:, None]
+LARGE_ROWS[6, :3], LARGE_ROWS[0, 5] = -1e9, 1e300
 CASES = {
     "full": {},
     "mha": {"kv_heads": 4},
     "mqa": {"kv_heads": 1},
     "scale": {"scale": 0.9},
+    "scale_negative": {"scale": -0.5, "kv_len": 7, "mask": masks.causal()},
+    "scale_negative_lower_right": {"scale": -0.5, "mask": masks.causal()},
+    "scale_negative_array": {"scale": -0.5, "mask": masks.lengths([5, 9])},
+    "scale_zero": {"scale": 0.0, "kv_len": 7, "mask": masks.causal()},
     "softcap": {"softcap": 1.5, "mask": masks.causal()},
     "value_dim": {"v_head_dim": 5, "mask": masks.causal()},
     "causal_square": {"kv_len": 7, "mask": masks.causal()},
@@ -43,6 +51,7 @@ CASES = {
     "dilated_dead_rows": {"kv_len": 7, "mask": masks.dilated([4], [2])},
     "blocks": {"heads": 2, "mask": masks.blocks(BLOCKS, 4)},
     "dense": {"mask": masks.dense(random.random((2, 4, 7, 9)) > 0.5)},
+    "bias_large": {"kv_len": 7, "mask": masks.dense(LARGE_ROWS) & masks.causal()},
     "bias": {"mask": masks.dense(np.where(random.random((4, 7, 9)) > 0.3, random.normal(size=(4, 7, 9)), -np.inf))},
 }
 
@@ -129,7 +138,9 @@ def test_precisions(implementation, dtype):
     assert error < {"float64": 1e-14, "float32": 5e-7, "bfloat16": 8e-3, "float16": 1e-3}[dtype]
 
 
-@pytest.mark.parametrize("case", ["full", "causal", "causal_dead_rows", "empty_length", "dilated", "bias", "scale"])
+@pytest.mark.parametrize(
+    "case", ["full", "causal", "causal_dead_rows", "empty_length", "dilated", "bias", "bias_large", "scale"]
+)
 @pytest.mark.parametrize("implementation", [torch_eager.EAGER, torch_sdpa.FLASH], ids=lambda i: i.name)
 def test_lse(implementation, case):
     w = workload(case)

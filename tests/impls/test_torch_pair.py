@@ -4,23 +4,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from attnbench import registry
+from attnbench import masks, registry
 from attnbench.dispatch.attention import attention
 from attnbench.errors import Unsupported, UsageError
 from attnbench.run import protocol as p
 from attnbench.run.launch import Listener, Request, plan_only
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Environment, Implementation, Workload
-from attnbench.workloads import masks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from test_torch_engines import H200, arrays, install, reference, work  # noqa: E402, F401
-from test_torch_numbers import CASES, CPU, attention_in_float64, draw, workload  # noqa: E402
+from test_torch_engines import H200, arrays, install, reference, work  # noqa: F401
+from test_torch_numbers import CASES, CPU, attention_in_float64, draw, workload
 
-from attnbench.impls import torch_pair  # noqa: E402
-from attnbench.impls.torch_pair import PAIR  # noqa: E402
+from attnbench.impls.torch import pair as torch_pair
+from attnbench.impls.torch.pair import PAIR
 
 FLASH_EAGER = {"forward": "torch.sdpa-flash", "backward": "torch.eager"}
 EAGER_FLASH = {"forward": "torch.eager", "backward": "torch.sdpa-flash"}
@@ -41,7 +40,7 @@ def told(config):
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ONE_LIBRARY])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in (*ONE_LIBRARY, "bias_large")])
 @pytest.mark.parametrize("config", ON_CPU, ids=told)
 def test_output_lse_and_gradients(config, case, dtype):
     w = workload(case, pass_="train", dtype=dtype)

@@ -3,22 +3,24 @@
 import numpy as np
 import pytest
 
+from attnbench import masks
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from test_torch_numbers import BASE, CASES, attention_in_float64, draw, workload  # noqa: E402
+from test_torch_numbers import BASE, CASES, attention_in_float64, draw, workload
 
-from attnbench.impls import torch_eager, torch_sdpa, torch_sdpa_aten  # noqa: E402
-from attnbench.impls.parts.torch_merge import merge_, nothing_yet  # noqa: E402
+from attnbench.impls.partial.torch_merge import merge_, nothing_yet
+from attnbench.impls.torch import _sdpa_operators as torch_sdpa_aten
+from attnbench.impls.torch import eager as torch_eager
+from attnbench.impls.torch import sdpa as torch_sdpa
 
 ON_CPU = [torch_eager.EAGER, torch_sdpa.FLASH]
 ON_GPU = [torch_eager.EAGER, torch_sdpa.FLASH, torch_sdpa.EFFICIENT, torch_sdpa.CUDNN]
 MASKED = [
     "full", "causal_square", "causal", "causal_top_left", "causal_dead_rows", "causal_top_left_tall", "empty_length",
-    "dilated_dead_rows", "bias", "scale", "mqa",
+    "dilated_dead_rows", "bias", "scale", "scale_negative", "scale_zero", "mqa",
 ]  # fmt: skip
 WIDE = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
 LEAST_ERROR = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}

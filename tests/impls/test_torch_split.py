@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 import attnbench as ab
+from attnbench import masks
 from attnbench.spec import Environment, Workload
-from attnbench.workloads import masks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from test_torch_numbers import attention_in_float64, draw  # noqa: E402
+from test_torch_numbers import attention_in_float64, draw
 
-from attnbench.impls.torch_split import CUDNN_SPLIT, FLASH_SPLIT  # noqa: E402
+from attnbench.impls.torch.split import CUDNN_SPLIT, FLASH_SPLIT
 
 CPU = Environment(device="cpu", device_name="test")
 CUDA = Environment(device="cuda", device_name="test", capability=(9, 0))

@@ -3,19 +3,23 @@
 import numpy as np
 import pytest
 
+from attnbench import masks
 from attnbench.errors import Unsupported
 from attnbench.spec import Environment, Workload
-from attnbench.workloads import masks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention
 
-from attnbench.frameworks.base import Inputs  # noqa: E402
-from attnbench.frameworks.torch import FRAMEWORK  # noqa: E402
-from attnbench.frameworks.torch_plain import plain_call  # noqa: E402
-from attnbench.impls import torch_eager, torch_flex, torch_hf, torch_masks, torch_sdpa  # noqa: E402
+from attnbench.frameworks.base import Inputs
+from attnbench.frameworks.torch import FRAMEWORK
+from attnbench.frameworks.torch_plain import plain_call
+from attnbench.impls.torch import _masks as torch_masks
+from attnbench.impls.torch import eager as torch_eager
+from attnbench.impls.torch import flex as torch_flex
+from attnbench.impls.torch import hugging_face as torch_hf
+from attnbench.impls.torch import sdpa as torch_sdpa
 
 CPU = Environment(device="cpu", device_name="test")
 CUDA = Environment(device="cuda", device_name="test", capability=(9, 0))

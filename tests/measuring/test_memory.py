@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 import attnbench as ab
+from attnbench import registry
 from attnbench.measuring import memory
+from attnbench.run import protocol as p
+from attnbench.run.remote import Local
+from attnbench.spec import Cell, Workload
 
 SIZE = 64 << 20
 SLACK = max(SIZE // 10, 1 << 20)
@@ -122,3 +126,70 @@ def test_a_cuda_allocation():
     assert profiler.method == "torch CUDA allocator"
     assert_close(profiler.get_peak_memory())
     del array
+
+
+SCORES = Workload(batch=1, q_len=1536, heads=4, head_dim=16)
+SCORES_BYTES = 4 * 1536 * 1536 * 4
+
+
+def memory_of(function, monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register(registry.Function(function, "torch", "subject"))
+    answer = Local("torch", "cpu").ask(p.Open(Cell("subject", SCORES), False, True, None, 1), 120)
+    assert isinstance(answer, p.Opened), answer
+    return answer.record.memory
+
+
+def heads_first(*arrays):
+    return [x.transpose(1, 2) for x in arrays]
+
+
+@pytest.mark.torch
+def test_scores_in_torch_s_memory_are_counted(monkeypatch):
+    def honest(q, k, v):
+        q, k, v = heads_first(q, k, v)
+        return ((q @ k.mT * 0.25).softmax(-1) @ v).transpose(1, 2)
+
+    found = memory_of(honest, monkeypatch)
+    assert found.peak_bytes >= SCORES_BYTES
+    assert "keeps" not in found.method
+
+
+@pytest.mark.torch
+def test_a_workspace_that_is_kept_between_calls_is_counted(monkeypatch):
+    import torch
+
+    kept = {}
+
+    def workspace(q, k, v):
+        q, k, v = heads_first(q, k, v)
+        shape = (*q.shape[:3], k.shape[2])
+        if shape not in kept:
+            kept[shape] = torch.empty(shape)
+        scores = kept[shape]
+        torch.matmul(q, k.mT, out=scores).mul_(0.25)
+        scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        scores.div_(scores.sum(-1, keepdim=True))
+        return (scores @ v).transpose(1, 2)
+
+    found = memory_of(workspace, monkeypatch)
+    assert found.peak_bytes >= SCORES_BYTES
+    assert found.method.endswith("38 MB that it keeps between calls")
+
+
+@pytest.mark.torch
+def test_memory_of_another_library_makes_the_peak_unknown(monkeypatch):
+    import torch
+
+    def numpy_scores(q, k, v):
+        q, k, v = heads_first(q, k, v)
+        scores = np.matmul(q.numpy(), k.mT.numpy())
+        scores *= 0.25
+        scores -= scores.max(-1, keepdims=True)
+        np.exp(scores, out=scores)
+        scores /= scores.sum(-1, keepdims=True)
+        return (torch.from_numpy(scores) @ v).transpose(1, 2)
+
+    found = memory_of(numpy_scores, monkeypatch)
+    assert found.peak_bytes is None
+    assert "memory that torch does not count" in found.reason

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from attnbench import masks
 from attnbench.measuring.rates import Ceilings, above_roofline, cost_of, implausible, throughput_of
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 
 SQUARE = Workload(batch=2, q_len=512, heads=4, head_dim=64)
 FLOPS = 4 * 64 * 512 * 512 * 2 * 4

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from attnbench import reference, registry
+from attnbench import masks, reference, registry
 from attnbench.measuring.session import FellBack, Session
 from attnbench.registry import Function
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Ok, Workload
-from attnbench.workloads import masks
 
 WORKLOAD = Workload(batch=2, q_len=48, heads=4, kv_heads=2, head_dim=16, mask=masks.causal())
 VISITS = 12
@@ -291,7 +290,7 @@ def test_verification_alone_takes_no_samples(worker):
     assert opened.record.errors.hidden_nan == "contained"
     assert set(opened.record.errors.properties) == {
         "V = 1 gives 1", "permuted batch", "permuted heads", "overwritten inputs", "an unseen key changes nothing",
-        "one key more or less", "exact under powers of two",
+        "one key more or less", "logits far below 0", "exact under powers of two",
     }  # fmt: skip
 
 
@@ -334,4 +333,4 @@ def test_warm_up_ends_although_the_calls_never_settle(worker, monkeypatch):
 
     start = time.perf_counter()
     assert isinstance(open_cell(worker, Unsteady()), Ready)
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 60, "it would go on for ever"

@@ -12,11 +12,11 @@ from attnbench.errors import Unsupported
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
+import jax.numpy as jnp
 
-from attnbench.impls.ring import jax_blocks  # noqa: E402
-from attnbench.models import attend, common_keys, flash  # noqa: E402
-from attnbench.models.masks import in_blocks  # noqa: E402
+from attnbench.impls.partial import jax_blocks
+from attnbench.models import attend, common_keys, flash
+from attnbench.models.masks import in_blocks
 
 pytestmark = pytest.mark.jax
 SIZES, TOKENS = (12, 1, 5), 18

@@ -10,12 +10,12 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
-from gemma_cases import CHOICES, DUMMY, attention, error, in_float64, positions, random_params, run, tokens  # noqa: E402
+import jax.numpy as jnp
+from gemma_cases import CHOICES, DUMMY, attention, error, in_float64, positions, random_params, run, tokens
 
-from attnbench.errors import UnknownName, Unsupported, UsageError  # noqa: E402
-from attnbench.models import gemma  # noqa: E402
-from attnbench.models import masks as token_masks  # noqa: E402
+from attnbench.errors import UnknownName, Unsupported, UsageError
+from attnbench.models import gemma
+from attnbench.models import masks as token_masks
 
 pytestmark = pytest.mark.jax
 EXPERTS = (DUMMY, gemma.Config(width=32, depth=4, mlp_dim=64, num_heads=8, num_kv_heads=1, head_dim=16))

@@ -8,12 +8,12 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
-from gemma_cases import CHOICES, attention, error, fast_attention, positions, random_params, run, tokens  # noqa: E402
+import jax.numpy as jnp
+from gemma_cases import CHOICES, attention, error, fast_attention, positions, random_params, run, tokens
 
-from attnbench.errors import UsageError  # noqa: E402
-from attnbench.models import gemma_fast  # noqa: E402
-from attnbench.models import masks as token_masks  # noqa: E402
+from attnbench.errors import UsageError
+from attnbench.models import gemma_fast
+from attnbench.models import masks as token_masks
 
 pytestmark = pytest.mark.jax
 BATCH, PREFIX, STEPS = 2, 7, 4

@@ -9,12 +9,12 @@ jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
-from gemma_cases import error, positions, random_params, tokens  # noqa: E402
+import jax.numpy as jnp
+from gemma_cases import error, positions, random_params, tokens
 
-import attnbench as ab  # noqa: E402
-from attnbench.models import gemma, gemma_torch  # noqa: E402
-from attnbench.models.masks import in_blocks, known  # noqa: E402
+import attnbench as ab
+from attnbench.models import gemma, gemma_torch
+from attnbench.models.masks import in_blocks, known
 
 pytestmark = [pytest.mark.jax, pytest.mark.torch]
 CONFIG = gemma.Config(width=32, depth=2, mlp_dim=48, num_heads=4, num_kv_heads=1, head_dim=8)

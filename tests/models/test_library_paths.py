@@ -14,16 +14,16 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
-from gemma_cases import tokens  # noqa: E402
+import jax.numpy as jnp
+from gemma_cases import tokens
 
-from attnbench.dispatch.explain import Explanation  # noqa: E402
-from attnbench.dispatch.order import Candidate  # noqa: E402
-from attnbench.impls import jax_kvax  # noqa: E402
-from attnbench.models import flash  # noqa: E402
-from attnbench.models.attend import standard_attention  # noqa: E402
-from attnbench.models.masks import block_causal, in_blocks  # noqa: E402
-from attnbench.spec import Workload  # noqa: E402
+from attnbench.dispatch.explain import Explanation
+from attnbench.dispatch.order import Candidate
+from attnbench.impls.jax import kvax as jax_kvax
+from attnbench.models import flash
+from attnbench.models.attend import standard_attention
+from attnbench.models.masks import block_causal, in_blocks
+from attnbench.spec import Workload
 
 pytestmark = pytest.mark.jax
 SHAPE = {"batch": 2, "q_len": 20, "heads": 4, "kv_heads": 1, "head_dim": 16}

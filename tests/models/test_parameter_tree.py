@@ -7,10 +7,10 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
-from gemma_cases import shapes  # noqa: E402
+import jax.numpy as jnp
+from gemma_cases import shapes
 
-from attnbench.models import gemma, gemma_fast, pi0, pi0_fast  # noqa: E402
+from attnbench.models import gemma, gemma_fast, pi0, pi0_fast
 
 pytestmark = pytest.mark.jax
 VOCABULARY = 257_152

@@ -10,11 +10,11 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
-from gemma_cases import CHOICES, error, random_params, run  # noqa: E402
+import jax.numpy as jnp
+from gemma_cases import CHOICES, error, random_params, run
 
-from attnbench.errors import UsageError  # noqa: E402
-from attnbench.models import pi0  # noqa: E402
+from attnbench.errors import UsageError
+from attnbench.models import pi0
 
 pytestmark = pytest.mark.jax
 BATCH, IMAGES, TEXT, HORIZON, WIDE = 2, 12, 6, 4, 3

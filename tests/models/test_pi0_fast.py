@@ -10,11 +10,11 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
-from gemma_cases import CHOICES, error, random_params  # noqa: E402
+import jax.numpy as jnp
+from gemma_cases import CHOICES, error, random_params
 
-from attnbench.errors import UsageError  # noqa: E402
-from attnbench.models import pi0_fast  # noqa: E402
+from attnbench.errors import UsageError
+from attnbench.models import pi0_fast
 
 pytestmark = pytest.mark.jax
 BATCH, IMAGES, TEXT, STEPS, WORDS, TOKEN = 2, 6, 5, 6, 40, 7

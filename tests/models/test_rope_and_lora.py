@@ -8,13 +8,13 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
-from gemma_cases import attention, error, positions, random_params, rotated, run, tokens  # noqa: E402
+import jax.numpy as jnp
+from gemma_cases import attention, error, positions, random_params, rotated, run, tokens
 
-from attnbench.errors import UsageError  # noqa: E402
-from attnbench.models import gemma, lora  # noqa: E402
-from attnbench.models import masks as token_masks  # noqa: E402
-from attnbench.models.rope import apply_rope  # noqa: E402
+from attnbench.errors import UsageError
+from attnbench.models import gemma, lora
+from attnbench.models import masks as token_masks
+from attnbench.models.rope import apply_rope
 
 pytestmark = pytest.mark.jax
 UPDATES = {"attn": lora.LoRAConfig(rank=4, alpha=6.0), "ffn": lora.LoRAConfig(rank=3, alpha=9.0)}

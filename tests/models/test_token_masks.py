@@ -10,19 +10,20 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
-from gemma_cases import tokens  # noqa: E402
-from policy_factory import policy  # noqa: E402
+import jax.numpy as jnp
+from gemma_cases import tokens
+from policy_factory import policy
 
-import attnbench as ab  # noqa: E402
-from attnbench import registry  # noqa: E402
-from attnbench.dispatch.order import environment_of  # noqa: E402
-from attnbench.errors import InvalidWorkload  # noqa: E402
-from attnbench.impls import jax_late_masks  # noqa: E402
-from attnbench.impls.jax_nn import Xla  # noqa: E402
-from attnbench.models import flash  # noqa: E402
-from attnbench.models.attend import Path, attend, standard_attention  # noqa: E402
-from attnbench.models.masks import (  # noqa: E402
+import attnbench as ab
+from attnbench import registry
+from attnbench.dispatch.order import environment_of
+from attnbench.errors import InvalidWorkload
+from attnbench.impls.jax import _masks_in_jit as jax_late_masks
+from attnbench.impls.jax.nn import Xla
+from attnbench.masks import MaskShape
+from attnbench.models import flash
+from attnbench.models.attend import Path, attend, standard_attention
+from attnbench.models.masks import (
     TokenMask,
     WrongMaskShape,
     block_causal,
@@ -30,8 +31,7 @@ from attnbench.models.masks import (  # noqa: E402
     known,
     make_attn_mask,
 )
-from attnbench.policy import Choice, Entry, shape_of  # noqa: E402
-from attnbench.workloads.masks import MaskShape  # noqa: E402
+from attnbench.policy import Choice, Entry, shape_of
 
 pytestmark = pytest.mark.jax
 PI0 = (816, 1, 50)
@@ -167,12 +167,12 @@ def test_the_flash_path_holds_no_square_array():
     assert all(len(shape) == 2 for shape in shapes)
     q, k = (jax.ShapeDtypeStruct((2, 307, n, 16), jnp.float32) for n in (8, 1))
     calls = []
-    real = flash.jax_late_masks.attend
-    flash.jax_late_masks.attend = lambda *a, **w: calls.append(w) or real(*a, **w)
+    real = flash._masks_in_jit.attend
+    flash._masks_in_jit.attend = lambda *a, **w: calls.append(w) or real(*a, **w)
     try:
         jax.eval_shape(lambda q, k, v: flash.flash_attention(q, k, v, mask, "auto"), q, k, k)
     finally:
-        flash.jax_late_masks.attend = real
+        flash._masks_in_jit.attend = real
     assert [(w["mask"] is None, w["kv_lengths"] is None) for w in calls] == [(True, False), (False, True)]
     assert calls[1]["mask"].shape == (2, 1, 51, 307)
 

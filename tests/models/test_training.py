@@ -9,9 +9,9 @@ jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
+import jax.numpy as jnp
 
-from attnbench.models import pi0  # noqa: E402
+from attnbench.models import pi0
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]
 STEPS, BATCH, IMAGES, TEXT = 200, 8, 12, 4

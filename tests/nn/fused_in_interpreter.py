@@ -8,10 +8,10 @@ os.environ.update(isa_cap())  # before torch is first imported
 
 import torch
 
-from attnbench.impls.dilated.pieces import Problem
-from attnbench.impls.dilated.task import Task
-from attnbench.impls.dilated.torch_function import dilated
-from attnbench.workloads import masks
+from attnbench import masks
+from attnbench.kernels.dilated.pieces import Problem
+from attnbench.kernels.dilated.task import Task
+from attnbench.kernels.dilated.torch_function import dilated
 
 CASES = {
     "ragged, three branches": ((1, 70, 2, 2, 16), ([16, 40, 70], [1, 3, 6]), {}, {}),

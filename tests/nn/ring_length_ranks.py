@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from dilated_oracle import attention, visible_counts
 
+from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.impls.ring.function import ring_attention
+from attnbench.kernels.ring.function import ring_attention
 from attnbench.nn import BlockSparseRingDilatedAttention, ImprovedDilatedAttention, RingDilatedAttention
 from attnbench.nn.ring import shard
-from attnbench.workloads import masks
 
 SEGMENTS, RATES = [8, 16, 48], [1, 2, 3]
 TOKENS, LENGTHS = 53, [53, 20, 20, 0, 7]

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from dilated_oracle import attention, detached, visible_counts
 
-from attnbench.errors import UsageError
-from attnbench.impls.ring.function import ring_attention
-from attnbench.impls.ring.layouts import positions
+from attnbench.errors import AttnBenchError, UsageError
+from attnbench.kernels.ring.function import ring_attention
+from attnbench.kernels.ring.layouts import positions
 from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     MultiheadDilatedAttention,
@@ -161,6 +161,38 @@ def wrong_shard():
     return "accepted"
 
 
+def refused():
+    """Rank 1 comes with something else, or with what it refuses by itself: what each rank says, and nobody waits."""
+    one = dist.get_rank() == 1
+    q, k, v, _ = (shard(x) for x in draw(4, 2))
+    x = torch.randn(2, q.shape[1], 32, dtype=torch.float64)
+    module = RingDilatedAttention(SEGMENTS, RATES)
+    multihead = RingMultiheadDilatedAttention(32, 4, SEGMENTS, RATES, dtype=torch.float64)
+    calls = {
+        "return_lse": lambda: ring_attention(q, k, v, return_lse=one),
+        "inner": lambda: ring_attention(q, k, v, inner="torch.eager" if one else "auto"),
+        "unsupported": lambda: ring_attention(q, k, v, inner="torch.flash-attn" if one else "auto"),
+        "unknown": lambda: ring_attention(q, k, v, inner="torch.nothing" if one else "auto"),
+        "layout": lambda: ring_attention(q, k, v, layout="round" if one else "zigzag"),
+        "shape": lambda: ring_attention(q, k, v[:, 1:] if one else v),
+        "dtype": lambda: ring_attention(q, k, v.float() if one else v),
+        "kind": lambda: ring_attention(q, k, None if one else v),
+        "key lengths": lambda: ring_attention(q, k, v, kv_lengths=[-1, 5] if one else [5, 5]),
+        "module's return_lse": lambda: module(q, k, v, return_lse=one),
+        "module's shape": lambda: module(q, k, v[:, 1:] if one else v),
+        "multihead's shape": lambda: multihead(x[..., :8] if one else x),
+        "multihead's dtype": lambda: multihead(x.float() if one else x),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "accepted"
+        except AttnBenchError as error:
+            found[name] = str(error)
+    return found
+
+
 def in_a_subgroup():
     """Ranks 0 and 2 alone; the others are not asked."""
     group = dist.new_group([0, 2])
@@ -193,6 +225,7 @@ def main():
         "dense": dense(),
         "subgroup": in_a_subgroup(),
         "wrong": wrong_shard(),
+        "refused": refused(),
     }  # fmt: skip
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -10,10 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from attnbench.dispatch.torch_sdpa import scaled_dot_product_attention  # noqa: E402
-from attnbench.errors import UsageError  # noqa: E402
-from attnbench.impls.ring.function import ring_attention  # noqa: E402
-from attnbench.nn import (  # noqa: E402
+from attnbench import masks
+from attnbench.dispatch.torch_sdpa import scaled_dot_product_attention
+from attnbench.errors import UsageError
+from attnbench.kernels.ring.function import ring_attention
+from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
@@ -25,7 +26,6 @@ from attnbench.nn import (  # noqa: E402
     create_adaptive_sparse_attention,
     create_block_sparse_attention,
 )
-from attnbench.workloads import masks  # noqa: E402
 
 PLAIN = pytest.mark.parametrize("kind", [DilatedAttention, ImprovedDilatedAttention, RingDilatedAttention])
 MULTIHEAD = pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from attnbench.errors import InvalidWorkload
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")]
 
-from attnbench import nn  # noqa: E402
-from attnbench.impls.ring.function import ring_attention  # noqa: E402
+from attnbench import nn
+from attnbench.kernels.ring.function import ring_attention
 
 CAUSAL, PATTERN = ab.masks.causal(), ([8, 32], [1, 2])
 DILATED, BLOCKS = ab.masks.dilated(*PATTERN), ab.masks.blocks(np.tri(4, dtype=bool), 8)

@@ -9,23 +9,23 @@ import pytest
 
 import attnbench as ab
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
+from attnbench.masks import MaskShape
 from attnbench.spec import Workload
 from attnbench.workloads.block_patterns import PATTERNS, sparse_mask
 from attnbench.workloads.inputs import draw
-from attnbench.workloads.masks import MaskShape
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode
 
-from attnbench import nn  # noqa: E402
-from attnbench.impls.block_sparse import select  # noqa: E402
-from attnbench.impls.block_sparse.content import estimate  # noqa: E402
-from attnbench.impls.block_sparse.gate import train_gate as train_heads_first  # noqa: E402
-from attnbench.impls.block_sparse.gate import true_mass  # noqa: E402
-from attnbench.nn import block_sparse  # noqa: E402
-from attnbench.nn.block_sparse import MOST_SIZES  # noqa: E402
+from attnbench import nn
+from attnbench.kernels.block_sparse import select
+from attnbench.kernels.block_sparse.content import estimate
+from attnbench.kernels.block_sparse.gate import train_gate as train_heads_first
+from attnbench.kernels.block_sparse.gate import true_mass
+from attnbench.nn import block_sparse
+from attnbench.nn.block_sparse import MOST_SIZES
 
 SIZE = 16
 STRUCTURED = Workload(batch=1, q_len=512, heads=2, head_dim=32, inputs="structured")
@@ -375,3 +375,12 @@ def test_the_sizes_used_last_are_kept(monkeypatch):
     call(sizes[1])  # the one used least recently made room for 1024
     assert made == [*sizes, 1024, sizes[1]]
     assert len(module._made) == MOST_SIZES
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "double"])
+def test_the_threshold_is_not_rounded_with_the_module(cast):
+    module = nn.create_block_sparse_attention(0.5, "dynamic_threshold", block_size=SIZE, threshold=0.9137)
+    getattr(module, cast)()
+    assert (module.threshold.dtype, float(module.threshold)) == (torch.float32, float(torch.tensor(0.9137)))
+    empty = module.to("meta").to_empty(device="cpu")
+    assert (empty.threshold.dtype, empty.threshold.device.type) == (torch.float32, "cpu")

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from attnbench import nn  # noqa: E402
+from attnbench import nn
 
 MADE = {
     "fixed": lambda: nn.create_block_sparse_attention(0.5, "local", block_size=8, causal=True),

@@ -5,13 +5,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-import dilated_oracle as oracle  # noqa: E402
-from dilated_family import EIGHT  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+import dilated_oracle as oracle
+from dilated_family import EIGHT
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from attnbench.errors import InvalidWorkload, UsageError  # noqa: E402
-from attnbench.nn import DilatedAttention, ImprovedDilatedAttention  # noqa: E402
+from attnbench.errors import InvalidWorkload, UsageError
+from attnbench.nn import DilatedAttention, ImprovedDilatedAttention
 
 BOTH = pytest.mark.parametrize("kind", [DilatedAttention, ImprovedDilatedAttention])
 RATES = (1, 2, 3, 4, 6, 12)

@@ -5,10 +5,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-import dilated_oracle as oracle  # noqa: E402
-from dilated_family import EIGHT, WITH_LSE  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+import dilated_oracle as oracle
+from dilated_family import EIGHT, WITH_LSE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 ALL = pytest.mark.parametrize("kind", EIGHT.values(), ids=EIGHT)
 THOSE_WITH_LSE = pytest.mark.parametrize("kind", WITH_LSE.values(), ids=WITH_LSE)

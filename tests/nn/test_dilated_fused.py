@@ -11,29 +11,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.impls.dilated.pieces import Problem, pieces
-from attnbench.impls.dilated.strands import strands
-from attnbench.impls.dilated.task import Task
-from attnbench.workloads import masks
+from attnbench.kernels.dilated.pieces import Problem, pieces
+from attnbench.kernels.dilated.strands import strands
+from attnbench.kernels.dilated.task import Task
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-import dilated_oracle as oracle  # noqa: E402
+import dilated_oracle as oracle
 
-from attnbench.impls.dilated import torch_plan  # noqa: E402
-from attnbench.impls.dilated.torch_function import dilated  # noqa: E402
-from attnbench.impls.dilated.torch_fused import is_fused  # noqa: E402
-from attnbench.nn import DilatedAttention, ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention  # noqa: E402
+from attnbench.kernels.dilated import torch_plan
+from attnbench.kernels.dilated.torch_function import dilated
+from attnbench.kernels.dilated.torch_fused import is_fused
+from attnbench.nn import DilatedAttention, ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention
 
 PAPER = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnbench.impls.dilated import triton_kernels
+from attnbench.kernels.dilated import triton_kernels
 
 sizes = dict(WIDTHS={widths}, RATES={rates}, RESTS=(False, True, True, True, True), BRANCHES=5, DIM=64, BLOCK_DIM=64,
              ALIGN=8, BLOCK=64)

@@ -4,17 +4,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from attnbench.impls.dilated.pieces import Problem
-from attnbench.impls.dilated.task import Task
-from attnbench.workloads import masks
+from attnbench import masks
+from attnbench.kernels.dilated.pieces import Problem
+from attnbench.kernels.dilated.task import Task
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-import dilated_oracle as oracle  # noqa: E402
+import dilated_oracle as oracle
 
-from attnbench.impls.dilated import torch_plan  # noqa: E402
-from attnbench.nn import ImprovedDilatedAttention  # noqa: E402
+from attnbench.kernels.dilated import torch_plan
+from attnbench.nn import ImprovedDilatedAttention
 
 SEGMENTS, RATES = [4, 8], [1, 2]
 

@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")]
 
-from dilated_oracle import attention, detached, visible_counts  # noqa: E402
+from dilated_oracle import attention, detached, visible_counts
 
-import attnbench as ab  # noqa: E402
-from attnbench.impls.ring.function import ring_attention  # noqa: E402
-from attnbench.nn import (  # noqa: E402
+import attnbench as ab
+from attnbench.kernels.ring.function import ring_attention
+from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     DilatedAttention,
     ImprovedDilatedAttention,

@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-import dilated_oracle as oracle  # noqa: E402
+import dilated_oracle as oracle
 
-import attnbench as ab  # noqa: E402
-from attnbench.errors import UnknownName, UsageError  # noqa: E402
-from attnbench.nn import (  # noqa: E402
+import attnbench as ab
+from attnbench.errors import UnknownName, UsageError
+from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from attnbench import nn  # noqa: E402
+from attnbench import nn
 
 PATTERN = ([8, 24], [1, 3])
 MADE = {

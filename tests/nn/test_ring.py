@@ -8,23 +8,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from dilated_oracle import attention, counts, visible_counts  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from ranks_of_torchrun import told_by_ranks  # noqa: E402
+from dilated_oracle import attention, counts, visible_counts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks_of_torchrun import told_by_ranks
 
-import attnbench as ab  # noqa: E402
-from attnbench.errors import InvalidWorkload, UsageError  # noqa: E402
-from attnbench.impls.ring import layouts  # noqa: E402
-from attnbench.impls.ring.dilated_plan import calls  # noqa: E402
-from attnbench.nn import (  # noqa: E402
+import attnbench as ab
+from attnbench import masks
+from attnbench.errors import InvalidWorkload, UsageError
+from attnbench.kernels.ring import layouts
+from attnbench.kernels.ring.dilated_plan import calls
+from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     RingDilatedAttention,
     RingMultiheadDilatedAttention,
 )
-from attnbench.workloads import masks  # noqa: E402
 
 PATTERN = ([8, 16, 48], [1, 2, 3])
 WORLD = 3
@@ -177,3 +177,33 @@ def test_the_gradient_of_the_lse_is_one_devices_even_where_one_rank_alone_asks_f
 def test_a_wrong_shard_is_refused_by_every_rank(told):
     for found in told:
         assert found["wrong"] == "ranks hold 16, 17, 16 queries; laid out zigzag, 49 make 17, 16, 16."
+
+
+@pytest.mark.parametrize(
+    "what,of_rank_1",
+    [
+        ("unsupported", "torch.flash-attn"),
+        ("unknown", "torch.nothing"),
+        ("layout", "round"),
+        ("shape", "shapes do not go together"),
+        ("dtype", "must have one dtype"),
+        ("kind", "takes torch tensors, not None"),
+        ("key lengths", "cannot be negative"),
+        ("module's shape", "shapes do not go together"),
+        ("multihead's shape", "x is [batch, tokens, 32]"),
+        ("multihead's dtype", "cast one of them"),
+    ],
+)
+def test_what_one_rank_refuses_all_refuse(told, what, of_rank_1):
+    """The others would wait for it until the process group gives up."""
+    for rank, found in enumerate(told):
+        wanted = of_rank_1 if rank == 1 else "rank 1 of 3 refused this call, and so does"
+        assert wanted in found["refused"][what], rank
+
+
+@pytest.mark.parametrize(
+    "what,name", [("return_lse", "return_lse"), ("inner", "inner"), ("module's return_lse", "return_lse")]
+)
+def test_ranks_that_disagree_are_told_on_what(told, what, name):
+    for found in told:
+        assert found["refused"][what] == f"ranks disagree on {name}: every rank gives the same."

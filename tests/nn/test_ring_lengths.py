@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from ranks_of_torchrun import told_by_ranks  # noqa: E402
+from ranks_of_torchrun import told_by_ranks
 
-from attnbench.errors import UsageError  # noqa: E402
-from attnbench.nn import MultiheadDilatedAttention, RingDilatedAttention, RingMultiheadDilatedAttention  # noqa: E402
+from attnbench.errors import UsageError
+from attnbench.nn import MultiheadDilatedAttention, RingDilatedAttention, RingMultiheadDilatedAttention
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

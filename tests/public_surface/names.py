@@ -25,7 +25,7 @@ CORE: dict[str, tuple[str, ...] | None] = {
     "attnbench.impls.conditions": (
         "first_reason", "needs_dtype", "needs_equal_dims", "needs_mask", "needs_no_softcap",
     ),
-    "attnbench.impls.ring.function": ("ring_attention",),
+    "attnbench.kernels.ring.function": ("ring_attention",),
     "attnbench.analyse.summary": ("closing", "format_ratio", "rank"),
 }  # fmt: skip
 """Modules that README, docs/ and examples/ tell users to import from, and the names they show; None for all."""

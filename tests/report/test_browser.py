@@ -12,8 +12,8 @@ from chromium import BROWSER, NO_CHROMIUM, Opened
 from record_factory import CPU, noisy, ok, unsupported, workload
 from run_history import step_history
 
+from attnbench.results.run_file import Header, Run
 from attnbench.spec import Cost, Errors, Incorrect, Memory, Record
-from attnbench.store.runfile import Header, Run
 
 pytest.importorskip("playwright")
 pytest.importorskip("altair")

@@ -17,9 +17,9 @@ pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
-from attnbench.report.html.featured import featured
 from attnbench.report.html.page import Page, render
 from attnbench.report.html.palette import DARK, LIGHT
+from attnbench.report.html.picks import featured
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_CHROMIUM)
 CUDNN = ("cudnn_fprop",)

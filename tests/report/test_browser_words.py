@@ -10,8 +10,8 @@ from chromium import BROWSER, NO_CHROMIUM, Opened
 from page_factory import JAX, page_of, timed
 from record_factory import CPU, incorrect, unsupported, workload
 
+from attnbench import masks
 from attnbench.spec import Record, Workload
-from attnbench.workloads import masks
 
 pytest.importorskip("playwright")
 pytest.importorskip("altair")

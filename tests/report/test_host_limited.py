@@ -13,20 +13,21 @@ from page_factory import source
 from record_factory import noisy, ok, timing, unsupported, workload
 from rich.console import Console
 
-from attnbench.analyse.choose import choose
 from attnbench.analyse.recommend import recommend
 from attnbench.analyse.summary import closing, count_notes
-from attnbench.analyse.survey import Source
+from attnbench.choosing.candidates import Source
+from attnbench.choosing.choose import choose
+from attnbench.choosing.text import closing as closing_of_choice
+from attnbench.choosing.text import document as document_of_choice
 from attnbench.cli.session import document
 from attnbench.measuring.host_limit import BOUND, host_limit, notes_of
-from attnbench.report.choose import closing as closing_of_choice
-from attnbench.report.choose import document as document_of_choice
 from attnbench.report.detail import print_cell
 from attnbench.report.tables import print_rankings
+from attnbench.results.exports.table import Source as Export
+from attnbench.results.exports.table import rows
+from attnbench.results.run_file import new_header, read_run
+from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
-from attnbench.store.exports.table import Source as Export
-from attnbench.store.exports.table import rows
-from attnbench.store.runfile import new_header, read_run
 
 RESULTS = Path(__file__).parents[2] / "results"
 LEGEND = "host-limited: the call takes 9.2x its kernel time"
@@ -98,7 +99,7 @@ def test_details_notes_and_documents_say_it():
     assert "host" not in text_of(print_cell, FINE)
     (note,) = count_notes([SLOW, FINE])
     assert note.startswith("host-limited: 1 cell (")
-    (ranking,) = document(Path("r"), [SLOW, FINE], "", ())["ranking"].values()
+    (ranking,) = document(Path("r"), [SLOW, FINE], "", Standings([[SLOW, FINE]]))["ranking"].values()
     found = {row["implementation"]: row["host_limited"] for row in ranking}
     assert found == {"torch.dilated": pytest.approx(9.24, rel=0.01), "torch.sdpa": None}
 

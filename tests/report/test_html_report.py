@@ -12,19 +12,19 @@ import pytest
 from page_factory import BREAKER, HOSTILE, JAX, page_of, section_of, source, timed, two_frameworks
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.ratios import Ratio, condensed, paired_ratio
 from attnbench.analyse.speedup import category
 from attnbench.errors import AttnBenchError
+from attnbench.results.ratios import Ratio, condensed, paired_ratio
 from attnbench.spec import Cost, Errors, Incorrect, Memory
 
 pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
+from attnbench import masks
 from attnbench.report.html import derived, images
 from attnbench.report.html.answers import group_advice
-from attnbench.report.html.baselines import choose_baselines
-from attnbench.report.html.cells import make_cells
+from attnbench.report.html.cells import choose_baselines, make_cells
 from attnbench.report.html.families import find_families
 from attnbench.report.html.growth import growth_rows
 from attnbench.report.html.images import write_images
@@ -35,7 +35,6 @@ from attnbench.report.html.palette import SYMBOLS, order_labels, ranges
 from attnbench.report.html.picks import family_choices, set_beside
 from attnbench.report.html.sections import gather
 from attnbench.report.html.verdicts import add_verdicts, share_of_allowed
-from attnbench.workloads import masks
 
 pytestmark = pytest.mark.usefixtures("no_bundle")
 
@@ -87,21 +86,22 @@ class TestCells:
 
     def test_ratios_are_taken_within_a_run(self):
         old = [timed("torch.eager", 4e6), timed("torch.sdpa", 1e6)]
-        new = [timed("torch.sdpa", 2e6)]
+        new = [timed("torch.flex", 2e6)]
         (section,) = gather([source(*old), source(*new)])
-        cell = next(c for c in make_cells(section).rows if c["label"] == "torch.sdpa")
-        assert "gain0" not in cell
+        cells = {cell["label"]: cell for cell in make_cells(section).rows}
+        assert "gain0" not in cells["torch.flex"]
+        assert cells["torch.sdpa"]["gain0"] == pytest.approx(4, rel=0.05)
 
-    def test_cells_of_several_runs_are_shown_and_ranked_within_theirs(self):
+    def test_the_run_that_decides_a_shape_is_shown_and_ranked(self):
+        """The second run does not hold both contenders of the first, so that it decides nothing."""
         old = [timed("torch.eager", 4e6), timed("torch.sdpa", 1e6), timed("torch.eager", 8e6, 256)]
-        page = compose([source(*old), source(timed("torch.sdpa", 2e6))])
+        page = compose([source(*old), source(timed("torch.sdpa", 2e6), timed("torch.flex", 3e6))])
         (part,) = page.parts
         cells = {(cell["label"], cell["len"]): cell for cell in part.cells.rows}
-        assert cells["torch.sdpa", 128]["ns"] == pytest.approx(2e6, rel=0.2)
-        assert cells["torch.sdpa", 128]["rank"] == 1, "four times as fast where both took turns"
-        assert cells["torch.eager", 128]["rank"] is None
+        assert cells["torch.sdpa", 128]["ns"] == pytest.approx(1e6, rel=0.2)
+        assert [cells[name, 128]["rank"] for name in ("torch.sdpa", "torch.eager", "torch.flex")] == [1, 2, None]
         assert cells["torch.eager", 256]["rank"] == 1
-        assert part.cells.pooled == 1
+        assert (part.cells.repeated, part.cells.pooled) == (1, 1)
         assert any("did not share their rounds" in note for note in part.notes)
         assert "too close to call" not in summarise(page)
         assert re.search(r"torch\.sdpa leads on 1 of 2 shapes, (3\.9|4\.0)\dx", part.answer[0])
@@ -109,19 +109,20 @@ class TestCells:
         assert winner.figures[0].value == pytest.approx(4, rel=0.05)
 
     @pytest.mark.parametrize("pace", [1.0, 0.4, 3.0])
-    def test_of_another_run_what_is_clearly_behind_by_what_both_timed_is_slower(self, pace):
+    def test_of_two_runs_the_newer_decides_if_it_holds_the_leaders_or_is_clearly_ahead(self, pace):
         """Both runs hold torch.sdpa, so that a machine that was quicker or slower in one of them deceives nobody."""
 
-        def ranks(flash):
-            old = [timed("torch.eager", 9e6), timed("torch.sdpa-flash", flash), timed("torch.sdpa", 4e6)]
-            new = [timed("torch.sdpa", 4e6 * pace), timed("torch.sdpa-math", 16e6 * pace)]
-            (section,) = gather([source(*old), source(*new)])
+        def ranks(**new):
+            old = [timed("torch.eager", 9e6), timed("torch.flash", 4.1e6), timed("torch.sdpa", 4e6)]
+            newer = [timed(f"torch.{name}", ns * pace) for name, ns in new.items()]
+            (section,) = gather([source(*old), source(*newer)])
             return {cell["label"]: cell["rank"] for cell in make_cells(section).rows}
 
-        assert set(ranks(flash=4.1e6).values()) == {None}, "too near to torch.sdpa"
-        behind = ranks(flash=7e6)
-        assert behind["torch.sdpa-flash"] is None
-        assert behind["torch.sdpa"] == (1 if pace <= 1 else None), "the fastest as shown must lead"
+        assert ranks(sdpa=4e6, math=16e6)["torch.math"] is None, "torch.flash is not there"
+        assert ranks(sdpa=4e6, flash=8e6)["torch.flash"] == 2
+        assert ranks(sdpa=4e6, mine=2e6) == {
+            "torch.eager": None, "torch.flash": None, "torch.sdpa": 2, "torch.mine": 1,
+        }  # fmt: skip
 
     def test_runs_that_share_no_implementation_are_not_compared(self):
         (part,) = compose([source(timed("torch.eager", 4e6)), source(timed("torch.sdpa", 1e6))]).parts
@@ -142,7 +143,7 @@ class TestCells:
     def test_baselines_are_few_when_records_are_many(self, monkeypatch: pytest.MonkeyPatch):
         records = two_frameworks()
         assert len(choose_baselines(records)) == 3
-        monkeypatch.setattr("attnbench.report.html.baselines.MOST_RATIOS", 10)
+        monkeypatch.setattr("attnbench.report.html.cells.MOST_RATIOS", 10)
         assert choose_baselines(records, ["torch.sdpa"]) == ["torch.sdpa", "torch.eager"]
 
 

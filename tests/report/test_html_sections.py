@@ -8,11 +8,11 @@ import msgspec
 from page_factory import JAX, section_of, source, timed, two_frameworks
 from record_factory import CPU, unsupported, workload
 
+from attnbench import masks
 from attnbench.report.html.environment import environment_facts
 from attnbench.report.html.families import find_families
 from attnbench.report.html.map import lay_out
 from attnbench.report.html.sections import gather
-from attnbench.workloads import masks
 
 
 class TestSections:
@@ -132,6 +132,14 @@ class TestMaps:
         assert len(lay_out([*small, *large])) == 2
         assert {cell["map"] for cell in large} == {0}
         assert {cell["map"] for cell in small} == {1}
+
+    def test_a_family_with_fewer_of_the_combinations_is_a_row_of_the_same_map(self):
+        few = [map_cell("f", b, n) for b, n in ((16, 512),)]
+        some = [map_cell("g", b, n) for b, n in ((16, 512), (4, 1024))]
+        every = [map_cell("h", b, n) for b, n in ((16, 512), (4, 1024), (8, 2048))]
+        assert len(lay_out(cells := [*few, *some, *every])) == 1
+        assert {cell["map"] for cell in cells} == {0}
+        assert [(cell["row"], cell["column"]) for cell in few] == [("f", "16 x 512")]
 
     def test_a_family_of_one_shape_is_on_no_map(self):
         cells = [map_cell("f", 1, 64), map_cell("g", 1, 64), map_cell("h", 1, 128), map_cell("h", 1, 256)]

@@ -18,10 +18,10 @@ from run_history import step_history
 
 from attnbench import drafts
 from attnbench.cli import execute
-from attnbench.report.annotations import record_commands
+from attnbench.comparing.annotations import record_commands
 from attnbench.report.summaries import FILES
+from attnbench.results.run_file import Header, RunWriter, new_header
 from attnbench.spec import Failed, Record
-from attnbench.store.runfile import Header, RunWriter, new_header
 
 pytest.importorskip("altair")
 pytest.importorskip("jinja2")

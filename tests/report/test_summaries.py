@@ -14,8 +14,9 @@ from attnbench.errors import UsageError
 from attnbench.report.summaries import write_summaries
 from attnbench.report.summary_documents import Measured
 from attnbench.report.summary_text import MOST_LINES, WIDTH
+from attnbench.results.run_file import read_run
+from attnbench.results.standings import Standings
 from attnbench.spec import Record
-from attnbench.store.runfile import read_run
 
 RESULTS = Path(__file__).parents[2] / "results"
 RECORDS = [
@@ -29,7 +30,7 @@ RECORDS = [
 
 
 def measured(*runs: Sequence[Record], title: str = "here") -> Measured:
-    return Measured(title, runs, [closing(runs[-1])], recommend(*runs))
+    return Measured(title, Standings(runs), [closing(runs[-1])], recommend(*runs))
 
 
 @pytest.fixture(scope="module")

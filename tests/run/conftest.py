@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from attnbench import masks
 from attnbench.analyse.summary import closing, rank
 from attnbench.measuring.rates import Ceilings
 from attnbench.run import crew
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.spec import Cell, Record, Workload
-from attnbench.workloads import masks
 
 HERE = Path(__file__).parent
 CAUSAL = Workload(batch=2, q_len=24, heads=4, kv_heads=2, head_dim=8, mask=masks.causal())

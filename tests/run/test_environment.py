@@ -7,15 +7,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from git_repository import Repository
 
+from attnbench import registry
 from attnbench.measuring.rates import Ceilings
 from attnbench.measuring.sampling import ESTIMATOR
 from attnbench.run import protocol as p
+from attnbench.run import worker as worker_module
 from attnbench.run.ceilings import cache_folder, load_ceilings, store_ceilings
 from attnbench.run.crew import Crew
-from attnbench.run.environment import without_home
+from attnbench.run.environment import commit_of, without_home
 from attnbench.run.plan import Group
 from attnbench.run.remote import Remote
+from attnbench.run.worker import Worker
 from attnbench.spec import Environment
 
 START_S = 60.0
@@ -157,3 +161,33 @@ def test_no_ceiling_for_a_dtype_that_the_framework_lacks(cache):
 )
 def test_paths_do_not_tell_where_an_environment_lies(told, kept):
     assert without_home(told) == kept
+
+
+def test_the_commit_is_marked_if_the_tree_holds_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = Repository(tmp_path / "project")
+    commit = made.commit("first", "kern.py", "")[:12]
+    made.write("runs/one.jsonl", "")
+    assert commit_of(made.path) == commit, "what is no code, and git does not know, is no change"
+    made.write("fresh.py", "")
+    assert commit_of(made.path) == f"{commit}+dirty"
+    (made.path / "fresh.py").unlink()
+    made.write("kern.py", "changed")
+    assert commit_of(made.path / "runs") == f"{commit}+dirty"
+    monkeypatch.chdir(tmp_path)
+    assert commit_of() == ""
+    assert Environment(device="cpu", device_name="", commit=commit_of(made.path)).is_dirty
+
+
+@pytest.mark.parametrize("told", ["before", "after"])
+def test_the_commit_is_that_of_the_measured_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str):
+    here, there = Repository(tmp_path / "here"), Repository(tmp_path / "there")
+    here.commit("first")
+    commit = there.commit("another", "kern.py", "def attend(q, k, v):\n    return q\n")[:12]
+    monkeypatch.chdir(here.path)
+    monkeypatch.setattr(worker_module, "_measured", None)
+    worker = Worker("numpy", "cpu")
+    with registry.restored():
+        questions = [p.Describe([]), p.Enlist("attend", "numpy", f"{there.path / 'kern.py'}:attend", None, [])]
+        for question in questions if told == "before" else reversed(questions):
+            assert not isinstance(worker.answer(question), p.Refused)
+    assert worker._environment.commit == commit

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_process import alive, attnbench, finish, start, wait_for, workers
 
-from attnbench.store.runfile import read_run
+from attnbench.results.run_file import read_run
 
 SLOW = f"{Path(__file__).parent / 'traps.py'}:slow"
 HANGS = f"{Path(__file__).parent / 'traps.py'}:hangs"

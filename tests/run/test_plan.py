@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnbench import frameworks, registry
+from attnbench import frameworks, masks, registry
 from attnbench.errors import UsageError
 from attnbench.run import instructions
 from attnbench.run.launch import Listener, Request, launch, plan_only
 from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit, least_bytes
 from attnbench.run.plan import Asked, Planned, cells_of, distinct, group_of, require_dtype, shard
 from attnbench.spec import Cell, Environment, Workload
-from attnbench.workloads import masks
 
 SMALL = Workload(batch=1, q_len=8, heads=2, head_dim=4)
 GPU = Environment(device="cuda", device_name="Test GPU", memory_bytes=24_000_000_000)

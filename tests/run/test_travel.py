@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import subprocess
 import sys
 import threading
@@ -10,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import attnbench as ab
 from attnbench import registry
+from attnbench.comparing.compare import IN_PROCESS
 from attnbench.errors import UsageError
 from attnbench.run.launch import CannotTravel, Listener, Request, launch, plan_only
 from attnbench.run.travel import from_object, from_reference
@@ -170,3 +174,89 @@ def test_by_value_from_a_script_without_a_guard(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["ok", "worker"], done.stderr
+
+
+HELPERS = """
+REPEAT = 1
+
+def factor():
+    return REPEAT
+"""
+USING = """
+import functools
+import numpy as np
+import helpers
+from helpers import factor
+from traps import attend as plain
+
+FACTOR = 1
+
+def by_module(q, k, v):
+    return plain(q, k, v, causal=False) * helpers.REPEAT
+
+def by_name(q, k, v):
+    return plain(q, k, v, causal=False) * factor()
+
+def by_own(q, k, v):
+    return plain(q, k, v, causal=False) * FACTOR
+
+class Holder:
+    def attend(self, q, k, v):
+        return by_module(q, k, v)
+
+    def __call__(self, q, k, v):
+        return by_name(q, k, v)
+
+HELD = Holder()
+"""
+
+
+@pytest.fixture
+def patched(tmp_path, monkeypatch):
+    """Modules of the user whose values this process has changed since it imported them: all results are thrice."""
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    (tmp_path / "using.py").write_text(USING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    for name in ("helpers", "using"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    using, helpers = importlib.import_module("using"), importlib.import_module("helpers")
+    helpers.REPEAT = using.FACTOR = 3
+    yield using
+    for name in ("helpers", "using"):
+        sys.modules.pop(name, None)
+
+
+def test_a_function_is_measured_as_this_process_has_it(patched):
+    ways = [patched.by_module, patched.by_name, patched.by_own, patched.HELD, patched.HELD.attend]
+    ways += [functools.partial(patched.by_module), lambda q, k, v: patched.by_name(q, k, v)]
+    for way in ways:
+        (record,) = verify(way)
+        assert (record.status, record.isolation) == ("incorrect", "worker"), way
+    patched.helpers.REPEAT = patched.FACTOR = 1
+    assert [verify(way)[0].status for way in ways] == ["ok"] * len(ways)
+
+
+def test_what_its_modules_hold_may_keep_it_here(patched):
+    patched.helpers.LOCK = threading.Lock()
+    assert from_object(patched.by_module, "numpy", set()) is None
+    assert from_object(patched.by_name, "numpy", set()) is not None, "it uses one function of the module"
+    found = ab.compare(patched.by_own, patched.by_module, SMALL, framework="numpy", budget_s=0.01)
+    assert found.record_b.status == "incorrect"
+    assert IN_PROCESS in found.notes
+
+
+def test_what_importing_a_module_registers_is_there(patched, tmp_path):
+    (tmp_path / "registers.py").write_text(
+        "import builtins\nbuiltins.registered_by_import = True\ndef used(x): return x\n"
+    )
+    import registers
+
+    def mine(q, k, v):
+        assert registered_by_import  # noqa: F821
+        return registers.used(attend(q, k, v))
+
+    try:
+        assert verify(mine)[0].status == "ok"
+    finally:
+        sys.modules.pop("registers")

@@ -11,10 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attnbench import registry
-from attnbench.comparing import compare
+from attnbench import masks, registry
+from attnbench.comparing.compare import compare
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Workload
-from attnbench.workloads import masks
 
 HERE = Path(__file__).parent
 
@@ -405,7 +404,7 @@ def test_a_comparison_refuses_the_same(kernel):
 
 THIRD_PARTY = """
 import os, sys
-from attnbench.impls.numpy_reference import FLOAT32
+from attnbench.impls.numpy import FLOAT32
 from attnbench import Implementation
 with open(os.path.join(os.environ["IMPORT_LOG"], "third.log"), "a") as log:
     log.write(f"{os.getpid()}\\n")

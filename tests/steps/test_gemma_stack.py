@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from attnbench import masks
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Workload
 from attnbench.steps import kind_of
-from attnbench.workloads import masks
 from attnbench.workloads.cost import demand
 from attnbench.workloads.steps import GEMMA_DEPTH
 

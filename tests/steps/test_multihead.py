@@ -6,13 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from attnbench import registry
+from attnbench import masks, registry
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Workload
 from attnbench.steps import kind_of
-from attnbench.steps.torch_multihead import TorchMultiheadDilated
-from attnbench.workloads import masks
+from attnbench.steps.torch_steps import TorchMultiheadDilated
 from attnbench.workloads.cost import demand
 
 torch = pytest.importorskip("torch")
@@ -59,8 +58,9 @@ def test_the_block_sparse_ring_is_right():
     assert isinstance(answer, p.Opened), answer
 
 
-def test_lengths_reach_the_module():
-    answer = opened(PLAIN[1], step(mask=PATTERN & masks.lengths([61, 20]), pass_="train"))
+@pytest.mark.parametrize("name", PLAIN)
+def test_lengths_reach_the_module(name: str):
+    answer = opened(name, step(mask=PATTERN & masks.lengths([61, 20]), pass_="train"))
     assert isinstance(answer, p.Opened), answer
 
 
@@ -70,7 +70,6 @@ def test_lengths_reach_the_module():
         (PLAIN[0], {"mask": masks.causal()}, "takes one dilated mask"),
         (PLAIN[0], {"mask": PATTERN & BLOCKS, "q_len": 64}, "without blocks"),
         (SPARSE, {}, "met with blocks"),
-        (PLAIN[2], {"mask": PATTERN & masks.lengths([61, 20])}, "no key lengths"),
         (PLAIN[0], {"kv_len": 80, "mask": None}, "self-attention"),
         (PLAIN[0], {"pass_": "backward"}, "its backward pass alone is not timed"),
         (PLAIN[0], {"step": ""}, "computes the step multihead, not attention alone"),

@@ -6,8 +6,8 @@ import pytest
 from pi0_cases import opened, require_right
 
 from attnbench.run import protocol as p
-from attnbench.steps import jax_pi0, jax_pi0_joint
-from attnbench.workloads import pi0_sizes
+from attnbench.steps import jax_steps
+from attnbench.workloads import steps
 
 pytest.importorskip("torch")
 pytest.importorskip("flax")
@@ -32,10 +32,10 @@ def test_the_sampler_is_right(end: str, dtype: str):
 
 
 def test_so_is_a_deep_one_whose_layers_repeat(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pi0_sizes, "WHOLE_WIDTH", 64)
+    monkeypatch.setattr(steps, "WHOLE_WIDTH", 64)
     answer = opened("pi0-sampler", dtype="bfloat16")
     require_right(answer)
-    assert pi0_sizes.depth(answer.record.workload) == 18
+    assert steps.depth(answer.record.workload) == 18
 
 
 IN_BLOCKS, ROPE, STANDARD = masks.in_blocks, gemma.apply_rope, attend.standard_attention
@@ -79,20 +79,20 @@ def turned_layers(arrays, suffixes):
     return MODEL_TREE({name: one[::-1] if "einsum" in name else one for name, one in arrays.items()}, suffixes)
 
 
-TREE, MODEL_TREE = jax_pi0_joint.attention_tree, jax_pi0.model_tree
+TREE, MODEL_TREE = jax_steps.attention_tree, jax_steps.model_tree
 WRONG = {
     "attention without its blocks": ("pi0-attention", masks, "in_blocks", one_block),
     "attention, heads mixed up": ("pi0-attention", attend, "standard_attention", next_head),
     "attention, the second expert's keys for its values": (
         "pi0-attention",
-        jax_pi0_joint,
+        jax_steps,
         "attention_tree",
         other_expert,
     ),
     "block, positions too far apart": ("pi0-block", gemma, "apply_rope", doubled),
     "model without its blocks": ("pi0-model", pi0, "in_blocks", one_block),
     "model, actions one place too late": ("pi0-model", pi0.Pi0, "_suffix_positions", late_suffix),
-    "model, layers in the wrong order": ("pi0-model", jax_pi0, "model_tree", turned_layers),
+    "model, layers in the wrong order": ("pi0-model", jax_steps, "model_tree", turned_layers),
     "sampler, actions one place too late": ("pi0-sampler", pi0.Pi0, "_suffix_positions", late_suffix),
     "prefill, positions too far apart": ("pi0-fast-prefill", gemma_fast, "apply_rope", doubled),
     "decode, tokens one place too late": ("pi0-fast-decode", pi0_fast.Pi0Fast, "decode", late_token),

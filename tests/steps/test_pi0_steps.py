@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from pi0_cases import opened, require_right, small_step
 
+from attnbench import masks
 from attnbench.run import protocol as p
 from attnbench.steps import KINDS, kind_of
-from attnbench.steps.pi0_repeats import drawn_rows, whole
-from attnbench.steps.pi0_support import unsupported
-from attnbench.workloads import masks, suites
+from attnbench.steps.pi0 import drawn_rows, unsupported, whole
+from attnbench.workloads import suites
 from attnbench.workloads.cost import demand
-from attnbench.workloads.pi0_sizes import block_sizes, depth, in_blocks, vocabulary
-from attnbench.workloads.steps import STEPS
+from attnbench.workloads.steps import STEPS, block_sizes, depth, in_blocks, vocabulary
 
 pytest.importorskip("torch")
 pytest.importorskip("flax")

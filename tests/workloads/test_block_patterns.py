@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnbench import masks
 from attnbench.errors import InvalidWorkload, UnknownName
+from attnbench.masks import MaskShape
+from attnbench.masks.block_layout import block_layout
 from attnbench.spec import Workload
-from attnbench.workloads import cost, masks, suites
+from attnbench.workloads import cost, suites
 from attnbench.workloads.block_patterns import PATTERNS, SPARSITIES, block_pattern, sparse_mask
-from attnbench.workloads.masks import MaskShape
-from attnbench.workloads.masks.block_layout import block_layout
 
 LENGTHS = st.integers(1, 70)
 

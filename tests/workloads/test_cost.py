@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnbench import masks
 from attnbench.spec import Workload
-from attnbench.workloads import cost, masks
+from attnbench.workloads import cost
 
 SHAPE = {"batch": 2, "q_len": 8, "kv_len": 12, "heads": 4, "kv_heads": 2, "head_dim": 16}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnbench.workloads import masks
-from attnbench.workloads.masks import Causal, Full, Lengths, MaskShape
-from attnbench.workloads.masks.pieces import pieces
+from attnbench import masks
+from attnbench.masks import Causal, Full, Lengths, MaskShape
+from attnbench.masks.pieces import pieces
 
 SHAPE = MaskShape(2, 3, 24, 24)
 PI0 = np.repeat([0, 1, 2], [816, 1, 50])

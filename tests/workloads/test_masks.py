@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnbench import masks
 from attnbench.errors import InvalidWorkload
+from attnbench.masks import AnyMask, MaskShape
+from attnbench.masks.large_bias import shifted
 from attnbench.spec import Workload
-from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask, MaskShape
 
 ALIGNS = ("bottom-right", "top-left")
 
@@ -364,3 +365,52 @@ def test_a_mask_that_wants_gradients_is_refused_where_they_are_recorded():
         masks.dense(bias)
     with torch.no_grad():
         assert masks.dense(bias) == masks.dense(bias.detach())
+
+
+FLOAT32_LEAST = float(np.finfo(np.float32).min)
+
+
+def test_a_large_bias_is_without_what_it_adds_to_whole_rows():
+    """Of what the row sees: a large bias of a hidden key changes nothing, and rows without one stay as they are."""
+    values = np.array([[5.0, 1e300, 0.0], [-1e9, -1e9 + 3, 2e300], [1.0, 2.0, -1e300], [1e300, -1e300, 0.0]])
+    shape = MaskShape(1, 1, 4, 3)
+    seen = np.array([[1, 0, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1]], bool)
+    found = shifted(masks.dense(values) & masks.dense(seen), shape, np.float32)
+    assert found is not None
+    assert found.top.tolist() == [[[0.0, np.float32(-1e9 + 3), 0.0, np.finfo(np.float32).max]]]
+    np.testing.assert_array_equal(
+        found.weight[0, 0],
+        [[5, 0, 0], [-3, 0, 0], [1, 2, FLOAT32_LEAST], [0, FLOAT32_LEAST, FLOAT32_LEAST]],
+    )
+    assert shifted(masks.dense(np.full((4, 3), 60.0)), shape, np.float32) is None
+    assert (
+        shifted(masks.dense(np.full((4, 3), 60.0)) & masks.dense(np.full((4, 3), 5.0)), shape, np.float32) is not None
+    )
+    assert shifted(masks.causal(), shape, np.float32) is None
+
+
+def test_biases_of_float32_add_up_in_float64():
+    one, other = (np.random.default_rng(n).standard_normal((5, 5)).astype(np.float32) for n in range(2))
+    shape, mask = MaskShape(1, 1, 5, 5), masks.dense(one) & masks.dense(other) & masks.causal()
+    want = np.where(np.tri(5, dtype=bool), one.astype(np.float64) + other.astype(np.float64), -np.inf)
+    np.testing.assert_array_equal(mask.bias(shape)[0, 0], want)
+
+
+@pytest.mark.torch
+def test_two_biases_of_float32_with_inputs_of_float64():
+    import torch
+
+    import attnbench as ab
+
+    one, other = (np.random.default_rng(n).standard_normal((5, 5)).astype(np.float32) for n in range(2))
+    q, k, v = (torch.randn(1, 5, 2, 8, dtype=torch.float64) for _ in range(3))
+    both = masks.dense(one.astype(np.float64) + other.astype(np.float64))
+    for impl in ("torch.eager", "torch.sdpa-flash"):
+        found = [ab.attention(q, k, v, mask=m, impl=impl) for m in (masks.dense(one) & masks.dense(other), both)]
+        torch.testing.assert_close(*found, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("lengths", [[True, False], np.array([True])], ids=str)
+def test_booleans_are_no_lengths(lengths):
+    with pytest.raises(InvalidWorkload, match="numbers of keys, not booleans"):
+        masks.lengths(lengths)

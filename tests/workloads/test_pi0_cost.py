@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from attnbench import masks
 from attnbench.spec import Workload
-from attnbench.workloads import masks
 from attnbench.workloads.cost import demand
-from attnbench.workloads.pi0_sizes import in_blocks, text_tokens
+from attnbench.workloads.steps import in_blocks, text_tokens
 
 PREFIX, ACTIONS, BATCH = 12, 5, 2
 HEADS, DIM, WIDTH, LAYERS, WORDS = 4, 16, 64, 2, 512

@@ -8,7 +8,7 @@ import pytest
 import attnbench as ab
 from attnbench.errors import UsageError
 from attnbench.workloads import suites
-from attnbench.workloads.suite_write import write_suite
+from attnbench.workloads.suite_file import write_suite
 
 masks = ab.masks
 MASKS = [

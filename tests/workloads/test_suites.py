@@ -6,11 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from attnbench import masks
 from attnbench.errors import BrokenFile, InvalidWorkload, UnknownName, UsageError
+from attnbench.masks import MaskShape
 from attnbench.spec import Workload
-from attnbench.workloads import cost, masks, suites
+from attnbench.workloads import cost, suites
 from attnbench.workloads.grid import grid
-from attnbench.workloads.masks import MaskShape
 
 ALL = [
     "quick", "ci", "regression", "grid", "grid-gpu", "gemma", "square-cpu", "decode",

@@ -7,8 +7,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.wording import counted, format_ratio
+from attnbench.results.ratios import Ratio
 
 Kind = Literal["overall", "winner", "tie", "mixed", "flash", "threshold", "launch-bound", "memory"]
 SIGNIFICANT = 2

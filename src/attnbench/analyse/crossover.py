@@ -11,8 +11,8 @@ import numpy as np
 from msgspec import Struct
 
 from attnbench.analyse.families import length
-from attnbench.analyse.ranking import RANK_LEVEL, is_timed, sign
-from attnbench.analyse.ratios import SEED, LogRatio, Ratio, log_ratio
+from attnbench.results.ratios import RANK_LEVEL, SEED, LogRatio, Ratio, log_ratio
+from attnbench.results.records import is_timed
 from attnbench.spec import Ok, Record
 
 Kind = Literal["always", "never", "from", "until", "same", "mixed"]
@@ -52,7 +52,7 @@ def crossover(a_records: Sequence[Record], b_records: Sequence[Record]) -> Cross
     if not lengths:
         return None
     logs = [log_ratio(ours[n], theirs[n], SEED + index) for index, n in enumerate(lengths)]
-    signs = tuple(sign(one.ratio(RANK_LEVEL)) for one in logs)
+    signs = tuple(one.ratio(RANK_LEVEL).sign for one in logs)
     found = {"lengths": tuple(lengths), "ratios": tuple(one.ratio() for one in logs), "signs": signs}
     certain = [index for index, one in enumerate(signs) if one]
     turns = [(i, j) for i, j in pairwise(certain) if signs[i] != signs[j]]

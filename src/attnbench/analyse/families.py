@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from attnbench.analyse.ranking import ANCHOR, label
 from attnbench.policy.shapes import mask_kind
+from attnbench.results.records import ANCHOR, device_of, framework_of, label
 from attnbench.spec import Record, Workload
 
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
@@ -85,10 +85,7 @@ def length(workload: Workload) -> int:
 
 def family_of(record: Record) -> Family:
     """The family a record belongs to."""
-    environment = record.environment
-    device = "" if environment is None else environment.device_name
-    framework = (environment.framework if environment else "") or record.implementation.partition(".")[0]
-    return _family(record.workload, device, framework)
+    return _family(record.workload, device_of(record), framework_of(record))
 
 
 def kind_of(workload: Workload) -> str:

@@ -9,10 +9,9 @@ from msgspec import Struct
 from attnbench.analyse.advice import Figure, Recommendation, listed, ratio_figure, tokens
 from attnbench.analyse.crossover import Crossover, crossover
 from attnbench.analyse.families import Family, Track, length
-from attnbench.analyse.fronts import exact
-from attnbench.analyse.ranking import label
-from attnbench.analyse.ratios import Ratio
 from attnbench.analyse.wording import format_ratio, hopeless
+from attnbench.results.ratios import Ratio
+from attnbench.results.records import exact, label
 from attnbench.spec import Ok, Record
 from attnbench.workloads.cost import demand
 

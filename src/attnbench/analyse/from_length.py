@@ -10,8 +10,9 @@ from msgspec import Struct
 from attnbench.analyse.advice import Figure, Recommendation, tokens
 from attnbench.analyse.crossover import crossover
 from attnbench.analyse.families import Track, length
-from attnbench.analyse.fronts import Front, exact
 from attnbench.measuring.host_limit import told_host_limit
+from attnbench.results.records import exact
+from attnbench.results.tally import Tally
 from attnbench.spec import Record
 
 MOST_PARTS = 3
@@ -25,9 +26,9 @@ class Part(Struct, frozen=True):
     lengths: tuple[int, ...]
 
 
-def threshold_of(track: Track, names: Mapping[str, Sequence[Record]], front: Front) -> Recommendation | None:
-    """Where the lead changes along the length; None where it does not, or too often. `front` is the family's."""
-    leaders = _leaders(names, front)
+def threshold_of(track: Track, names: Mapping[str, Sequence[Record]], tally: Tally) -> Recommendation | None:
+    """Where the lead changes along the length; None where it does not, or too often. `tally` is the family's."""
+    leaders = _leaders(names, tally)
     parts = _parts(leaders)
     if not 2 <= len(parts) <= MOST_PARTS:
         return None
@@ -53,10 +54,10 @@ def _host_words(part: Part, names: Mapping[str, Sequence[Record]]) -> str:
     return f"{part.name} is {told}" if told else ""
 
 
-def _leaders(names: Mapping[str, Sequence[Record]], front: Front) -> dict[int, set[str]]:
+def _leaders(names: Mapping[str, Sequence[Record]], tally: Tally) -> dict[int, set[str]]:
     """Length -> those that are unbeaten there."""
     places = {length(record.workload): record.workload.id for one in names.values() for record in exact(one)}
-    return {n: set(front.leaders[places[n]]) for n in sorted(places)}
+    return {n: set(tally.standings[places[n]].unbeaten) for n in sorted(places)}
 
 
 def _parts(leaders: Mapping[int, set[str]]) -> list[Part]:

@@ -8,9 +8,8 @@ from msgspec import Struct
 
 from attnbench.analyse.advice import Figure, Recommendation, listed
 from attnbench.analyse.families import Family, Track, length
-from attnbench.analyse.fronts import exact
-from attnbench.analyse.ranking import label
 from attnbench.measuring.host_limit import CallTime, call_time
+from attnbench.results.records import exact, label
 from attnbench.spec import Ok, Record
 
 ADVICE = {"jax": "put the whole step under one jax.jit, so that XLA can launch it as a CUDA graph"}

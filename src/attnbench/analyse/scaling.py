@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from attnbench.analyse.families import length
-from attnbench.analyse.ranking import is_timed
+from attnbench.results.records import is_timed
 from attnbench.spec import Ok, Record
 
 NORMAL = 1.96

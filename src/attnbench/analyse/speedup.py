@@ -7,9 +7,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.analyse.clocks import clock_of, on_one_clock
-from attnbench.analyse.ranking import RANK_LEVEL, by_workload, is_timed, label
-from attnbench.analyse.ratios import Ratio, paired_ratio
+from attnbench.results.ratios import RANK_LEVEL, Ratio, paired_ratio
+from attnbench.results.records import by_workload, clock_of, is_timed, label, on_one_clock
 from attnbench.spec import Ok, Record
 
 Category = Literal["excellent", "good", "measured", "investigate", "no significant difference", "cannot tell"]

@@ -1,28 +1,20 @@
-"""Records of a run -> the sentence that answers the question, and what must be said beside it.
+"""Standings -> the sentence that answers the question, and what must be said beside it.
 
-Pure functions; the terminal and `--json` print the same.
+Pure functions; the terminal, `--json` and the report print the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from textwrap import shorten
 
-from attnbench.analyse.ranking import (
-    NOT_COMPARED,
-    NOT_TIMED,
-    Row,
-    baseline,
-    by_workload,
-    is_timed,
-    label,
-    labelled,
-    rank,
-)
-from attnbench.analyse.verdicts import judge
 from attnbench.analyse.wording import counted, format_ratio, format_span, slightly_apart, vague
 from attnbench.measuring.host_limit import HOST_LIMITED, notes_of, told_host_limit
 from attnbench.printable import shortened
+from attnbench.results.records import baseline, by_workload, label, labelled
+from attnbench.results.standings import NOT_COMPARED, NOT_TIMED, Row, Standing, Standings, rank
+from attnbench.results.tally import Tally
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 __all__ = [
@@ -44,11 +36,10 @@ ADVICE = {
 }
 """The closed list of honest warnings: how a note begins -> what to do about it."""
 
+MOST_REASONS = 3
+LONGEST_REASON = 110
 ATTENTION = "attention"
-"""What is computed where there is no step."""
-
-Rankings = dict[str, list[Row]]
-"""Workload id -> its ranked rows."""
+"""Name of what is computed in a workload without a step."""
 
 
 def closing(
@@ -58,63 +49,74 @@ def closing(
     ranked: Sequence[Sequence[Row]] | None = None,
     wrong: bool = True,
 ) -> str:
-    """The sentence that answers the question, after what must be said first about ones that are never right.
+    """Return the closing sentence of a run; the parameters are those of `answer`. `ranked` are the rows of each
+    workload, if they were ranked already."""
+    if ranked is None:
+        return answer(Standings([records], against), focus, wrong)
+    groups = by_workload(records).values()
+    return _answer([Standing(rows) for rows in ranked], [r for group in groups for r in group], against, focus, wrong)
 
-    `focus` names what the user came to look at: where it does not win, how far behind it is. `ranked` are the
-    records ranked workload by workload, where that was done already; of several runs each workload by one of them.
-    Without `wrong` the sentences about wrong results are left to the caller.
+
+def answer(standings: Standings, focus: Sequence[str] = (), wrong: bool = True) -> str:
+    """Return the sentence that answers the question, after what must be said first about ones that are never right.
+
+    `focus` names what the user came to look at: if it does not win, the sentence says how far behind it is. Without
+    `wrong` the sentences about wrong results are left to the caller.
     """
-    groups = by_workload(records)
-    kept = [r for group in groups.values() for r in group]
-    before, after = wrong_sentences(kept, focus) if wrong else ([], [])
-    before += _lost_sentences(kept, focus)
-    found = [rank(group) for group in groups.values()] if ranked is None else ranked
-    ordered = ([row for row in rows if row.rank is not None] for rows in found)
-    rankings = {rows[0].record.workload.id: rows for rows in ordered if rows}
-    if not rankings:
-        return " ".join([*before, _nothing_timed(kept), *after])
-    verdicts = _verdicts(rankings, against, focus)
-    return " ".join([*before, *verdicts, *_not_compared(found), *after])
+    return _answer(list(standings.overall.values()), standings.newest, standings.against, focus, wrong)
 
 
-def _verdicts(rankings: Rankings, against: Sequence[str], focus: Sequence[str]) -> list[str]:
-    """One sentence, or one for each step that was timed: nobody computes two."""
-    by_step: dict[str, Rankings] = {}
-    for key, rows in rankings.items():
-        by_step.setdefault(rows[0].record.workload.step, {})[key] = rows
-    told = []
-    for step, mine in by_step.items():
-        records = [row.record for rows in mine.values() for row in rows]
+def _answer(
+    standings: Sequence[Standing], records: Sequence[Record], against: Sequence[str], focus: Sequence[str], wrong: bool
+) -> str:
+    before, after = wrong_sentences(records, focus) if wrong else ([], [])
+    before += _lost_sentences(records, focus)
+    by_step: dict[str, dict[str, Standing]] = {}
+    for standing in standings:
+        if standing.ranked:
+            by_step.setdefault(standing.workload.step, {})[standing.workload.id] = standing
+    if not by_step:
+        return " ".join([*before, _nothing_timed(records), *after])
+    told: list[str] = []
+    for step, members in by_step.items():
+        timed = [record for one in members.values() for record in one.ranked.values()]
         start = f"{step or ATTENTION}: " if len(by_step) > 1 else ""
-        told.append(start + _verdict(mine, labelled(baseline(records, against), records), focus))
-    return told
+        told.append(start + _verdict(Tally(members), labelled(baseline(timed, against), timed), focus))
+    return " ".join([*before, *told, *_not_compared(standings), *after])
 
 
-def _verdict(rankings: Rankings, base: str | None, focus: Sequence[str]) -> str:
-    first = {
-        key: [row.implementation for row in rows if row.rank == 1 and not row.behind] for key, rows in rankings.items()
-    }
-    in_front = Counter(name for names in first.values() for name in names)
-    most = max(in_front.values())
-    champion = max((name for name, n in in_front.items() if n == most), key=lambda name: _total_gain(rankings, name))
-    alone = Counter(names[0] for names in first.values() if len(names) == 1)
-    others = [f"{name} wins {n}" for name, n in alone.most_common() if name != champion]
+def _verdict(tally: Tally, base: str | None, focus: Sequence[str]) -> str:
+    """Return who is recommended for the workloads of one step, against the baseline or the next best."""
+    best = tally.recommended
+    alone = Counter(one.first for one in tally.standings.values() if one.first is not None and not one.close)
+    others = [f"{name} wins {n}" for name, n in alone.most_common() if name not in best.names]
     tail = f"; {', '.join(others)}" if others else ""
-    measured = {row.implementation for rows in rankings.values() for row in rows}
     for name in focus:
-        if name in measured and name not in (champion, base):
-            tail += f". {_comparison(name, champion, rankings)}"
-    mine = [row.record for rows in rankings.values() for row in rows if row.implementation == champion]
-    if host := told_host_limit(record for record in mine if isinstance(record, Ok)):
-        tail += f". {champion} is {host}"
-    if not alone[champion]:
-        return f"{_no_winner(first, champion, rankings, base)}{tail}."
-    return f"{_against_baseline(champion, rankings, base)}{tail}."
+        if name in tally.names and name not in (*best.names, base):
+            tail += f". {_comparison(tally, name, best.name)}"
+    mine = (one.ranked[best.name] for one in tally.standings.values() if best.name in one.ranked)
+    if host := told_host_limit(mine):
+        tail += f". {best.name} is {host}"
+    other = tally.next_best() if base is None or base in best.names else base
+    if tally.won(best.names):
+        return f"{_comparison(tally, best.name, other, str(best))}{tail}."
+    tied = Counter(
+        name
+        for one in tally.standings.values()
+        if not set(best.names).isdisjoint(one.unbeaten)
+        for name in one.unbeaten
+        if name not in best.names
+    )
+    near = ", ".join(name for name, _ in tied.most_common(3))
+    text = f"No confident winner over {_shapes(len(tally.standings))}: {best} is within the noise of {near}"
+    if base is None or base in best.names or base in tied:
+        return f"{text}{tail}."
+    return f"{text}; {_comparison(tally, best.name, base)}{tail}."
 
 
-def _not_compared(found: Iterable[Sequence[Row]]) -> list[str]:
-    """One sentence for each reason, of those that were ranked nowhere."""
-    rows = [row for group in found for row in group]
+def _not_compared(standings: Iterable[Standing]) -> list[str]:
+    """Return one sentence for each reason, of those that were ranked nowhere."""
+    rows = [row for standing in standings for row in standing.rows]
     ranked = {row.implementation for row in rows if row.rank is not None}
     told: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -123,70 +125,28 @@ def _not_compared(found: Iterable[Sequence[Row]]) -> list[str]:
     return [f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} {why}." for why, names in told.items()]
 
 
-def _total_gain(rankings: Rankings, name: str) -> float:
-    """How far ahead of the slowest exact one, over all workloads: breaks ties between champions."""
-    gain = 0.0
-    for rows in rankings.values():
-        mine = next((row for row in rows if row.implementation == name), None)
-        if mine is not None:
-            gain += _median_of(rows[-1]) / _median_of(mine)
-    return gain
-
-
-def _median_of(row: Row) -> float:
-    assert row.record.time is not None
-    return row.record.time.median_ns
-
-
-def _no_winner(first: dict[str, list[str]], champion: str, rankings: Rankings, base: str | None) -> str:
-    rivals = Counter(name for names in first.values() if champion in names for name in names if name != champion)
-    near = ", ".join(name for name, _ in rivals.most_common(3))
-    text = f"No confident winner over {_shapes(len(first))}: {champion} is within the noise of {near}"
-    if base is None or base == champion or base in rivals:
-        return text
-    return f"{text}; {_against_baseline(champion, rankings, base)}"
-
-
-def _against_baseline(champion: str, rankings: Rankings, base: str | None) -> str:
-    every = len(rankings)
-    if base is None or base == champion:
-        other = _runner_up(champion, rankings)
-        if other is None:
-            return f"{champion} is the only one that was ranked, over {_shapes(every)}"
-        return _comparison(champion, other, rankings)
-    return _comparison(champion, base, rankings)
-
-
-def _runner_up(champion: str, rankings: Rankings) -> str | None:
-    seconds = Counter(
-        next((row.implementation for row in rows if row.implementation != champion), None) for rows in rankings.values()
-    )
-    seconds.pop(None, None)
-    return seconds.most_common(1)[0][0] if seconds else None
-
-
-def _comparison(champion: str, other: str, rankings: Rankings) -> str:
-    pairs: list[tuple[Ok, Ok]] = []
-    for rows in rankings.values():
-        found = {row.implementation: row.record for row in rows}
-        a, b = found.get(champion), found.get(other)
-        if a is not None and b is not None and is_timed(a) and is_timed(b):
-            pairs.append((a, b))
-    if not pairs:
-        return f"{champion} was never measured where {other} was"
-    verdict = judge(pairs)
+def _comparison(tally: Tally, name: str, other: str | None, called: str = "") -> str:
+    """Return how much faster or slower one is than another over the workloads of a tally; `called` is the name with
+    the other names of its kernel."""
+    every, called = len(tally.standings), called or name
+    if other is None:
+        return f"{called} is the only one that was ranked, over {_shapes(every)}"
+    shared = len(tally.pairs(name, other))
+    if not shared:
+        return f"{called} was never measured where {other} was"
+    verdict = tally.verdict(name, other)
     ratio, (least, most) = verdict.ratio, verdict.span
-    shapes = _shapes(len(rankings)) if len(pairs) == len(rankings) else f"{len(pairs)} of {_shapes(len(rankings))}"
+    shapes = _shapes(every) if shared == every else f"{shared} of {_shapes(every)}"
     if not verdict.sign:
         if near := slightly_apart(ratio):
-            return f"{champion} and {other} are {near} ({format_ratio(ratio)}) over {shapes}"
+            return f"{called} and {other} are {near} ({format_ratio(ratio)}) over {shapes}"
         why = "their times vary too much" if vague(ratio) else format_ratio(ratio)
-        return f"{champion} and {other} cannot be told apart ({why}) over {shapes}"
+        return f"{called} and {other} cannot be told apart ({why}) over {shapes}"
     if verdict.sign < 0:
         told = format_ratio(ratio.inverse) if verdict.on_average else format_span(1 / most, 1 / least)
-        return f"{champion} is {told} slower than {other} over {shapes}"
+        return f"{called} is {told} slower than {other} over {shapes}"
     told = format_ratio(ratio) if verdict.on_average else format_span(least, most)
-    return f"{champion} is {told} faster than {other} over {shapes}"
+    return f"{called} is {told} faster than {other} over {shapes}"
 
 
 def _shapes(count: int) -> str:
@@ -203,8 +163,8 @@ def _nothing_timed(records: Sequence[Record]) -> str:
 
 
 def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """One sentence per implementation that computed something else: what must be said before the answer (of those never
-    right, and of what the user came for), and what after it (of those that are right, and ranked, on other shapes)."""
+    """Return a sentence per implementation that computed something else: those to say before the answer (never right,
+    or in `focus`), and those to say after it (right, and ranked, on other shapes)."""
     wrong: dict[str, list[Incorrect]] = {}
     for record in records:
         if isinstance(record, Incorrect):
@@ -220,7 +180,7 @@ def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tup
 
 
 def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str]:
-    """One sentence per implementation the user came for that crashed, hung or ran out of memory everywhere."""
+    """Return one sentence per implementation of `focus` that crashed, hung or ran out of memory everywhere."""
     sentences = []
     for name in focus:
         mine = [record for record in records if record.implementation == name]
@@ -232,7 +192,7 @@ def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str
 
 
 def count_notes(records: Iterable[Record]) -> list[str]:
-    """Honest warnings of the closed list with how many cells they befell and what to do; others as they are."""
+    """Return the notes of records with how many cells have them, and what to do about those that `ADVICE` knows."""
     counts: Counter[str] = Counter()
     for record in records:
         if isinstance(record, Ok):
@@ -243,7 +203,7 @@ def count_notes(records: Iterable[Record]) -> list[str]:
 
 
 def not_run(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
-    """Reason -> implementations that were refused for it, each once; the reason most share first."""
+    """Return reason -> implementations that were refused for it, each once; the reason that most share first."""
     groups: dict[str, list[str]] = {}
     for record in records:
         if isinstance(record, Unsupported):
@@ -251,3 +211,22 @@ def not_run(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
             if label(record) not in names:
                 names.append(label(record))
     return sorted(groups.items(), key=lambda item: -len(item[1]))
+
+
+def name_wrong(records: Iterable[Record]) -> str:
+    """Return all that computed something else, with on how many shapes: mine (2 shapes), yours (1 shape)."""
+    counts = Counter(label(record) for record in records if isinstance(record, Incorrect))
+    return ", ".join(f"{name} ({counted(n, 'shape')})" for name, n in counts.most_common())
+
+
+def tell_not_run(records: Sequence[Record]) -> str:
+    """Return how many cells have no result for another reason than a wrong one, and the most frequent reasons."""
+    lost = [record for record in records if not isinstance(record, Ok | Incorrect)]
+    if not lost:
+        return ""
+    states = ("" if record.status == "unsupported" else f"{record.status.replace('_', ' ')}: " for record in lost)
+    told = (shorten(f"{state}{record.reason}", LONGEST_REASON, placeholder=" …") for state, record in zip(states, lost))
+    shown = Counter(reason.rstrip(".") for reason in told).most_common(MOST_REASONS)
+    left = len(lost) - sum(n for _, n in shown)
+    parts = [*(f"{reason} ({n})" for reason, n in shown), *([f"other reasons ({left})"] if left else [])]
+    return f"{len(lost):,} of {counted(len(records), 'cell')} did not run: {'; '.join(parts)}"

@@ -1,86 +1,139 @@
-"""A family of workloads -> which implementation to use for it, or why there is no one answer."""
+"""Which implementation to use: a sentence for each family of workloads, and a headline for each framework and pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import exp, log
 
-from attnbench.analyse.advice import Figure, Pick, Recommendation, listed, ratio_figure, workloads
-from attnbench.analyse.families import Family
-from attnbench.analyse.fronts import Front
-from attnbench.analyse.ranking import BASELINES, RANK_LEVEL, matches, sign
-from attnbench.analyse.ratios import Ratio
-from attnbench.analyse.twins import named, plainest, twins_of
-from attnbench.analyse.verdicts import Verdict, judge
-from attnbench.analyse.wording import format_ratio, format_span, slightly_apart, vague
+from attnbench.analyse.advice import Figure, Kind, Pick, Recommendation, listed, ratio_figure, workloads
+from attnbench.analyse.families import FRAMEWORKS, Family
+from attnbench.analyse.wording import all_of, format_ratio, format_span, slightly_apart, vague
 from attnbench.measuring.host_limit import told_host_limit
-from attnbench.spec import Ok
+from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, Ratio
+from attnbench.results.records import BASELINES, matches
+from attnbench.results.tally import Tally, Verdict
+from attnbench.spec import PASSES, Ok
 
-LEAST_SAVING = 1.01
-"""Peaks closer than 1 % are equal."""
 MOST_PLACES = 3
+MOST_OTHERS = 3
+Key = tuple[str, str, str]
+"""Device, framework, pass."""
 
 
-def winner_of(family: Family, front: Front) -> Recommendation | None:
-    """The one that is unbeaten most often, against the next and the plain one; None where there is no choice."""
-    if len(front.names) < 2:
+def winner_of(family: Family, tally: Tally) -> Recommendation | None:
+    """Return which one to use for a family, against the next best and the plain one; None if there is no choice."""
+    if len(tally.names) < 2:
         return None
-    champion, twins = champion_of(front)
-    rival = front.rival(champion, twins)
-    if rival is None:
-        return _one_kernel(family, front, champion, twins) if twins else None
-    rival = plainest({rival, *twins_of(rival, front)} - {champion}, front)
-    pairs, name = front.pairs(champion, rival), named(champion, twins)
-    verdict = judge(pairs)
-    figures = rests_on(champion, rival, pairs, verdict)
-    gain = over_plain(front, champion, (rival, *twins))
-    if verdict.sign > 0:
-        kind, told = "winner", f"use {name}, {_gain(verdict)} as fast as {rival}, the next"
+    best = tally.recommended
+    other = tally.next_best() or next(iter(best.same), None)
+    if other is None:
+        return None
+    pairs, verdict = tally.pairs(best.name, other), tally.verdict(best.name, other)
+    figures = _rests_on(best.name, other, pairs, verdict)
+    gain = None if other in best.same else _over_plain(tally, (other,))
+    kind: Kind = "mixed"
+    if other in best.same:
+        kind, told = "tie", f"take {best}: nothing else was timed"
+    elif verdict.sign > 0:
+        kind, told = "winner", f"use {best}, {_gain(verdict)} as fast as {other}, the next"
     elif verdict.apart and verdict.never_behind:
-        ahead = sum(sign(ratio) > 0 for ratio in verdict.each)
-        told = f"{name} is nowhere behind {rival}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
-        kind = "mixed"
+        ahead = sum(ratio.sign > 0 for ratio in verdict.each)
+        told = f"{best} is nowhere behind {other}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
     elif verdict.sign < 0 or verdict.apart:
-        kind, told = "mixed", f"no one is fastest everywhere, choose by shape: {name} is unbeaten most often"
+        told = f"no one is fastest everywhere, choose by shape: {best} is unbeaten most often"
     else:
-        kind, (told, saving) = "tie", _tie(champion, name, rival, verdict.ratio, pairs)
+        kind, (told, saving) = "tie", _tie(best.name, str(best), other, verdict.ratio, pairs)
         figures += saving
     if gain is not None:
         figures += gain[1]
-        told += f"; {champion} is {gain[0]}"
-    told += host_words(front, champion)
+        told += f"; {best.name} is {gain[0]}"
+    told += _host_words(tally, best.name)
+    every, led = len(tally.standings), tally.led(best.names)
+    extent = f"unbeaten on {led} of {workloads(every)}" if every > 1 else workloads(every)
+    if len(pairs) < every:
+        extent += f", both ran on {len(pairs)}"
+    elsewhere = "" if other in best.same else _first_elsewhere(tally, best.names)
+    equal = other if kind == "tie" and other not in best.same else ""
     return Recommendation(
         kind=kind,
         family=family.title,
         device=family.device,
-        text=f"{family.title}: {told} ({_extent(front, champion, twins, len(pairs))})"
-        f"{_exceptions(front, (champion, *twins))}.",
-        workloads=tuple(front.field),
+        text=f"{family.title}: {told} ({extent}){elsewhere}.",
+        workloads=tuple(tally.standings),
         figures=tuple(figures),
         pick=Pick(
-            name=champion,
-            same=tuple(twins),
-            equal=rival if kind == "tie" else "",
+            name=best.name,
+            same=best.same,
+            equal=equal,
             mixed=kind == "mixed" and not verdict.never_behind,
-            over_next="" if kind == "tie" else f"{_gain(verdict)} as fast as {rival}",
+            over_next="" if kind == "tie" else f"{_gain(verdict)} as fast as {other}",
             certain=kind == "tie" or verdict.certain,
             gain="" if gain is None else gain[0],
-            led=front.led((champion, *twins)),
-            of=len(front.field),
+            led=led,
+            of=every,
         ),
     )
 
 
-def champion_of(front: Front) -> tuple[str, list[str]]:
-    """The one that is unbeaten most often, by the plainest name of its kernel, and the other names."""
-    first = front.champion()
-    names = {first, *twins_of(first, front)}
-    champion = plainest(names, front)
-    return champion, sorted(names & {champion, *twins_of(champion, front)} - {champion})
+def overall_of(tallies: Mapping[Family, Tally], against: Sequence[str] = ()) -> list[Recommendation]:
+    """Return the headline: a sentence for each framework and pass over all of its families, the frameworks in their
+    order; nothing if there is a choice nowhere. `against` names what to compare with."""
+    groups: dict[Key, list[Tally]] = {}
+    for family, tally in tallies.items():
+        if tally.standings:
+            groups.setdefault((family.device, family.framework, family.pass_), []).append(tally)
+    merged = {
+        key: Tally({name: one for tally in groups[key] for name, one in tally.standings.items()})
+        for key in sorted(groups, key=_order)
+    }
+    if all(len(tally.names) < 2 for tally in merged.values()):
+        return []
+    return [_headline(key, tally, against) for key, tally in merged.items()]
 
 
-def rests_on(a: str, b: str, pairs: Sequence[tuple[Ok, Ok]], verdict: Verdict) -> list[Figure]:
-    """The mean where that decided; else every workload, and where nothing is certain both."""
+def _order(key: Key) -> tuple[str, int, int]:
+    device, framework, pass_ = key
+    return device, [*FRAMEWORKS, framework].index(framework), [*PASSES, pass_].index(pass_)
+
+
+def _headline(key: Key, tally: Tally, against: Sequence[str]) -> Recommendation:
+    device, framework, pass_ = key
+    best, every = tally.recommended, len(tally.standings)
+    won, led = tally.won(best.names), tally.led(best.names)
+    if len(tally.names) == 1:
+        told = f"{best} is the only one that was timed, on {all_of(every, 'shape')}"
+    elif not won:
+        told = f"{best}: on {_shapes(led, every)} nobody is faster for certain"
+    else:
+        told = f"{best} leads on {_shapes(won, every)}"
+        told += f", and on {led - won} more nobody is faster for certain" if led > won else ""
+    gain = _over_plain(tally, against=against)
+    if gain is None and (other := tally.next_best()) is not None:
+        gain = _against(tally, other)
+    figures = [Figure(name=f"shapes of {every} on which nobody is faster than {best.name}", value=led)]
+    if gain is not None:
+        figures += gain[1]
+        told += f", {gain[0]}"
+    told += _host_words(tally, best.name)
+    title = f"{FRAMEWORKS.get(framework, framework)}, {pass_}"
+    return Recommendation(
+        kind="overall",
+        family=title,
+        device=device,
+        text=f"{title}: {told}{_others(tally, best.names)}.",
+        workloads=tuple(tally.standings),
+        figures=tuple(figures),
+        pick=Pick(name=best.name, same=best.same, gain="" if gain is None else gain[0], led=led, of=every),
+    )
+
+
+def _shapes(count: int, every: int) -> str:
+    return all_of(every, "shape") if count == every else f"{count} of {every} shapes"
+
+
+def _rests_on(a: str, b: str, pairs: Sequence[tuple[Ok, Ok]], verdict: Verdict) -> list[Figure]:
+    """Return the mean if that decided, else every workload; if nothing is certain, both."""
     name = f"time of {b} / {a}"
     mean = [] if verdict.from_each else [ratio_figure(name, verdict.ratio)]
     if (verdict.sign and not verdict.from_each) or len(pairs) == 1:
@@ -89,101 +142,85 @@ def rests_on(a: str, b: str, pairs: Sequence[tuple[Ok, Ok]], verdict: Verdict) -
     return mean + [ratio_figure(f"{name} at {_place(one)}, {percent}", r) for (one, _), r in zip(pairs, verdict.each)]
 
 
-def over_plain(
-    front: Front, champion: str, but: Sequence[str] = (), against: Sequence[str] = ()
-) -> tuple[str, list[Figure]] | None:
-    """Against what was asked for or the framework's plain implementation, where that is none of those named already."""
-    known = front.names - {champion, *but}
+def _over_plain(tally: Tally, but: Sequence[str] = (), against: Sequence[str] = ()) -> tuple[str, list[Figure]] | None:
+    """Return words and figures of the recommended one against what was asked for, or the framework's plain one; None
+    if that is one of its own names or was named already."""
+    known = tally.names - {*tally.recommended.names, *but}
     asked = sorted(name for name in known if any(matches(name, one) for one in against))
     base = next((name for name in (*asked, *BASELINES) if name in known), None)
-    return None if base is None else _against(front, champion, base)
+    return None if base is None else _against(tally, base)
 
 
-def against_rival(front: Front, champion: str, twins: Sequence[str] = ()) -> tuple[str, list[Figure]] | None:
-    """Against the best of the others."""
-    rival = front.rival(champion, twins)
-    return None if rival is None else _against(front, champion, rival)
-
-
-def _against(front: Front, champion: str, other: str) -> tuple[str, list[Figure]] | None:
-    pairs = front.pairs(champion, other)
+def _against(tally: Tally, other: str) -> tuple[str, list[Figure]] | None:
+    """Return words and figures of the recommended one against another; None if both ran nowhere."""
+    name = tally.recommended.name
+    pairs = tally.pairs(name, other)
     if not pairs:
         return None
-    verdict = judge(pairs)
-    figures = rests_on(champion, other, pairs, verdict)
+    verdict = tally.verdict(name, other)
     told = f"{_gain(verdict)} as fast as {other}"
     if near := "" if verdict.sign else slightly_apart(verdict.ratio):
         told = f"{near} from {other}: {format_ratio(verdict.ratio)}"
     elif verdict.sign <= 0:
         why = "times vary too much to tell" if vague(verdict.ratio) else format_ratio(verdict.ratio)
         told = f"not certainly faster than {other}: {why}"
-    return told if len(pairs) == len(front.field) else f"{told} (both ran on {len(pairs)})", figures
+    where = "" if len(pairs) == len(tally.standings) else f" (both ran on {len(pairs)})"
+    return f"{told}{where}", _rests_on(name, other, pairs, verdict)
 
 
-def _one_kernel(family: Family, front: Front, champion: str, twins: Sequence[str]) -> Recommendation:
-    pairs = front.pairs(champion, twins[0])
-    every = (champion, *twins)
-    return Recommendation(
-        kind="tie",
-        family=family.title,
-        device=family.device,
-        text=f"{family.title}: take {named(champion, twins)}: nothing else was timed{host_words(front, champion)} "
-        f"({_extent(front, champion, twins, len(pairs))}).",
-        workloads=tuple(front.field),
-        figures=tuple(rests_on(champion, twins[0], pairs, judge(pairs))),
-        pick=Pick(name=champion, same=tuple(twins), led=front.led(every), of=len(front.field)),
-    )
-
-
-def host_words(front: Front, name: str) -> str:
+def _host_words(tally: Tally, name: str) -> str:
     """Return what must be added if the one recommended waits for its host, so that its kernel time is not its time."""
-    told = told_host_limit(one[name] for one in front.field.values() if name in one)
+    told = told_host_limit(one.ranked[name] for one in tally.standings.values() if name in one.ranked)
     return f"; {name} is {told}" if told else ""
 
 
 def _gain(verdict: Verdict) -> str:
-    """The mean where it is certain; else from least to most, which is certain only where the verdict is."""
+    """Return the mean if it is certain; else from least to most, which is certain only if the verdict is."""
     least, most = verdict.span
     return format_ratio(verdict.ratio) if verdict.on_average else format_span(least, most)
 
 
-def _tie(champion: str, name: str, rival: str, against: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:
-    """Of two that are as fast, the one with less memory; `name` is the champion with its other names."""
-    told = f"no significant difference between {name} and {rival} ({format_ratio(against)})"
-    if near := slightly_apart(against):
-        told = f"{name} and {rival} are {near} ({format_ratio(against)})"
-    elif vague(against):
-        told = f"{name} and {rival} cannot be told apart, their times vary too much"
+def _tie(name: str, told_name: str, other: str, ratio: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:
+    """Return words and figures of two that are as fast: take the one with less memory."""
+    told = f"no significant difference between {told_name} and {other} ({format_ratio(ratio)})"
+    if near := slightly_apart(ratio):
+        told = f"{told_name} and {other} are {near} ({format_ratio(ratio)})"
+    elif vague(ratio):
+        told = f"{told_name} and {other} cannot be told apart, their times vary too much"
     peaks = [(a.memory.peak_bytes, b.memory.peak_bytes) for a, b in pairs]
     known = [(a, b) for a, b in peaks if a and b]
     if not known:
         return f"{told}: take either", []
     share = exp(sum(log(b / a) for a, b in known) / len(known))
-    saving = [Figure(name=f"peak memory of {rival} / {champion}", value=share, unit="x")]
-    if max(share, 1 / share) < LEAST_SAVING:
+    saving = [Figure(name=f"peak memory of {other} / {name}", value=share, unit="x")]
+    if max(share, 1 / share) < LEAST_DIFFERENCE:
         return f"{told}: take either, they need the same memory", saving
-    less, more = (champion, rival) if share > 1 else (rival, champion)
+    less, more = (name, other) if share > 1 else (other, name)
     return f"{told}: take {less}, which needs less memory ({more} {max(share, 1 / share):.2f}x as much)", saving
 
 
-def _extent(front: Front, champion: str, twins: Sequence[str], shared: int) -> str:
-    every, led = len(front.field), front.led((champion, *twins))
-    told = f"unbeaten on {led} of {workloads(every)}" if every > 1 else workloads(every)
-    return told if shared == every else f"{told}, both ran on {shared}"
+def _first_elsewhere(tally: Tally, names: Sequence[str]) -> str:
+    """Return who is first on the workloads on which none of these names is unbeaten, most often first."""
+    found: dict[str, list[str]] = {}
+    for standing in tally.standings.values():
+        if set(names).isdisjoint(standing.unbeaten) and standing.first is not None:
+            found.setdefault(standing.first, []).append(_place(standing.ranked[standing.first]))
+    told = sorted(found.items(), key=lambda item: -len(item[1]))[:MOST_PLACES]
+    return "".join(
+        f"; {name} is first at {listed(places) if len(places) <= MOST_PLACES else f'{len(places)} of them'}"
+        for name, places in told
+    )
 
 
-def _exceptions(front: Front, champions: Sequence[str]) -> str:
-    """Where others are first, most often."""
-    where: dict[str, list[str]] = {}
-    for key, names in front.leaders.items():
-        if set(champions).isdisjoint(names):
-            where.setdefault(names[0], []).append(_place(front.field[key][names[0]]))
-    told = sorted(where.items(), key=lambda item: -len(item[1]))[:MOST_PLACES]
-    return "".join(f"; {name} is first at {_places(places)}" for name, places in told)
-
-
-def _places(places: list[str]) -> str:
-    return listed(places) if len(places) <= MOST_PLACES else f"{len(places)} of them"
+def _others(tally: Tally, names: Sequence[str]) -> str:
+    """Return who is first on the workloads on which none of these names is unbeaten, with how many, by kernel."""
+    counts: Counter[str] = Counter()
+    for standing in tally.standings.values():
+        if set(names).isdisjoint(standing.unbeaten) and standing.first is not None:
+            counts[tally.plainest({standing.first, *tally.same_kernel(standing.first)})] += 1
+    told = [f"{name} on {count}" for name, count in counts.most_common(MOST_OTHERS)]
+    left = sum(counts.values()) - sum(count for _, count in counts.most_common(MOST_OTHERS))
+    return f"; first elsewhere: {', '.join([*told, *([f'others on {left}'] if left else [])])}" if told else ""
 
 
 def _place(record: Ok) -> str:

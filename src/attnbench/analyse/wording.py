@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from attnbench.analyse.ranking import LEAST_DIFFERENCE
-from attnbench.analyse.ratios import Ratio
+from attnbench.results.ratios import LEAST_DIFFERENCE, TOO_WIDE, Ratio
 
-HOPELESS = 10.0
-"""An interval this many times as high as low says nothing that a figure could but on which side of 1 it lies."""
 CANNOT_TELL = "cannot tell"
 
 
@@ -33,12 +30,12 @@ def vague(ratio: Ratio) -> bool:
 
 def hopeless(ratio: Ratio) -> bool:
     """Whether the interval is too wide for a figure."""
-    return ratio.high > HOPELESS * ratio.low
+    return ratio.high > TOO_WIDE * ratio.low
 
 
 def slightly_apart(ratio: Ratio) -> str:
     """Words for a ratio that is not 1 for certain, yet too near to it to rank by; empty for any other."""
-    if ratio.low <= 1 <= ratio.high or ratio.low > LEAST_DIFFERENCE or ratio.high < 1 / LEAST_DIFFERENCE:
+    if ratio.low <= 1 <= ratio.high or ratio.sign:
         return ""
     sure = ratio.low >= 1 / LEAST_DIFFERENCE and ratio.high <= LEAST_DIFFERENCE
     return f"{'certainly' if sure else 'perhaps'} less than {100 * (LEAST_DIFFERENCE - 1):.0f} % apart"

@@ -12,7 +12,7 @@ from attnbench.cli.options import Json
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnbench.store.baselines import Baseline, Saved
+    from attnbench.comparing.baselines import Baseline, Saved
 
 baseline = App(help="Baselines: one file per machine, implementation and workload, replaced only on purpose.")
 
@@ -27,7 +27,7 @@ Words = Annotated[str, Parameter(name=["--filter", "-k"], help="Only cells whose
 @baseline.command
 def save(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = None, json: Json = False) -> int:
     """Keep the timed records of runs as baselines; one that is there already stays as it is."""
-    from attnbench.store import baselines
+    from attnbench.comparing import baselines
 
     return _keep(baselines.save, runs or ("latest",), note, words, _chosen(folder), json)
 
@@ -35,7 +35,7 @@ def save(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = None,
 @baseline.command
 def update(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = None, json: Json = False) -> int:
     """Keep the timed records of runs as baselines in place of those that are there."""
-    from attnbench.store import baselines
+    from attnbench.comparing import baselines
 
     return _keep(baselines.update, runs or ("latest",), note, words, _chosen(folder), json)
 
@@ -87,10 +87,11 @@ def show(
 
 def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str, folder: Path, json: bool) -> int:
     """Save or update; what was left out is said with its reason."""
-    from attnbench.analyse.ranking import ANCHOR
     from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.cli.show import find_run
-    from attnbench.store.runfile import read_run
+    from attnbench.results.records import ANCHOR
+    from attnbench.results.run_file import read_run
+    from attnbench.run.sources import sources_of
 
     written: list[Baseline] = []
     skipped: list[tuple[str, str]] = []
@@ -103,7 +104,13 @@ def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str
             for r in run.records
             if r.implementation.startswith(ANCHOR) or all(word in r.cell.id for word in words.split())
         ]
-        done = keep(records, folder, note=note, created=run.header.created)
+        dirty = {r.implementation for r in records if r.environment is not None and r.environment.is_dirty}
+        if dirty := sorted(name for name in dirty if not name.startswith(ANCHOR)):
+            told = (
+                f"warning: {path.name} was measured with uncommitted changes ({', '.join(dirty)}): no commit holds them"
+            )
+            stderr_console().print(told, highlight=False, markup=False, soft_wrap=True)
+        done = keep(records, folder, note=note, created=run.header.created, sources=sources_of(run))
         written += done.written
         skipped += done.skipped
     if json:
@@ -126,7 +133,7 @@ def _chosen(folder: Path | None) -> Path:
 
 
 def _matching(folder: Path, words: str) -> list[Baseline]:
-    from attnbench.store.baselines import list_baselines
+    from attnbench.comparing.baselines import list_baselines
 
     return [one for one in list_baselines(folder) if all(word in one.id for word in words.split())]
 

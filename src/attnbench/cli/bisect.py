@@ -33,8 +33,8 @@ def bisect(
 
     Example: `attnbench bisect torch.sdpa --good v1.0 --bad main --seq-len 1024 --causal`
     """
-    from attnbench.analyse.bisect import find_first_slower
-    from attnbench.report.bisect import closing, not_confirmed
+    from attnbench.comparing.bisect import find_first_slower
+    from attnbench.comparing.bisect_text import closing, not_confirmed
     from attnbench.run.git import resolve
     from attnbench.run.lock import machine_lock
 
@@ -66,7 +66,7 @@ _WORDS = {True: "slower    ", False: "as fast   ", None: "not judged"}
 
 def compare_refs(baseline: str, current: str, implementation: str, workload: Workload) -> Comparison:
     """The comparison that the search stands on; the one place that knows who makes it."""
-    from attnbench import comparing
+    from attnbench.comparing import compare as comparing
     from attnbench.config import load_settings
 
     settings = load_settings()

@@ -16,8 +16,8 @@ from attnbench.cli.options import Json, Many
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnbench.analyse.choose import Chosen
-    from attnbench.analyse.survey import Source
+    from attnbench.choosing.candidates import Source
+    from attnbench.choosing.choose import Chosen
     from attnbench.policy import Constraints, Policy
 
 NOTHING = 3
@@ -64,8 +64,8 @@ def choose(
 
     Examples: `attnbench choose latest -o policy.json` · `attnbench choose RUN --deterministic --forbid torch.eager`
     """
+    from attnbench.choosing.text import document
     from attnbench.cli.output import print_json
-    from attnbench.report.choose import document
 
     constraints = read_constraints(within)
     if judge is not None and output is not None:
@@ -87,7 +87,7 @@ def choose(
 def choose_from(sources: Sequence[Source], constraints: Constraints) -> Chosen:
     """The policy of runs, under what the registry says of their implementations."""
     from attnbench import registry
-    from attnbench.analyse.choose import choose as choose_records
+    from attnbench.choosing.choose import choose as choose_records
 
     names = {record.implementation for source in sources for record in source.records}
     return choose_records(sources, constraints, _by_name_only(names), registry.names())
@@ -119,25 +119,25 @@ def write(chosen: Chosen, output: Path | None) -> int:
 
 def _judge(path: Path, chosen: Chosen, json: bool) -> int:
     """What the policy of a file loses on the shapes of the runs."""
-    from attnbench.analyse.judged import environment_of, policy_standing
+    from attnbench.choosing.regret import environment_of, policy_loss
+    from attnbench.choosing.text import judgement, judgement_document, print_losses
     from attnbench.cli.output import print_json, stdout_console
-    from attnbench.report.choose import judgement, judgement_document, print_standings
 
     policy = _read_policy(path)
     stale = {ground.place.key: policy.stale(environment_of(ground)) for ground in chosen.grounds}
     grounds = [ground for ground in chosen.grounds if stale[ground.place.key] is None]
     for why in dict.fromkeys(why for why in stale.values() if why is not None):
         _say(f"not judged: {why}")
-    found = [(ground, policy_standing(policy, ground)) for ground in grounds]
+    found = [(ground, policy_loss(policy, ground)) for ground in grounds]
     if json:
         print_json(judgement_document(policy, found))
     else:
         console = stdout_console()
-        for ground, standing in found:
-            print_standings(console, ground, [standing])
+        for ground, loss in found:
+            print_losses(console, ground, [loss])
         console.print()
         console.print(judgement(policy, [one for _, one in found]), highlight=False, markup=False, soft_wrap=True)
-    return 0 if any(standing.regret is not None for _, standing in found) else NOTHING
+    return 0 if any(loss.regret is not None for _, loss in found) else NOTHING
 
 
 def _read_policy(path: Path) -> Policy:
@@ -154,14 +154,14 @@ def _read_policy(path: Path) -> Policy:
 
 def tell(chosen: Chosen) -> None:
     """Tables and closing sentence on stdout."""
+    from attnbench.choosing.text import closing, print_losses, print_policy
     from attnbench.cli.output import stdout_console
-    from attnbench.report.choose import closing, print_policy, print_standings
 
     console = stdout_console()
     print_policy(console, chosen.policy, chosen.unchosen)
     for ground in chosen.grounds:
-        if len(ground.fields) > 1:
-            print_standings(console, ground)
+        if len(ground.standings) > 1:
+            print_losses(console, ground)
     console.print()
     console.print(closing(chosen), highlight=False, markup=False, soft_wrap=True)
 
@@ -195,9 +195,9 @@ def read_size(text: str) -> int:
 
 def read_sources(names: Sequence[str]) -> list[Source]:
     """Every run named, each once."""
-    from attnbench.analyse.survey import Source
+    from attnbench.choosing.candidates import Source
     from attnbench.cli.show import find_run
-    from attnbench.store.runfile import read_run
+    from attnbench.results.run_file import read_run
 
     found: list[Source] = []
     for path in dict.fromkeys(find_run(name) for name in names):

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnbench.analyse.history import Commits
+    from attnbench.comparing.history import Commits
     from attnbench.spec import Record
 
 
@@ -15,7 +15,8 @@ def commit_places(records: Iterable[Record]) -> dict[str, int]:
     """Place of each commit in git's history; empty outside a repository."""
     from attnbench.run.git import commit_order, is_repository
 
-    commits = {record.environment.commit for record in records if record.environment is not None} - {""}
+    environments = [record.environment for record in records if record.environment is not None]
+    commits = {one.commit for one in environments if not one.is_dirty} - {""}
     return commit_order(commits) if commits and is_repository() else {}
 
 

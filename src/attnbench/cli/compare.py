@@ -11,8 +11,8 @@ from attnbench.cli.options import Json, Many, Quiet, Shape, Whole
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
+    from attnbench.comparing.experiment import Watch
     from attnbench.comparison import Comparison
-    from attnbench.run.duel import Watch
     from attnbench.spec import Workload
 
 NOTHING = 3
@@ -47,9 +47,9 @@ def compare(
     from attnbench.cli.options import Choice
     from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.cli.selection import OWN_SHAPE, select_workloads
+    from attnbench.comparing.progress import ExperimentProgress
+    from attnbench.comparing.text import print_comparison
     from attnbench.config import load_settings
-    from attnbench.report.comparison import print_comparison
-    from attnbench.report.duel_progress import DuelProgress
     from attnbench.run.lock import measuring
 
     _check(a, b, baseline, current)
@@ -59,12 +59,17 @@ def compare(
     with measuring("compare") as notes:
         for note in notes:
             stderr_console().print(f"warning: {note}", highlight=False, markup=False, soft_wrap=True)
-        for workload in workloads:
-            with DuelProgress(stderr_console(), quiet or json) as progress:
-                asked = _Question(a, b, baseline, current or "HEAD", settings.framework)
-                found.append(asked.answer(workload, settings.device, settings.threads, budget, progress))
-            if not json:
-                print_comparison(stdout_console(), found[-1])
+        try:
+            for workload in workloads:
+                with ExperimentProgress(stderr_console(), quiet or json) as progress:
+                    asked = _Question(a, b, baseline, current or "HEAD", settings.framework)
+                    found.append(asked.answer(workload, settings.device, settings.threads, budget, progress))
+                if not json:
+                    print_comparison(stdout_console(), found[-1])
+        except BaseException:
+            if json and found:
+                print_json(found)  # Ctrl-C or an error must not cost what is finished
+            raise
     if json:
         print_json(found[0] if len(found) == 1 else found)
     return _exit_code(found, fail_on)
@@ -77,7 +82,7 @@ class _Question:
     def answer(
         self, workload: Workload, device: str | None, threads: int | None, budget: float, watch: Watch
     ) -> Comparison:
-        from attnbench import comparing
+        from attnbench.comparing import compare as comparing
 
         if self._b is not None:
             return comparing.compare(
@@ -112,9 +117,11 @@ def _check(a: str, b: str | None, baseline: str | None, current: str | None) -> 
 
 
 def _is_worse(comparison: Comparison) -> bool:
-    """Whether b gave no right answer where a did: no speed at all is slower than any."""
+    """Whether b is wrong, or gave no answer although a did: no speed at all is slower than any."""
     a, b = comparison.record_a, comparison.record_b
-    return a is not None and a.status == "ok" and b is not None and b.status != "ok"
+    if b is None or b.status == "ok":
+        return False
+    return b.status == "incorrect" or (a is not None and a.status == "ok")
 
 
 def _exit_code(found: Sequence[Comparison], fail_on: Sequence[str]) -> int:

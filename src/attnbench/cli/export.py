@@ -13,7 +13,7 @@ from attnbench.cli.inputs import spare_runs
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnbench.store.exports.table import Source
+    from attnbench.results.exports.table import Source
 
 Format = Literal[
     "parquet", "csv", "sqlite", "pytest-benchmark", "google-benchmark", "bencher", "github-action-benchmark"
@@ -43,8 +43,8 @@ def export(
     Examples: `attnbench export latest --format parquet -o run.parquet` · `attnbench export latest --format csv`
     """
     from attnbench.cli.output import print_json_text
-    from attnbench.store.exports.formats import BINARY, JSON, export_file, export_text
-    from attnbench.store.exports.timed import timed
+    from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
+    from attnbench.results.exports.timed import timed
 
     sources, paths = _read(runs or ("latest",), words)
     if form in JSON:
@@ -72,8 +72,8 @@ def export(
 
 def _read(names: Sequence[str], words: str) -> tuple[list[Source], list[Path]]:
     from attnbench.cli.show import find_run
-    from attnbench.store.exports.table import Source
-    from attnbench.store.runfile import read_run
+    from attnbench.results.exports.table import Source
+    from attnbench.results.run_file import read_run
 
     paths = list(dict.fromkeys(find_run(name) for name in names))
     sources = []

@@ -45,12 +45,14 @@ def gate(
     Exit codes: 0 pass · 1 slower, wrong or bigger · 2 usage · 3 nothing measured · 4 inconclusive · 5 untrusted
     """
     from attnbench.cli.output import print_json, stdout_console
+    from attnbench.comparing.ci_files import remove_files, write_ci
+    from attnbench.comparing.gate_text import print_gate
     from attnbench.comparison import EXIT_CODES
     from attnbench.config import load_settings
-    from attnbench.report.ci import write_ci
-    from attnbench.report.gate import print_gate
-    from attnbench.store.runfile import check_writable
+    from attnbench.results.run_file import check_writable
 
+    if ci is not None:
+        remove_files(ci)  # whatever ends this gate, those of an earlier one must not pass for its own
     settings = load_settings({"device": device, "threads": threads, "thresholds": thresholds and str(thresholds)})
     baseline = _required(baseline, settings)
     if ci is not None:
@@ -83,8 +85,8 @@ def _required(baseline: str | None, settings: Settings) -> str:
 
 def _is_stored(what: str) -> bool:
     """Run files and folders of baselines; a branch may be called as a folder that has nothing to do with it."""
+    from attnbench.comparing.baselines import holds_baselines
     from attnbench.run.git import is_ref
-    from attnbench.store.baselines import holds_baselines
 
     if what == "latest" or Path(what).suffix == ".jsonl":
         return True
@@ -100,8 +102,8 @@ def _is_path(what: str) -> bool:
 
 def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusive: str) -> GateReport:
     from attnbench.cli.show import find_run
-    from attnbench.gating_stored import gate_stored
-    from attnbench.store.thresholds import load_thresholds
+    from attnbench.comparing.stored_gate import gate_stored
+    from attnbench.comparing.thresholds import load_thresholds
 
     if not _is_stored(baseline) or not _is_stored(current):
         stored, option = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
@@ -152,10 +154,10 @@ def _gate_refs(
 ) -> GateReport:
     from attnbench.cli.output import stderr_console
     from attnbench.cli.selection import filter_words, select_workloads
-    from attnbench.gating import GateOrder, gate_refs
-    from attnbench.report.ci import write_files
-    from attnbench.report.duel_progress import DuelProgress
-    from attnbench.store.thresholds import load_thresholds
+    from attnbench.comparing.ci_files import FILES, write_files
+    from attnbench.comparing.gate import GateOrder, gate_refs
+    from attnbench.comparing.progress import ExperimentProgress
+    from attnbench.comparing.thresholds import load_thresholds
 
     name, workloads = select_workloads(suite, False, Shape(), Choice())
     floors = load_thresholds(settings.thresholds)
@@ -166,7 +168,7 @@ def _gate_refs(
             with suppress(UsageError):  # if the disk is still full at the end, that is told
                 write_files(report, ci)
 
-    with DuelProgress(stderr_console(), quiet) as progress:
+    with ExperimentProgress(stderr_console(), quiet) as progress:
         order = GateOrder(
             baseline=baseline,
             current=current,
@@ -179,6 +181,7 @@ def _gate_refs(
             budget_s=budget,
             floors=floors,
             on_inconclusive=OUTCOMES[on_inconclusive],  # pyright: ignore[reportArgumentType]
+            outputs=() if ci is None else tuple(ci / name for name in FILES),
             on_progress=keep,
         )
         return gate_refs(order, progress)

@@ -13,7 +13,7 @@ from attnbench.cli.options import Json, Many
 from attnbench.errors import BrokenFile, UsageError
 
 if TYPE_CHECKING:
-    from attnbench.analyse.history import Change, Source, Trend
+    from attnbench.comparing.history import Change, Source, Trend
 
 
 def history(
@@ -30,10 +30,10 @@ def history(
 
     Examples: `attnbench history` · `attnbench history runs/ --impl torch.sdpa -k causal`
     """
-    from attnbench.analyse.history import Trend, find_changes, gather
     from attnbench.cli.commits import asker, commit_places
     from attnbench.cli.output import print_json, stderr_console, stdout_console
-    from attnbench.report.history import closing, print_history
+    from attnbench.comparing.history import Trend, find_changes, gather
+    from attnbench.comparing.history_text import closing, print_history
 
     sources = _only(_sources(runs), impl, words)
     places = commit_places(record for source in sources for record in source.records)
@@ -91,22 +91,24 @@ def _sources(names: Sequence[str]) -> list[Source]:
 
 def _read(path: Path, warnings: list[str]) -> Source:
     """A file's records; what its reader warns of is added to the warnings."""
-    from attnbench.analyse.history import Source
-    from attnbench.store.baselines import read_baseline
-    from attnbench.store.runfile import read_run
+    from attnbench.comparing.baselines import read_baseline
+    from attnbench.comparing.history import Source
+    from attnbench.results.run_file import read_run
+    from attnbench.run.sources import sources_of
 
     if path.suffix == ".json":
         baseline = read_baseline(path)
-        return Source(baseline.created, baseline.records)
+        places = {baseline.record.implementation: baseline.source} if baseline.source else {}
+        return Source(baseline.created, baseline.records, places)
     run = read_run(path)
     warnings += run.warnings
-    return Source(run.header.created, run.records)
+    return Source(run.header.created, run.records, sources_of(run))
 
 
 def _only(sources: Sequence[Source], impl: Sequence[str], words: str) -> list[Source]:
     """The records asked for, and the anchors."""
-    from attnbench.analyse.history import Source
-    from attnbench.analyse.ranking import ANCHOR, matches
+    from attnbench.comparing.history import Source
+    from attnbench.results.records import ANCHOR, matches
     from attnbench.spec import Record
 
     def wanted(record: Record) -> bool:
@@ -114,7 +116,7 @@ def _only(sources: Sequence[Source], impl: Sequence[str], words: str) -> list[So
         named = not impl or any(matches(name, one) for one in impl)
         return name.startswith(ANCHOR) or (named and all(word in record.cell.id for word in words.split()))
 
-    kept = [Source(source.created, [r for r in source.records if wanted(r)]) for source in sources]
+    kept = [Source(source.created, [r for r in source.records if wanted(r)], source.places) for source in sources]
     if not any(not r.implementation.startswith(ANCHOR) for source in kept for r in source.records):
         raise UsageError(f'no record is of "{" ".join([*impl, words]).strip()}": `attnbench show` lists what there is.')
     return kept

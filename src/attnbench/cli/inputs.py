@@ -19,7 +19,7 @@ def spare_runs(targets: Iterable[Path], runs: Iterable[Path], option: str) -> No
 
 def check_against(against: Sequence[str], records: Iterable[Record]) -> None:
     """Every name must be of something in these runs that others can be compared with."""
-    from attnbench.analyse.ranking import ANCHOR, is_timed, matches
+    from attnbench.results.records import ANCHOR, is_timed, matches
 
     known = [record for record in records if not record.implementation.startswith(ANCHOR)]
     for wanted in against:

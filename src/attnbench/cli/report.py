@@ -62,7 +62,7 @@ def report(
     if not page.parts:
         raise UsageError(f"{paths[0]} holds no records: `attnbench run --quick` makes some.")
     _write(path, render(page))
-    texts = _summarise(page, folder, against, path)
+    texts = _summarise(page, folder, path)
     images = [] if png is None else write_images(page, png)
     if markdown:
         _annotate(page)
@@ -95,7 +95,7 @@ def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
     """Every run named, the oldest first, so that the newest of a repeated cell is the one that stays."""
     from attnbench.cli.show import find_run
     from attnbench.report.html.sections import Source
-    from attnbench.store.runfile import read_run
+    from attnbench.results.run_file import read_run
 
     paths = list(dict.fromkeys(find_run(name) for name in names))
     sources = [Source(path.name, read_run(path), str(path)) for path in paths]
@@ -131,21 +131,21 @@ def _history(sources: Sequence[Source]) -> History:
 
 def _annotate(page: Page) -> None:
     """On GitHub, mark the job; on stderr, where GitHub reads as well."""
-    from attnbench.report.annotations import record_commands
+    from attnbench.comparing.annotations import record_commands
 
     if os.environ.get("GITHUB_ACTIONS") == "true":
         titled = len(page.parts) > 1
         for part in page.parts:
-            for line in record_commands(part.cells.newest, part.title if titled else ""):
+            for line in record_commands(part.cells.standings.newest, part.title if titled else ""):
                 print(line, file=sys.stderr)
 
 
-def _summarise(page: Page, folder: Path, against: Sequence[str], path: Path) -> list[Path]:
+def _summarise(page: Page, folder: Path, path: Path) -> list[Path]:
     from attnbench.report.html.page import measured
     from attnbench.report.summaries import write_summaries
 
     try:
-        return write_summaries(measured(page, against), folder, page.left)
+        return write_summaries(measured(page), folder, page.left)
     except UsageError as error:
         raise UsageError(f"the page is written to {path}, its summaries are not: {error}") from error
 

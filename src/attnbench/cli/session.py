@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnbench.analyse.ranking import ANCHOR, baseline, by_workload, is_timed, label, of_step, rank
-from attnbench.analyse.summary import closing
+from attnbench.analyse.summary import answer
 from attnbench.cli.hints import explain_hints
 from attnbench.cli.order import Prepared, store_request
 from attnbench.cli.output import print_json, stderr_console, stdout_console
@@ -16,11 +15,13 @@ from attnbench.measuring.host_limit import host_limit
 from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
 from attnbench.report.tables import print_rankings
+from attnbench.results.records import ANCHOR, baseline, is_timed, label
+from attnbench.results.run_file import Header, RunWriter, check_writable, new_header, read_run
+from attnbench.results.standings import Standings
+from attnbench.results.unreached import resume_command
 from attnbench.run import launch as launcher
 from attnbench.run.sources import fingerprint_sources
 from attnbench.spec import Environment, Record
-from attnbench.store.runfile import Header, RunWriter, check_writable, new_header, read_run
-from attnbench.store.unreached import resume_command
 
 NOTHING, INTERRUPTED = 3, 130
 
@@ -119,12 +120,13 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
 
 
 def _print_run(path: Path, records: Sequence[Record], prepared: Prepared, json: bool) -> None:
-    sentence = closing(records, prepared.against, list(prepared.names.values()))
+    standings = Standings([records], prepared.against)
+    sentence = answer(standings, list(prepared.names.values()))
     if json:
-        print_json(document(path, records, sentence, prepared.against))
+        print_json(document(path, records, sentence, standings))
         return
     console = stdout_console()
-    print_rankings(console, records, prepared.against)
+    print_rankings(console, standings)
     console.print()
     console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     for hint in explain_hints(records, prepared):
@@ -132,8 +134,8 @@ def _print_run(path: Path, records: Sequence[Record], prepared: Prepared, json: 
     console.print(os.path.relpath(path), highlight=False, markup=False, soft_wrap=True)
 
 
-def document(path: Path, records: Sequence[Record], sentence: str, against: Sequence[str]) -> dict[str, Any]:
-    """What `run --json` and `show --json` print."""
+def document(path: Path, records: Sequence[Record], sentence: str, standings: Standings) -> dict[str, Any]:
+    """Return what `run --json` and `show --json` print."""
     ranking = {
         workload: [
             {
@@ -147,14 +149,14 @@ def document(path: Path, records: Sequence[Record], sentence: str, against: Sequ
                 "host_limited": host_limit(row.record),
                 "reason": row.reason or None,
             }
-            for row in rank(group, baseline(of_step(records, group[0].workload.step), against))
+            for row in standing.rows
         ]
-        for workload, group in by_workload(records).items()
+        for workload, standing in standings.overall.items()
     }
     return {
         "run": path,
         "records": records,
-        "baseline": baseline(records, against),
+        "baseline": baseline(records, standings.against),
         "ranking": ranking,
         "closing": sentence,
     }

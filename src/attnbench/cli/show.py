@@ -28,13 +28,14 @@ def show(
     json: Json = False,
 ) -> int:
     """Tables and closing sentence of a run; `--detail` for each cell."""
-    from attnbench.analyse.summary import closing
+    from attnbench.analyse.summary import answer
     from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.cli.session import document
     from attnbench.report.detail import print_cell
     from attnbench.report.tables import print_rankings
-    from attnbench.store.runfile import read_run
-    from attnbench.store.unreached import tell_unreached
+    from attnbench.results.run_file import read_run
+    from attnbench.results.standings import Standings
+    from attnbench.results.unreached import tell_unreached
 
     path = find_run(run)
     found = read_run(path)
@@ -45,13 +46,13 @@ def show(
     if not records:
         raise UsageError(f'{path} holds no cell with "{words}" in its id.' if words else f"{path} holds no records.")
     check_against(against, records)
-    against = against or found.against
-    sentence = closing(records, against)
+    standings = Standings([records], against or found.against)
+    sentence = answer(standings)
     if json:
-        print_json({"header": found.header, **document(path, records, sentence, against)})
+        print_json({"header": found.header, **document(path, records, sentence, standings)})
         return 0
     console = stdout_console()
-    print_rankings(console, records, against)
+    print_rankings(console, standings)
     for record in records if detail else ():
         print_cell(console, record)
     console.print()

@@ -18,8 +18,8 @@ from attnbench.cli.options import Choice, Json, Quiet, Sampling, Shape
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnbench.analyse.choose import Chosen
-    from attnbench.analyse.survey import Source
+    from attnbench.choosing.candidates import Source
+    from attnbench.choosing.choose import Chosen
     from attnbench.cli.order import Prepared
     from attnbench.policy import Constraints
     from attnbench.spec import Record, Workload
@@ -60,10 +60,10 @@ def tune(
 
     Examples: `attnbench tune --seq-len 256 4096 --causal --minutes 5 -o policy.json`
     """
+    from attnbench.choosing.text import document
     from attnbench.cli.choose import held_before, read_constraints, tell
     from attnbench.cli.order import Order, prepare
     from attnbench.cli.output import print_json
-    from attnbench.report.choose import document
 
     if not (minutes > 0 and isfinite(minutes)):
         raise UsageError(f"--minutes must be more than 0 and finite, not {minutes:g}.")
@@ -123,7 +123,7 @@ class Session:
 
     def carry_out(self, constraints: Constraints, output: Path) -> tuple[Chosen | None, str]:
         """The last policy (None: nothing was measured) and what ended the rounds."""
-        from attnbench.analyse.sharpen import batch, proposals
+        from attnbench.choosing.next_measurements import batch, proposals
         from attnbench.cli.choose import choose_from, write
 
         asked = self.prepared.request
@@ -147,12 +147,12 @@ class Session:
 
     def _round(self, workloads: Sequence[Workload], labels: Sequence[str]) -> str:
         """Measure, keep the run; returns what stopped it before its end, or nothing."""
-        from attnbench.analyse.survey import Source
+        from attnbench.choosing.candidates import Source
         from attnbench.cli.output import stderr_console
         from attnbench.cli.session import Recorder
         from attnbench.report.progress import make_listener
+        from attnbench.results.run_file import read_run
         from attnbench.run import launch as launcher
-        from attnbench.store.runfile import read_run
 
         request = structs.replace(self.prepared.request, workloads=tuple(workloads), implementations=tuple(labels))
         end = ""
@@ -191,7 +191,7 @@ class Session:
 
 def narrowed(prepared: Prepared, constraints: Constraints) -> Prepared:
     """Only what may be chosen is measured; raises where --only names what would not be."""
-    from attnbench.analyse.candidates import allowed
+    from attnbench.choosing.candidates import allowed
     from attnbench.policy import Constraints
 
     kept: dict[str, str] = {}
@@ -213,7 +213,7 @@ def _bare(label: str) -> str:
 
 
 def _allowed_variants(constraints: Constraints, name: str, workload: Workload) -> list[str]:
-    from attnbench.analyse.candidates import allowed
+    from attnbench.choosing.candidates import allowed
 
     return [label for label in variants(name, workload) if allowed(name, label, constraints)]
 
@@ -221,7 +221,7 @@ def _allowed_variants(constraints: Constraints, name: str, workload: Workload) -
 def variants(name: str, workload: Workload) -> list[str]:
     """Labels of the other configs of an implementation that may be asked for by name."""
     from attnbench import registry
-    from attnbench.policy.choices import label_of
+    from attnbench.policy.policy import label_of
 
     implementation = registry.get(name)
     others = [dict(config) for config in implementation.configs(workload)[1 : MOST_CONFIGS + 1]]

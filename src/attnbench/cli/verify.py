@@ -60,11 +60,11 @@ def verify(
 
     A bare function computes one thing: say which (`--causal --seq-len 128`), or it is held to full attention.
     """
-    from attnbench.analyse.ranking import ANCHOR
     from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.config import load_settings
     from attnbench.report.progress import make_listener
     from attnbench.report.verification import print_verification, summarise, verdict
+    from attnbench.results.records import ANCHOR
     from attnbench.run import launch as launcher
 
     settings = load_settings({"device": device, "framework": framework})
@@ -112,7 +112,7 @@ def _steps(suite: str | None, shape: Shape, names: tuple[str, ...]) -> tuple[Wor
     """Small steps for those that compute one, where nothing else was asked for."""
     from attnbench import registry
     from attnbench.run.naming import is_reference
-    from attnbench.workloads.edge import step_edges
+    from attnbench.workloads.catalogue import step_edges
 
     if suite is not None or shape != Shape():
         return ()

@@ -18,21 +18,23 @@ from typing import Any
 
 import numpy as np
 
-from attnbench import frameworks, policy, registry
+from attnbench import frameworks, masks, policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of, to_layout
 from attnbench.dispatch.order import TAKE_ARRAYS, Demand
 from attnbench.dispatch.plan import Plan, Plans, chosen
 from attnbench.dispatch.traced import Outline, specialised
 from attnbench.errors import InvalidWorkload, Unsupported
+from attnbench.frameworks.jax_plain import in_usual_promotion
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.frameworks.torch_plain import MaskTensors
-from attnbench.impls.arrays import workload_of
-from attnbench.impls.parts.torch_rules import NO_RULES, current
+from attnbench.impls._arrays import workload_of
+from attnbench.impls.partial.torch_rules import NO_RULES, current
+from attnbench.impls.partial.torch_scale import positive_scale
+from attnbench.masks import AnyMask
+from attnbench.masks.large_bias import LARGE
 from attnbench.spec import Array, Pass, Workload
 from attnbench.tracing import constant_when_traced
-from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NAMES = Plans()
@@ -153,6 +155,8 @@ def with_torch_array(
 ) -> Array:  # fmt: skip
     """By torch.eager (`plain`) or torch.sdpa; rows that see no key must be named in the mask."""
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+    if mask.weight is not None:
+        mask = mask._replace(weight=_without_large_rows(mask.weight, mask.visible))
     if plain:
         from attnbench.frameworks.torch_plain import attend
 
@@ -160,6 +164,8 @@ def with_torch_array(
         return to_layout(attend(q, k, v, mask, factor, softcap)[0], "bshd", layout)
     from attnbench.dispatch.torch_hook import torch_sdpa
 
+    factor, sign = positive_scale(factor)
+    q = q if sign == 1.0 else q * sign
     q, k, v = (to_layout(x, layout, "bhsd") for x in (q, k, v))
     seen: Any = mask.visible
     seen = seen if mask.dead is None else seen | mask.dead
@@ -170,6 +176,12 @@ def with_torch_array(
         group = 1
     out = torch_sdpa(q, k, v, attn_mask=weights, scale=factor, enable_gqa=group > 1)
     return to_layout(out if mask.dead is None else out.masked_fill(mask.dead, 0.0), "bhsd", layout)
+
+
+def _without_large_rows(bias: Array, seen: Any) -> Array:
+    """Return a bias without the largest that a row sees, if that is large: see attnbench.masks.large_bias."""
+    top = bias.detach().where(seen, float("-inf")).amax(-1, keepdim=True)
+    return bias - top.where(top.isfinite() & (top.abs() > LARGE), 0.0)
 
 
 def _torch_choice(impl: str, q: Array, k: Array, v: Array, softcap: float | None, layout: str) -> str:
@@ -187,8 +199,8 @@ def _torch_choice(impl: str, q: Array, k: Array, v: Array, softcap: float | None
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
         return _chosen_now(outlines, impl, train, softcap is not None, layout)
     key = (
-        impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, train, softcap is None, layout,
-        current(), registry.generation(), policy.generation(),
+        impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train,
+        softcap is None, layout, current(), registry.generation(), policy.generation(),
     )  # fmt: skip
     found = _NAMES.get(key)
     if found is None:
@@ -236,7 +248,7 @@ def _jax(
     def call(train: bool) -> Callable[..., Array]:
         decision, demand = settle(train)
         backend = decision.taken(impl, demand).name.removeprefix("jax.")
-        return lambda *arrays: _with_backend(backend, demand.workload, *arrays)
+        return in_usual_promotion(lambda *arrays: _with_backend(backend, demand.workload, *arrays))
 
     given = [array for array in (q, k, v, visible, bias) if array is not None]
     run = call(False) if pass_of("jax", *given) == "forward" else by_pass(call)
@@ -254,6 +266,8 @@ def _with_backend(
     seen = jnp.ones((1, 1, 1, 1), bool) if visible is None else visible.astype(bool)
     if bias is not None:
         seen, bias = seen & (bias != -jnp.inf), jnp.where(bias == -jnp.inf, 0, bias)
+        top = jnp.max(jax.lax.stop_gradient(jnp.where(seen, bias, -jnp.inf)), axis=-1, keepdims=True)
+        bias = bias - jnp.where(jnp.isfinite(top) & (jnp.abs(top) > LARGE), top, 0)  # as _without_large_rows
     sees = jnp.any(jnp.broadcast_to(seen, (*seen.shape[:3], workload.kv_len)), axis=-1, keepdims=True)
     seen = seen | ~sees
     if backend == "einsum":

@@ -11,11 +11,11 @@ from attnbench import policy, registry
 from attnbench.dispatch import traced
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of
 from attnbench.dispatch.plan import PLANS, Words, planned
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.impls.parts.torch_rules import current
+from attnbench.frameworks.torch_autocast import is_autocast, under_autocast, without_autocast
+from attnbench.impls.partial.torch_rules import current
+from attnbench.masks import AnyMask
 from attnbench.spec import Array
 from attnbench.tracing import is_fake
-from attnbench.workloads.masks import AnyMask
 
 
 def attention(
@@ -44,7 +44,7 @@ def attention(
         import torch
 
         if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled():
-            if torch.is_autocast_enabled(q.device.type):
+            if is_autocast(q.device.type):
                 q, k, v = under_autocast(q, k, v)
                 with without_autocast(q.device.type):
                     return attention(
@@ -62,6 +62,8 @@ def attention(
             place, train = _place_and_pass(q, k, v)
         else:
             train = recording and (q.requires_grad or k.requires_grad or v.requires_grad)
+            if place != k.device or place != v.device:  # no plan has such a key: it is refused in words below
+                place = (place, k.device, v.device)
         dtype = q.dtype
         if dtype is not k.dtype or dtype is not v.dtype:
             dtype = (dtype, k.dtype, v.dtype)

@@ -28,6 +28,7 @@ from attnbench.dispatch.capture_clock import METHODS, Recomputed, Span, in_backw
 from attnbench.dispatch.captured import Calls, Captured
 from attnbench.dispatch.hooks import Hook
 from attnbench.dispatch.seen_calls import (
+    NESTED,
     Seen,
     clock_of,
     from_outline,
@@ -41,7 +42,6 @@ from attnbench.dispatch.seen_calls import (
     outline_of_sdpa,
     wants_gradient,
 )
-from attnbench.errors import UsageError
 from attnbench.spec import Workload
 
 SEEN_ONCE = "traced, so counted once however often it runs"
@@ -74,7 +74,10 @@ class _Recorder:
         """Records a call of one function and makes it."""
 
         def note(wants: bool, *told: Any) -> None:
-            self.calls.append(_Call(via, from_outline(read, *told), None, wants))
+            if told:
+                self.calls.append(_Call(via, from_outline(read, *told), None, wants))
+            else:
+                self.unread.append(f"a call of {via} could not be read: {NESTED}")
 
         compiling = _dynamo_at_work(note)
 
@@ -85,7 +88,9 @@ class _Recorder:
             try:
                 if not compiling():
                     return self._recorded(via, read, proceed, args, kwargs)
-                if outline is not None:
+                if any(x.is_nested for x in _first_three(args, kwargs)):
+                    note(False)
+                elif outline is not None:
                     outline(note, *args, **kwargs)
                 return proceed(*args, **kwargs)
             finally:
@@ -99,8 +104,8 @@ class _Recorder:
         try:
             seen = read(*args, **kwargs)
             kind = clock_of(inputs[0])
-        except (UsageError, TypeError, AttributeError) as error:
-            self.unread.append(f"a call of {via} could not be read: {error}")
+        except Exception as error:  # a model runs whatever we make of its arrays
+            self.unread.append(f"a call of {via} could not be read: {_first_line(error)}")
             if again:
                 self._recomputed.note(None)
             return proceed(*args, **kwargs)
@@ -128,11 +133,16 @@ def capture() -> Iterator[Calls]:
     """Record the attention calls of the block; what is yielded is filled when the block ends, be it by an exception.
 
     `with ab.capture() as calls: step()`, then `print(calls)`, `calls.save("model.toml")` for `attnbench run`,
-    `calls.share` and `calls.gain(1.5)`. Run the step once before, so that its time is not that of a first call.
+    `calls.share` and `calls.gain(1.5)`. Run the step once before, so that its time is not that of a first call. Torch's
+    fused fast path of MultiheadAttention and TransformerEncoderLayer, which calls no function, is off meanwhile.
     """
     calls, recorder, broken = Calls(), _Recorder(), ""
     try:
         with ExitStack() as stack:
+            if "torch" in sys.modules:
+                from attnbench.dispatch.torch_hook import fast_path_off
+
+                stack.enter_context(fast_path_off().held())
             for hook, via, read, outline in _hooks():
                 stack.enter_context(hook.handled_by(recorder.handler(via, read, outline)))
             _synchronise()
@@ -154,8 +164,8 @@ def _fill(calls: Calls, recorder: _Recorder, timed: bool) -> None:
     for call in sorted(recorder.calls, key=lambda one: one.again):
         try:
             workload, note = call.seen.workload(known)
-        except UsageError as error:
-            recorder.unread.append(f"a call of {call.via} has no workload of ours: {error}")
+        except Exception as error:
+            recorder.unread.append(f"a call of {call.via} has no workload of ours: {_first_line(error)}")
             continue
         trains = call.wants_gradients if call.span is None else call.span.has_backward
         workload = replace(workload, pass_="train" if trains else "forward")
@@ -176,6 +186,11 @@ def _fill(calls: Calls, recorder: _Recorder, timed: bool) -> None:
     less = LESS if any(RECOMPUTED in one.note or LEFT_OUT in one.note for one in calls) else ""
     calls.method = joined(*(METHODS[kind] for kind in sorted(kinds)), less)
     calls.reason = _why_no_share(recorder)
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says in one line; its kind if it says nothing."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _made_before(groups: dict[tuple[str, str, bool], Captured], workload: Workload, via: str) -> Any:

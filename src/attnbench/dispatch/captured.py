@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from attnbench.errors import UsageError
 from attnbench.spec import Workload
-from attnbench.workloads.suite_write import write_suite
+from attnbench.workloads.suite_file import write_suite
 
 
 class Captured(Struct, frozen=True):

@@ -84,7 +84,8 @@ def _measured(demand: Demand) -> Decision:
             missed.append(why or f"{one.name} has no entry")
             continue
         for name, config, label, regret in _ranked(choice):
-            asked.append(Candidate(label, why_not_auto(name, config, demand) or _why_not_packaged(one, name, demand)))
+            reason = why_not_auto(name, config, demand, choice.named) or _why_not_packaged(one, name, demand)
+            asked.append(Candidate(label, reason))
             if asked[-1].reason is None:
                 evidence = Evidence(one.name, choice, regret if choice.regret_known else None)
                 pick, why = registry.get(name).configured(config), str(evidence)

@@ -23,8 +23,8 @@ from attnbench.dispatch.order import TAKE_ARRAYS
 from attnbench.dispatch.plan import Plan, Plans, Words, chosen, demand_of, running
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.frameworks.torch_plain import MaskTensors
-from attnbench.impls.parts.torch_rules import current
-from attnbench.workloads.masks import AnyMask, Full
+from attnbench.impls.partial.torch_rules import current
+from attnbench.masks import AnyMask, Full
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ def attend(
     batch, kv_heads, keys, dim = k.shape
     key = (
         current(), q.shape, batch, kv_heads, keys.bit_length(), dim, v.shape[3], q.dtype, k.dtype, v.dtype, q.device,
-        scale, softcap, impl, mask.kinds, registry.generation(), policy.generation(),
+        k.device, v.device, scale, softcap, impl, mask.kinds, registry.generation(), policy.generation(),
     )  # fmt: skip
     run = _CLASSES.get(key)
     if run is None:

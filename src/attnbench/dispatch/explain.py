@@ -10,10 +10,10 @@ from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.order import META, Candidate, Demand, order_of, why_not, why_not_auto
 from attnbench.dispatch.plan import Words, demand_of
 from attnbench.frameworks.torch_autocast import under_autocast
+from attnbench.masks import AnyMask
 from attnbench.policy import Choice
 from attnbench.printable import printable
 from attnbench.spec import Array, Workload
-from attnbench.workloads.masks import AnyMask
 
 NOT_ASKED = "can run, but neither a policy nor the fixed order names it: ask for it by name"
 CAN = "can run; "
@@ -108,7 +108,8 @@ def _slower(choice: Choice, found: Decision, demand: Demand) -> list[Candidate]:
     return [
         Candidate(
             one.label,
-            why_not_auto(one.implementation, one.config, demand) or f"{CAN}measured at {one.ratio:.2f} {words}",
+            why_not_auto(one.implementation, one.config, demand, choice.named)
+            or f"{CAN}measured at {one.ratio:.2f} {words}",
         )
         for one in choice.alternatives
         if one.label not in asked

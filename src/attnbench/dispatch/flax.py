@@ -15,11 +15,11 @@ from contextlib import nullcontext
 from math import prod
 from typing import Any
 
+from attnbench import masks
 from attnbench.dispatch import array_masks
 from attnbench.dispatch import attention as dispatch
 from attnbench.errors import Unsupported, UsageError
 from attnbench.spec import Array
-from attnbench.workloads import masks
 
 
 def attention_fn(

@@ -22,14 +22,14 @@ from functools import partial, wraps
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attnbench import masks
 from attnbench.dispatch import array_masks, decode, hf_models
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.hf_masks import Described, DescribedMask, MaskArray, describe
 from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
+from attnbench.masks import Full
 from attnbench.tracing import constant_when_traced
-from attnbench.workloads import masks
-from attnbench.workloads.masks import Full
 
 if TYPE_CHECKING:
     import torch

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from attnbench import masks
 from attnbench.dispatch import hf_models
 from attnbench.errors import Unsupported
+from attnbench.masks import AnyMask, Full
+from attnbench.masks.data import to_numpy
 from attnbench.tracing import constant_when_traced
-from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask, Full
-from attnbench.workloads.masks.data import to_numpy
 
 LEVELS = 4
 """Calls between a model's preparation of its inputs and its mask function, and some to spare."""

@@ -17,6 +17,7 @@ arrays), as long as eager's scores stay under MOST_SCORES.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from msgspec.structs import replace
 from attnbench import frameworks, registry
 from attnbench.dispatch import failures
 from attnbench.errors import UsageError
-from attnbench.impls.parts.torch_rules import NO_RULES, Rules, ruled_out
+from attnbench.impls.partial.torch_rules import NO_RULES, Rules, ruled_out
 from attnbench.spec import Config, Environment, Implementation, Workload
 
 ORDER: dict[str, tuple[str, ...]] = {
@@ -125,12 +126,21 @@ def _scores_fit(workload: Workload) -> bool:
     return 4 * workload.batch * workload.heads * workload.q_len * workload.kv_len <= MOST_SCORES
 
 
-def why_not_auto(name: str, config: Config, demand: Demand) -> str | None:
-    """Return why an automatic choice leaves an implementation out; None if it does not."""
+def why_not_auto(name: str, config: Config, demand: Demand, named: Collection[str] = ()) -> str | None:
+    """Return why an automatic choice leaves an implementation out; None if it does not.
+
+    `named`: implementations that whoever made the policy asked for by name.
+    """
     reason = why_not(name, config, demand) or failures.remembered(name, config, demand)
     if reason is not None:
         return reason
     implementation = registry.configured(name, config)
+    if implementation.approximate:
+        return "is approximate: ask for it by name"
+    if implementation.verify_only:
+        return f"is not for use, only to be checked: {implementation.verify_only}"
+    if implementation.by_name_only and name not in named:
+        return f"is taken by name only: {implementation.by_name_only}"
     if demand.any_kv_len and not implementation.any_kv_len:
         return "is built for one number of keys"
     return ruled_out(implementation, demand.workload, demand.rules)

@@ -15,12 +15,14 @@ from attnbench.dispatch.misses import report, tell_failure
 from attnbench.dispatch.order import Demand, Form
 from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.errors import Unsupported
-from attnbench.impls.arrays import workload_of
-from attnbench.impls.parts.torch_rules import NO_RULES, current
-from attnbench.policy.choices import label_of
+from attnbench.frameworks.jax_plain import in_usual_promotion
+from attnbench.impls._arrays import workload_of
+from attnbench.impls.partial.torch_rules import NO_RULES, current
+from attnbench.masks import AnyMask
+from attnbench.masks.data import FrozenArray
+from attnbench.policy.policy import label_of
 from attnbench.spec import Array, Call, Config, Implementation
-from attnbench.workloads.masks import AnyMask
-from attnbench.workloads.masks.data import FrozenArray
+from attnbench.tracing import is_fake
 
 MOST = 4096
 MOST_BYTES = 1 << 30
@@ -112,6 +114,10 @@ def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
         from attnbench.dispatch import jax_traced
 
         return jax_traced.planned(q, k, v, words)
+    if is_fake(q) or getattr(q, "is_meta", False):
+        from attnbench.dispatch import traced
+
+        return Plan(traced.without_numbers(q, k, v, words, train))
     demand = demand_of(q, k, v, words, train)
     return Plan(running(words.impl, demand, words.layout), bytes_kept(demand))
 
@@ -176,6 +182,7 @@ def built(pick: Implementation, decision: Decision, demand: Demand, layout: str,
     with _outside_traces(demand.framework):
         call = pick.build_lse(workload, config) if demand.with_lse else pick.build(workload, config)
     assert call is not None
+    call = in_usual_promotion(call) if demand.framework == "jax" else call
     if demand.with_lse and workload.needs_gradients and not pick.lse_gradient:
         call = guarded(call, pick.name, demand.framework)
     prepare = getattr(call, "prepare", None)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask, MaskShape
-from attnbench.workloads.masks.data import to_numpy
+from attnbench import masks
+from attnbench.masks import AnyMask, MaskShape
+from attnbench.masks.data import to_numpy
 
 ALIGNMENTS = ("bottom-right", "top-left")
 HIDES = -6e4

@@ -7,16 +7,16 @@ from functools import reduce
 from operator import and_
 from typing import Any, NamedTuple
 
-from attnbench import frameworks
+from attnbench import frameworks, masks
 from attnbench.dispatch.recognise import recognise
 from attnbench.dispatch.vmapped import examples, examples_here, varies
 from attnbench.errors import InvalidWorkload
-from attnbench.impls.arrays import workload_of
+from attnbench.frameworks.torch_autocast import dtype_under_autocast
+from attnbench.impls._arrays import workload_of
+from attnbench.masks import AnyMask, MaskShape
+from attnbench.masks.combine import mask_of
+from attnbench.masks.literals import literal
 from attnbench.spec import Array, Workload
-from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask, MaskShape
-from attnbench.workloads.masks.combine import mask_of
-from attnbench.workloads.masks.literals import literal
 
 UNKNOWN = object()
 """Stands for a mask array that a compiler has no values of."""
@@ -27,6 +27,7 @@ DROPOUT = "it asked for dropout, which no workload has: written without"
 VARIED_MASK = "its mask array differs between the examples of vmap: written as full"
 ALL_EXAMPLES = "called under vmap: its {} examples are written as one batch"
 ONE_EXAMPLE = "called under vmap: written as one of its {} examples"
+NESTED = "its tensors are nested, which have no one shape"
 CHANGED_MASK = "its mask array was changed in place after the call: written as it was at the end"
 
 
@@ -149,10 +150,18 @@ def of_jax_nn(
 
 
 def _seen(q: Array, k: Array, v: Array, *, options: dict[str, Any], mask: Any = None, arrays: Any = ()) -> Seen:
-    forms: Any = tuple(Form(tuple(x.shape), x.dtype) for x in (q, k, v))
+    if any(getattr(x, "is_nested", False) for x in (q, k, v)):
+        raise InvalidWorkload(NESTED)
+    forms: Any = tuple(Form(tuple(x.shape), _dtype(x)) for x in (q, k, v))
     arrays = [array for array in arrays if array is not None]
     kept = tuple((VARIES, None) if varies(array) else (array, _version(array)) for array in arrays)
     return Seen(forms, mask, kept, options, examples=examples(q, k, v, *arrays))
+
+
+def _dtype(array: Array) -> Any:
+    """Return the dtype that is computed in: autocast's, if it is on."""
+    is_tensor = hasattr(array, "requires_grad")
+    return dtype_under_autocast(array, array.device.type) if is_tensor else array.dtype
 
 
 def _has_batch(array: Array) -> bool:
@@ -209,7 +218,7 @@ def _outlines(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     wants = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return wants, *[(tuple([guard_scalar(size) for size in x.shape]), x.dtype) for x in (q, k, v)]
+    return wants, *[(tuple([guard_scalar(size) for size in x.shape]), _dtype(x)) for x in (q, k, v)]
 
 
 def from_outline(read: Callable[..., Seen], q: Any, k: Any, v: Any, has_mask: bool, words: tuple[Any, ...]) -> Seen:

@@ -23,12 +23,12 @@ from attnbench.dispatch.plan import Plan, Plans, Words, arranged, bytes_kept, ch
 from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.errors import InvalidWorkload, Unsupported, UsageError
 from attnbench.frameworks.torch_autocast import without_autocast
-from attnbench.impls.arrays import LAYOUTS, both_heads
-from attnbench.impls.parts.torch_autograd import of_both, through_lse
-from attnbench.impls.parts.torch_once import refuse
-from attnbench.impls.parts.torch_rules import current
+from attnbench.impls._arrays import LAYOUTS, both_heads
+from attnbench.impls.partial.torch_autograd import of_both, through_lse
+from attnbench.impls.partial.torch_once import refuse
+from attnbench.impls.partial.torch_rules import current
+from attnbench.masks.literals import literal
 from attnbench.spec import Call, Config, Implementation, Workload
-from attnbench.workloads.masks.literals import literal
 
 
 class Request(NamedTuple):
@@ -240,7 +240,8 @@ def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at
 
 
 def _place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple[Any, ...]:
-    return (key, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, registry.generation())
+    devices = q.device, k.device, v.device
+    return (key, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *devices, registry.generation())
 
 
 def _build(request: Request, demand: Demand, pick: Implementation, config: Config) -> Kernels:

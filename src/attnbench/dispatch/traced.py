@@ -16,10 +16,10 @@ from attnbench.dispatch.choice import Decision
 from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Words, built, chosen, demand_of, next_choice
 from attnbench.errors import Unsupported
+from attnbench.masks.combine import mask_of
+from attnbench.masks.literals import literal
 from attnbench.spec import Array, Call, Implementation, Workload
 from attnbench.tracing import constant_when_traced
-from attnbench.workloads.masks.combine import mask_of
-from attnbench.workloads.masks.literals import literal
 
 
 class Outline(NamedTuple):
@@ -102,6 +102,24 @@ def chosen_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) ->
     else:
         call = as_operator(words, train, (pick.name, decision.config))
     return CALLS.keep(call, outlines, train, mask, rest, pick.name, decision.config, registry.generation())
+
+
+def without_numbers(q: Array, k: Array, v: Array, words: Words, train: bool) -> Call:
+    """Return what a call with meta or fake tensors runs: what tells their shapes, and traces into a graph.
+
+    As inside torch.compile: an implementation that is not `traceable` is one operator, and so is one for sizes that are
+    symbols, which is chosen when the graph runs.
+    """
+    from attnbench.dispatch.torch_operator import as_operator
+
+    symbols = any(not isinstance(size, int) for x in (q, k, v) for size in x.shape)
+    if symbols and not (train and must_be_looked_into(words.impl)):
+        return as_operator(words, train)
+    demand = demand_of(q, k, v, words, train, "traced", "torch")
+    pick, decision = chosen(words.impl, demand)
+    if pick.traceable:
+        return built(pick, decision, demand, words.layout)
+    return as_operator(words, train, (pick.name, decision.config))
 
 
 def _refusal(

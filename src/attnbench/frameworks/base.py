@@ -6,19 +6,23 @@ package knows how a framework compiles, differentiates, synchronises, counts mem
 
 from __future__ import annotations
 
+import gc
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from sys import getprofile, gettrace
 from time import perf_counter_ns
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from attnbench.masks import Namespace
 from attnbench.spec import Array, Call, Environment, Layout, Pass, Ranks
-from attnbench.workloads.masks import Namespace
 
 
 class Setting(NamedTuple):
@@ -150,6 +154,31 @@ def unseen(framework: str) -> Peak:
     )
 
 
+class Untrusted(Exception):
+    """What a function does to its own measurement; the message is the reason of its `failed` record."""
+
+
+def hooks() -> tuple[Any, ...]:
+    """Return what Python calls by itself: profile and trace function, tools of sys.monitoring (from Python 3.12 on) and
+    callbacks of the garbage collection. A call that leaves one behind can work on when the clock has been read, so the
+    wall clocks ask before they read it; that takes less than a microsecond."""
+    tools = () if MONITORING is None else tuple(map(MONITORING.get_tool, range(TOOLS)))
+    return id(getprofile()), id(gettrace()), tools, tuple(map(id, gc.callbacks))
+
+
+MONITORING, TOOLS = getattr(sys, "monitoring", None), 6
+
+
+def require_unhooked(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    """Require that a timed call left no function behind that Python calls later."""
+    names = ("a profile function", "a trace function", "a tool of sys.monitoring", "a callback of garbage collection")
+    if changed := [name for name, old, new in zip(names, before, after) if old != new]:
+        raise Untrusted(
+            f"a timed call left {' and '.join(changed)} behind or removed it: work could be done when the clock has "
+            "been read"
+        )
+
+
 class Clock(ABC):
     """A way to time a Program."""
 
@@ -183,13 +212,16 @@ class WallClock(Clock):
             wait(prepared)
             picked, kept = watch.pick(calls), []
             pieces = cut_after(prepared, picked)
+            before = hooks()
             start = now()
             for piece in pieces:
                 for state in piece:
                     output = run(state)
                     wait(output)
                 kept.append(output)
+            after = hooks()
             ns.append((now() - start) / calls)
+            require_unhooked(before, after)
             for index, found in zip(picked, kept):
                 watch.look(first + index, found)
         return Samples(ns)
@@ -224,12 +256,14 @@ class OwnClock(Clock):
             prepared = [program.prepare(inputs[call % len(inputs)]) for call in range(first, first + calls)]
             self._framework.wait(prepared)
             picked, kept = watch.pick(calls), []
+            before = hooks()
             self._stopwatch.take()
             for piece in cut_after(prepared, picked):
                 for state in piece:
                     output = program.run(state)
                     self._framework.wait(output)
                 kept.append(output)
+            require_unhooked(before, hooks())
             ns.append(self._stopwatch.take() / calls)
             for index, found in zip(picked, kept):
                 watch.look(first + index, found)
@@ -276,6 +310,11 @@ class Framework(ABC):
     @abstractmethod
     def dtype(self, name: str) -> Any:
         """The framework's dtype object of that name."""
+
+    def precision(self, dtype: str) -> AbstractContextManager[None]:
+        """Compute in the precision that inputs of this dtype ask for, whatever the process's defaults are."""
+        del dtype
+        return nullcontext()
 
     @abstractmethod
     def cast(self, array: Array, dtype: str) -> Array:
@@ -350,6 +389,12 @@ class Framework(ABC):
     @abstractmethod
     def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
         """Peak extra memory of one call."""
+
+    def held(self, device: str) -> int | None:
+        """Return the bytes that the process holds now, as far as arrays between calls can be told from all else; None
+        if they cannot."""
+        del device
+        return None
 
     def ranks(self, program: Program, inputs: Inputs, device: str) -> Ranks | None:
         """What each rank did, where a call is spread over several."""

@@ -1,15 +1,34 @@
-"""Memory of the host that this process may take: a container's limit counts, not the machine behind it."""
+"""Memory of the host: what this process may take (a container's limit counts, not the machine behind it), what it
+holds, and how far a call makes it grow."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 GROUPS = Path("/sys/fs/cgroup")
 FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 """Limit and use, of control groups of version 2 and 1."""
+
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""What is written to clear_refs to set the high-water mark of resident memory to what is resident now."""
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc's mallinfo2 says of its heap: ten numbers, of which the fifth is that of large blocks."""
+
+    _fields_ = (
+        ("before", ctypes.c_size_t * 4),
+        ("large_blocks", ctypes.c_size_t),
+        ("after", ctypes.c_size_t * 5),
+    )
 
 
 class HostMemory(NamedTuple):
@@ -36,3 +55,39 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def large_blocks() -> int | None:
+    """Return the bytes of all large blocks that the process holds, whichever library asked for them: those that malloc
+    got one by one from the system. None if the C library does not say."""
+    if not sys.platform.startswith("linux"):
+        return None
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is None:
+        return None
+    function.restype = _Mallinfo
+    return int(function().large_blocks)
+
+
+def resident_growth(call: Callable[[], Any]) -> int | None:
+    """Return by how many bytes a call made the process grow at its peak, at least: it may have used memory that was
+    free. None if that cannot be seen (Linux only)."""
+    try:
+        if hasattr(ctypes.CDLL(None), "malloc_trim"):
+            ctypes.CDLL(None).malloc_trim(0)
+        CLEAR.write_text(RESET_PEAK)
+        before = status_bytes("VmRSS")
+        output = call()
+        grown = status_bytes("VmHWM") - before
+    except OSError:
+        return None
+    del output
+    return max(0, grown)
+
+
+def status_bytes(field: str) -> int:
+    """Return a figure of this process's memory, such as VmRSS (Linux)."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{STATUS} has no {field}")

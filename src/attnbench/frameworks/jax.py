@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,9 @@ class JaxFramework(Framework):
 
     def dtype(self, name: str) -> Any:
         return import_jax().numpy.dtype(name)
+
+    def precision(self, dtype: str) -> AbstractContextManager[None]:
+        return precision_of(self.dtype(dtype))
 
     def cast(self, array: Array, dtype: str) -> Array:
         with precision_of(self.dtype(dtype)):

@@ -5,18 +5,44 @@ Masks become arrays here, inside the traced call: positions are iotas that XLA f
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnbench.masks import Blocks, Dense, Full, Mask, MaskShape
+from attnbench.masks.large_bias import shifted
 from attnbench.spec import Array, Call, Workload
-from attnbench.workloads.masks import Blocks, Dense, Full, Mask, MaskShape
 
 if TYPE_CHECKING:
     import jax
 
 ROW_BLOCK = 1 << 24
 """Pairs looked at in one go on the host."""
+
+
+@contextmanager
+def usual_promotion() -> Iterator[None]:
+    """Let jax.numpy promote ranks and dtypes by default rules inside, whatever the user set: that is for their code."""
+    import jax
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def in_usual_promotion(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function, which runs in `usual_promotion` if another one is set."""
+    import jax
+
+    def run(*arrays: Any) -> Any:
+        rank, dtype = jax.config.jax_numpy_rank_promotion, jax.config.jax_numpy_dtype_promotion  # pyright: ignore[reportAttributeAccessIssue]
+        if (rank, dtype) == ("allow", "standard"):
+            return call(*arrays)
+        with usual_promotion():
+            return call(*arrays)
+
+    return run
 
 
 def visible(mask: Mask, shape: MaskShape) -> jax.Array:
@@ -46,9 +72,14 @@ def _part_visible(part: Mask, shape: MaskShape) -> Any:
 
 
 def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
-    """What is added to the logits of visible pairs, broadcastable to [b, h, q, kv]; None for unweighted masks."""
+    """What is added to the logits of visible pairs, broadcastable to [b, h, q, kv]; None for unweighted masks.
+
+    Of a large bias without what is added to whole rows: see `row_tops`.
+    """
     import jax.numpy as jnp
 
+    if (shift := shifted(mask, shape, dtype)) is not None:
+        return jnp.asarray(shift.weight)
     total = None
     for part in mask.split():
         if isinstance(part, Dense) and part.weighted:
@@ -60,6 +91,12 @@ def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
             continue
         total = one if total is None else total + one
     return total
+
+
+def row_tops(workload: Workload) -> np.ndarray | None:
+    """What the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if it lacks nothing."""
+    shift = shifted(workload.visible_mask, workload.mask_shape, np.float32)
+    return None if shift is None else shift.top
 
 
 def _four_axes(array: np.ndarray) -> np.ndarray:
@@ -95,16 +132,17 @@ def zero_blind_rows(out: Array, rows: np.ndarray | None) -> Array:
     return out if rows is None else jnp.where(jnp.asarray(rows)[..., None], out, jnp.zeros((), out.dtype))
 
 
-def lse_of_blind_rows(lse: Array, rows: np.ndarray | None) -> Array:
-    """LSE [b, h, q] with -inf where a row sees no key."""
+def whole_lse(lse: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Array:
+    """LSE [b, h, q] in float32 with what a large bias adds to a row, -inf where a row sees no key."""
     import jax.numpy as jnp
 
+    lse = lse.astype(jnp.float32) if tops is None else lse.astype(jnp.float32) + jnp.asarray(tops)
     return lse if rows is None else jnp.where(jnp.asarray(rows).transpose(0, 2, 1), lse, -jnp.inf)
 
 
 def plain_call(workload: Workload, with_lse: bool = False) -> Call:
     """Grouped einsum in layout bshd; logits and softmax float32 (float64 for float64), probabilities in the dtype."""
-    rows = rows_that_see(workload.visible_mask, workload.mask_shape)
+    rows, tops = rows_that_see(workload.visible_mask, workload.mask_shape), row_tops(workload) if with_lse else None
 
     def call(q: Array, k: Array, v: Array) -> Any:
         import jax
@@ -117,7 +155,7 @@ def plain_call(workload: Workload, with_lse: bool = False) -> Call:
         out = zero_blind_rows(out.reshape(*q.shape[:3], v.shape[-1]), rows)
         if not with_lse:
             return out
-        return out, _lse(logits, rows)
+        return out, _lse(logits, rows, tops)
 
     return call
 
@@ -126,17 +164,15 @@ def plain_lse(workload: Workload, q: Array, k: Array, rows: np.ndarray | None) -
     """The LSE alone, differentiable; `rows` are those that see a key."""
     import jax
 
-    return _lse(_masked_logits(workload, q, k, jax.lax.Precision.HIGHEST), rows)
+    return _lse(_masked_logits(workload, q, k, jax.lax.Precision.HIGHEST), rows, row_tops(workload))
 
 
-def _lse(logits: Array, rows: np.ndarray | None) -> Array:
+def _lse(logits: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Array:
     """[b, h, q] of [b, kv_heads, group, q, kv]"""
     import jax
-    import jax.numpy as jnp
 
     b, kv_heads, group, q_len, _ = logits.shape
-    lse = jax.nn.logsumexp(logits, axis=-1).reshape(b, kv_heads * group, q_len)
-    return lse_of_blind_rows(lse.astype(jnp.float32), rows)
+    return whole_lse(jax.nn.logsumexp(logits, axis=-1).reshape(b, kv_heads * group, q_len), rows, tops)
 
 
 def _masked_logits(workload: Workload, q: Array, k: Array, precision: Any) -> Array:

@@ -16,9 +16,9 @@ import numpy as np
 
 from attnbench.errors import UnknownName, Unsupported
 from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock, unseen
-from attnbench.frameworks.host_memory import host_memory
+from attnbench.frameworks.host_memory import host_memory, large_blocks
+from attnbench.masks import Namespace
 from attnbench.spec import Array, Call, Environment, Layout, Pass
-from attnbench.workloads.masks import Namespace
 
 
 def cpu_name() -> str:
@@ -165,6 +165,10 @@ class NumpyFramework(Framework):
         if peak < sum(array.nbytes for array in made):
             return unseen("NumPy")
         return Peak(peak, method="tracemalloc (NumPy reports every buffer)")
+
+    def held(self, device: str) -> int | None:
+        del device
+        return large_blocks()
 
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
         return None, "NumPy has no profiler of its own"

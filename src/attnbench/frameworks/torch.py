@@ -27,12 +27,13 @@ from attnbench.frameworks.base import (
     WallClock,
     Watched,
 )
+from attnbench.frameworks.host_memory import large_blocks
 from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.frameworks.torch_clocks import CLOCKS
 from attnbench.frameworks.torch_plain import TorchNamespace
 from attnbench.frameworks.torch_programs import make_programs, owned
+from attnbench.masks import Namespace
 from attnbench.spec import Array, Call, Environment, Layout, Pass
-from attnbench.workloads.masks import Namespace
 
 PACKAGES = (
     "triton", "numpy", "transformers", "flash-attn", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "xformers",
@@ -170,6 +171,14 @@ class TorchFramework(Framework):
         if device == "cpu":
             return torch_profile.cpu_peak(program, inputs)
         return torch_profile.accelerator_peak(program, inputs, _torch_device(device))
+
+    def held(self, device: str) -> int | None:
+        import torch
+
+        if device == "cpu":
+            return large_blocks()
+        module = torch.get_device_module(_torch_device(device))
+        return int(module.memory_allocated()) if hasattr(module, "memory_allocated") else None
 
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
         return torch_profile.kernel_names(program, inputs, _torch_device(device))

@@ -16,24 +16,34 @@ if TYPE_CHECKING:
 _UNCHANGED = nullcontext()
 
 
-def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors as torch's own function takes them: in autocast's dtype if it is on, float64 excepted."""
+def is_autocast(kind: str) -> bool:
+    """Whether autocast is on for that kind of device; torch knows none of meta tensors."""
     import torch
 
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors as torch's own function takes them: in autocast's dtype if it is on, float64 excepted."""
     kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch knows no autocast of meta tensors
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    return tuple([x.to(dtype_under_autocast(x, kind)) for x in tensors]) if is_autocast(kind) else tensors
+
+
+def dtype_under_autocast(tensor: torch.Tensor, kind: str) -> torch.dtype:
+    """Return the dtype in which attention takes a tensor on that kind of device."""
+    import torch
+
+    changes = is_autocast(kind) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if changes else tensor.dtype
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Return a context in which autocast is off on that kind of device, and afterwards as it was."""
     import torch
 
-    if torch.compiler.is_dynamo_compiling():
+    if kind != "meta" and torch.compiler.is_dynamo_compiling():
         return torch.autocast(kind, enabled=False)  # it costs more, and torch.compile can follow it
-    return _Off(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else _UNCHANGED
+    return _Off(kind) if is_autocast(kind) else _UNCHANGED
 
 
 def without_autocast_for(arrays: Iterable[Any]) -> AbstractContextManager[Any]:

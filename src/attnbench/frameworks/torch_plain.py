@@ -7,14 +7,16 @@ are made on the device from the mask's own predicate, once per device, and passe
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from attnbench.frameworks.torch_streams import Shared, share
+from attnbench.masks import Full
+from attnbench.masks.large_bias import shifted
 from attnbench.spec import Call, Workload
 from attnbench.tracing import constant_when_traced, is_fake
-from attnbench.workloads.masks import Full
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,8 @@ class MaskTensors(NamedTuple):
     """Log-weights of visible pairs, float32 or float64."""
     dead: torch.Tensor | None
     """Rows that see no key, [b or 1, h or 1, q, 1]; None when every row sees one."""
+    top: torch.Tensor | None = None
+    """What `weight` lacks in whole rows, to be added to the LSE, [b or 1, h or 1, q]; None if it lacks nothing."""
 
 
 def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
@@ -74,13 +78,14 @@ def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
         for axis, size in enumerate(sizes)
     ]
     visible = mask.predicate(shape, namespace)(*index).expand(sizes).contiguous()
-    log_weight = mask.log_weight(shape, namespace)
-    weight = None
-    if log_weight is not None:
+    weight = top = None
+    if (shift := shifted(mask, shape, np.float64 if exact else np.float32)) is not None:
+        weight, top = (torch.from_numpy(array).to(device) for array in shift)
+    elif (log_weight := mask.log_weight(shape, namespace)) is not None:
         kind = torch.float64 if exact else torch.float32
         weight = log_weight(*index).to(kind).expand(sizes).contiguous()
     dead = ~visible.any(-1, keepdim=True)
-    return MaskTensors(visible, weight, dead if dead.is_meta or is_fake(dead) or bool(dead.any()) else None)
+    return MaskTensors(visible, weight, dead if dead.is_meta or is_fake(dead) or bool(dead.any()) else None, top)
 
 
 def once_per_device(make: Callable[[torch.device], Made], constant: bool = True) -> Callable[[torch.device], Made]:
@@ -95,7 +100,8 @@ def once_per_device(make: Callable[[torch.device], Made], constant: bool = True)
     def get(device: torch.device) -> Made:
         found = made.get(device)
         if found is None:
-            found = make(device)
+            with outside_modes():
+                found = make(device)
             if (tensors := share(found, device)) is not None:
                 shared[device] = tensors
             made[device] = found
@@ -104,6 +110,19 @@ def once_per_device(make: Callable[[torch.device], Made], constant: bool = True)
         return found
 
     return constant_when_traced(get) if constant else get
+
+
+def outside_modes() -> AbstractContextManager[object]:
+    """Return a context in which what is made has numbers and is no part of a graph that is traced, unless it is fake.
+
+    make_fx traces real tensors by a mode, under which a mask that is kept would be a tensor of that graph.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils import _python_dispatch as modes
+
+    stack = modes._get_current_dispatch_mode_stack()
+    plain = not stack or any(isinstance(mode, FakeTensorMode) for mode in stack)
+    return nullcontext() if plain else modes._disable_current_modes()
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, mask: MaskTensors, scale: float, softcap: float | None) -> torch.Tensor:
@@ -151,6 +170,7 @@ def log_sum_exp(logits: torch.Tensor, mask: MaskTensors, dtype: torch.dtype | No
     import torch
 
     lse = logits.logsumexp(-1)
+    lse = lse if mask.top is None else lse + mask.top
     return (lse if mask.dead is None else lse.masked_fill(mask.dead.squeeze(-1), float("-inf"))).to(
         dtype or torch.float32
     )

@@ -58,6 +58,11 @@ def needs_equal_dims(workload: Workload) -> str | None:
     return None
 
 
+def needs_positive_scale(workload: Workload) -> str | None:
+    """A scale above 0: what a kernel makes of another one, of hidden logits of -inf above all, is not known."""
+    return None if workload.softmax_scale > 0 else f"takes a positive scale, not {workload.softmax_scale:g}"
+
+
 def needs_no_softcap(workload: Workload) -> str | None:
     """No soft cap on the logits."""
     return "has no softcap" if workload.softcap is not None else None

@@ -13,8 +13,8 @@ import numpy as np
 
 from attnbench.frameworks import Framework, Inputs, Program
 from attnbench.measuring.rates import Ceilings
-from attnbench.measuring.subject import Wrong
 from attnbench.spec import Cell, Cost, Environment, Errors, Memory, Ok, Record, VerifiedAt
+from attnbench.verifying.subject import Wrong
 
 NAMES = ("anchor.matmul", "anchor.copy")
 MATMUL_SIZE = {"cpu": 512}

@@ -9,7 +9,16 @@ import numpy as np
 
 from attnbench.comparison import Block
 from attnbench.frameworks import Clock, Framework, Program
-from attnbench.frameworks.base import UNWATCHED, InputSets, OwnClock, WallClock, Watch, cut_after
+from attnbench.frameworks.base import (
+    UNWATCHED,
+    InputSets,
+    OwnClock,
+    WallClock,
+    Watch,
+    cut_after,
+    hooks,
+    require_unhooked,
+)
 from attnbench.measuring.gpu_state import gpu_state
 
 WALL_SHARE = 8
@@ -35,6 +44,7 @@ def take_block(
     wait, run, output, kept = framework.wait, program.run, (), []
     picked = watch.pick(calls)
     pieces = cut_after(prepared, picked)
+    before = hooks()
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     cpu, wall = process_time_ns(), perf_counter_ns()
     for piece in pieces:
@@ -42,8 +52,10 @@ def take_block(
             output = run(state)
             wait(output)
         kept.append(output)
+    after = hooks()
     wall, cpu = perf_counter_ns() - wall, process_time_ns() - cpu
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
+    require_unhooked(before, after)
     for index, found in zip(picked, kept):
         watch.look(index, found)
     # A call that only sleeps has used no CPU time at all: a nanosecond keeps its ratio defined.

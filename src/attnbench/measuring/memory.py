@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from attnbench.frameworks.host_memory import CLEAR, RESET_PEAK, status_bytes
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 THRESHOLD_BYTES = 1 << 16
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class MemoryProfiler:
@@ -59,7 +59,7 @@ class MemoryProfiler:
             self._torch.cuda.synchronize()
             self._peak = self._torch.cuda.max_memory_allocated() - self._before
         else:
-            self._peak = max(0, _status_bytes("VmHWM") - self._before)
+            self._peak = max(0, status_bytes("VmHWM") - self._before)
 
     def get_peak_memory(self) -> int | None:
         """Extra bytes at the peak of the block, or None with `reason`."""
@@ -85,15 +85,8 @@ class MemoryProfiler:
             libc.mallopt(M_MMAP_THRESHOLD, THRESHOLD_BYTES)
             libc.mallopt(M_TRIM_THRESHOLD, THRESHOLD_BYTES)
         try:
-            CLEAR.write_text("5")
+            CLEAR.write_text(RESET_PEAK)
         except OSError as error:
             self.reason = f"the high-water mark cannot be reset here: {error}"
             return
-        self._before = _status_bytes("VmRSS")
-
-
-def _status_bytes(field: str) -> int:
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{STATUS} has no {field}")
+        self._before = status_bytes("VmRSS")

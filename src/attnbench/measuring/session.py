@@ -5,6 +5,7 @@ A worker holds several sessions of one workload open at once, so that its parent
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Iterator
@@ -18,17 +19,10 @@ import numpy as np
 
 from attnbench.comparison import Block
 from attnbench.frameworks import OUTPUTS, Clock, Framework, Inputs, Programs
-from attnbench.measuring import continued
+from attnbench.frameworks.base import Peak
+from attnbench.frameworks.host_memory import resident_growth
 from attnbench.measuring.block import take_block
-from attnbench.measuring.draws import Draws
-from attnbench.measuring.overwritten import require_kept
-from attnbench.measuring.quality import quality_of
 from attnbench.measuring.rates import cost_of
-from attnbench.measuring.subject import Subject, Wrong
-from attnbench.measuring.timed_calls import Boxes, TimedCalls
-from attnbench.measuring.timed_checks import TimedChecks
-from attnbench.measuring.transforms import CallInputs, Transforms
-from attnbench.measuring.verify import examine, examine_again
 from attnbench.registry import HERE, origin
 from attnbench.spec import (
     Array,
@@ -42,6 +36,15 @@ from attnbench.spec import (
     VerifiedAt,
     Workload,
 )
+from attnbench.verifying import partial_form, prefill_and_decode
+from attnbench.verifying.checks import examine, examine_after, examine_again
+from attnbench.verifying.draws import Draws
+from attnbench.verifying.input_transforms import CallInputs, Transforms
+from attnbench.verifying.overwrites import require_kept
+from attnbench.verifying.sparse_quality import quality_of
+from attnbench.verifying.subject import Subject, Wrong
+from attnbench.verifying.timed_calls import Boxes, TimedCalls
+from attnbench.verifying.timed_checks import TimedChecks
 from attnbench.workloads.cost import demand
 from attnbench.workloads.shrink import shrink
 
@@ -55,6 +58,11 @@ RECHECKS, SLOW_NS = 4, 1e9
 SAMPLES_PER_KNOWN = 8
 """A visit of so many samples or more has one of a known result in every second case, a shorter one less often."""
 SEEN_BEFORE = "taken in the first launch"
+ONLY_LATER = "right when checked, wrong after"
+UNSEEN_SHARE, UNSEEN_BYTES = 0.25, 1 << 24
+"""By how much the process may grow beyond a peak that was counted, and what it must hold more to count as kept."""
+LEAST_KEPT = 1 << 20
+"""The same of an accelerator, whose allocator counts exactly."""
 PARTS = {"forward": OUTPUTS["forward"], "backward": OUTPUTS["backward"]}
 """What the halves of a training step return."""
 
@@ -106,13 +114,18 @@ class Session:
         cell: Cell,
         options: Options,
     ) -> None:
-        framework = implementation.apparatus(framework, cell.config)
+        given, framework = framework, implementation.apparatus(framework, cell.config)
+        self._own_apparatus = framework is not given
         self._framework, self._environment, self._device = framework, environment, environment.device
         self._implementation, self.cell, self._options = implementation, cell, options
         self._rng = np.random.default_rng([options.seed, 1])
         self._transforms = Transforms(framework, self._device, cell.workload, implementation.layout, self._rng)
         self._compared_whole: set[str] = set()
         """Parts of which a timed call was compared whole."""
+        self._kept_bytes = 0
+        """What the implementation holds between calls."""
+        self._calls = 0
+        """Calls that were made with inputs of their own."""
         self.clock_ns = 0
         """What the clock took for the last samples: the part of a visit that is sampling."""
         self.check_ns = 0
@@ -123,17 +136,21 @@ class Session:
         self._draws = draws
         stages = Stages()
         with stages.timed("build"):
+            before = self._held()
             self.programs, call_lse = self._build(self.cell.workload, draws)
             copied = self._copied(self._inputs[0])
             first_call_ns = self._time_first_call(copied)
             self._require_unchanged(copied, self._inputs[0])
-        with stages.timed("verify"):
-            subject = self._subject(self.cell.workload, self.programs, draws, call_lse)
+            del copied
+            self._kept_bytes = self._kept_since(before)
+        with stages.timed("verify"), self._framework.precision(self.cell.workload.dtype):
+            subject = self._examined = self._subject(self.cell.workload, self.programs, draws, call_lse)
             again = self._options.again
             self.findings = examine_again(subject) if again else examine(subject, self._options.thorough)
             verified_at = self.findings.verified_at if again else self._verify_gradients_smaller()
             if self._options.thorough and not again:
-                self._add_properties(continued.check(subject, *self._verified_output(), self._call_for))
+                self._add_properties(prefill_and_decode.check(subject, *self._verified_output(), self._call_for))
+                self._add_properties(self._check_partial(subject))
             figures = {} if again else quality_of(subject, self._implementation, self.cell.config, self.findings.errors)
             for program in (self.programs.main, *self.programs.parts.values()):
                 require_kept(subject, program)
@@ -219,6 +236,7 @@ class Session:
         return TimedChecks(boxes, self._device, self._inputs, self.findings, names, transforms)
 
     def _call_inputs(self, calls: int) -> CallInputs:
+        self._calls += calls
         return CallInputs(self._inputs, self._transforms, calls, int(self._rng.integers(len(self._inputs))))
 
     def _watch(self, names: tuple[str, ...], inputs: CallInputs, samples: int, several: bool = True) -> TimedCalls:
@@ -238,6 +256,18 @@ class Session:
             self._compare_known()
         self._checks.judge(watch)
         return block
+
+    def examine_after(self) -> None:
+        """Check again what was verified, when all samples are taken; raises Wrong. A kernel may change its path after
+        some calls (by calibration or tuning), and timed calls are only held to a multiple of what is allowed here."""
+        try:
+            with self._framework.precision(self.cell.workload.dtype):
+                self._examine_outputs_again()
+        except Wrong as wrong:
+            raise Wrong(f"{ONLY_LATER} {self._calls} calls: {wrong}", wrong.errors, wrong.detail) from wrong
+
+    def _examine_outputs_again(self) -> None:
+        examine_after(self._examined)
 
     def trace(self, folder: Path) -> Path:
         """Hand one call to the framework's profiler."""
@@ -271,9 +301,8 @@ class Session:
 
     def _subject(self, workload: Workload, programs: Programs, draws: Draws, lse) -> Subject:  # noqa: ANN001
         declared = self._implementation.declared_error if self._implementation.approximate else None
-        return Subject(
-            self._framework, self._device, workload, self._implementation.layout, programs, draws, lse, declared
-        )
+        layout, gradient = self._implementation.layout, self._implementation.lse_gradient
+        return Subject(self._framework, self._device, workload, layout, programs, draws, lse, declared, gradient)
 
     def _verified_output(self) -> tuple[Array, float]:
         """On the first input set, and its allowed error; of a backward pass there is none, and nothing asks for it."""
@@ -287,6 +316,13 @@ class Session:
         if refusal(self._implementation, workload, self._environment) is not None:
             return None
         return self._implementation.build(workload, self.cell.config)
+
+    def _check_partial(self, subject: Subject) -> tuple[str, ...]:
+        """Check the form on a part of a larger whole, of an implementation that is exact and has one."""
+        if self._implementation.approximate:
+            return ()
+        partial = self._implementation.partial(self.cell.workload, self.cell.config)
+        return partial_form.check(subject, partial, self.findings.limits("out", self.cell.workload.dtype).relative)
 
     def _add_properties(self, held: tuple[str, ...]) -> None:
         errors = self.findings.errors
@@ -341,10 +377,46 @@ class Session:
                 continue
             raise FellBack(f"fell back: nothing like {' or '.join(wanted)} ran, but {seen}")
 
+    def _held(self) -> int | None:
+        """Return what the process holds when the inputs are drawn and libraries have made their own workspaces."""
+        self._framework.wait(tuple(self._inputs[0]))
+        if self._device != "cpu" and self._framework.held(self._device) is not None:
+            product = self._framework.matmul(64, self.cell.workload.dtype, self._device)
+            self._framework.wait(product.run(product.prepare(self._inputs[0])))
+        gc.collect()
+        return self._framework.held(self._device)
+
+    def _kept_since(self, before: int | None) -> int:
+        """Return the bytes that the implementation holds between calls: what is held more than before it was built."""
+        gc.collect()
+        after = self._framework.held(self._device)
+        kept = 0 if before is None or after is None else after - before
+        return kept if kept >= (UNSEEN_BYTES if self._device == "cpu" else LEAST_KEPT) else 0
+
+    def _peak(self) -> Peak:
+        """Weigh one call, and add what is kept between calls. On a CPU the figure is held against the growth of the
+        process, which sees the memory of every library: if it is known to be too small, there is none."""
+        program, inputs = self.programs.main, self._inputs[0]
+        peak = self._framework.peak(program, inputs, self._device, self.programs.temp_bytes)
+        if peak.bytes is None:
+            return peak
+        if self._device == "cpu" and not self._own_apparatus:
+            prepared = program.prepare(inputs)
+            self._framework.wait(prepared)
+            grown = resident_growth(lambda: self._framework.wait(program.run(prepared)))
+            if grown is not None and grown > (1 + UNSEEN_SHARE) * peak.bytes + UNSEEN_BYTES:
+                name, seen = self._framework.name, f"{peak.bytes / 1e6:.0f} MB"
+                words = f"{name} counted {seen}, the process grew by {grown / 1e6:.0f} MB at least"
+                return Peak(None, f"not all of it was seen: {words}; the rest is memory that {name} does not count")
+        if not self._kept_bytes:
+            return peak
+        words = f"{peak.method}, and {self._kept_bytes / 1e6:.0f} MB that it keeps between calls"
+        return peak._replace(bytes=peak.bytes + self._kept_bytes, method=words)
+
     def _weigh(self) -> Memory:
         need = demand(self.cell.workload)
         stored = need.scores_bytes if self._implementation.materialises_scores else 0
-        peak = self._framework.peak(self.programs.main, self._inputs[0], self._device, self.programs.temp_bytes)
+        peak = self._peak()
         return Memory(
             peak_bytes=peak.bytes,
             reason=peak.reason,

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnbench.frameworks import Framework, Programs
-from attnbench.measuring.draws import SETS, Draws
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.session import Options, Session, Stages
-from attnbench.measuring.subject import Wrong
-from attnbench.measuring.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
-from attnbench.measuring.transforms import Transform, Transforms
-from attnbench.measuring.verify import Findings
 from attnbench.spec import Array, Cell, Environment, Errors, Ok, VerifiedAt, Workload
 from attnbench.steps import StepImplementation, kind_of
 from attnbench.steps.base import Values
+from attnbench.verifying.checks import Findings
+from attnbench.verifying.draws import SETS, Draws
+from attnbench.verifying.input_transforms import Transform, Transforms
+from attnbench.verifying.subject import Wrong
+from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 
 NOTHING = np.ones(1, np.float32)
 
@@ -46,7 +46,7 @@ class Checked(NamedTuple):
     """What the outputs showed, and what the forward ones and the gradients were allowed."""
 
     errors: Errors
-    limits: tuple[Limits | None, Limits | None]
+    limits: tuple[Limits | None, Mapping[str, Limits] | None]
 
 
 class StepSession(Session):
@@ -115,6 +115,12 @@ class StepSession(Session):
             spent_ns=stages.spent_ns,
         )
 
+    def _examine_outputs_again(self) -> None:
+        """Compare the step on both input sets with what was verified."""
+        for which, state in enumerate(self._states):
+            outputs = dict(zip(self.output_names, self._finished(self.programs, state)))
+            self._checks.compare_whole(which, self._transforms.known(), outputs)
+
     def _state(self, workload: Workload, values: Values) -> Any:
         put = self._framework.array
         arrays = {
@@ -147,9 +153,11 @@ class StepSession(Session):
             plain = self._kind.reference(workload, held, lambda array: self._rounded(array, workload.dtype))
             for name, array in zip(self.output_names, self._finished(programs, state)):
                 found = self._compared(name, array, exact, plain, workload.dtype)
-                part = "backward" if name.startswith("d") else "forward"
+                part = name if name.startswith("d") else "forward"
                 worst[part] = found.worse(worst.get(part))
-        forward, backward = worst.get("forward"), worst.get("backward")
+        forward = worst.get("forward")
+        gradients = {name: one for name, one in worst.items() if name != "forward"}
+        backward = max(gradients.values(), key=lambda one: one.error, default=None)
         errors = Errors(
             forward=forward and forward.error,
             backward=backward and backward.error,
@@ -157,7 +165,8 @@ class StepSession(Session):
             backward_allowed=backward and backward.allowed,
             max_abs=max(one.max_abs for one in worst.values()),
         )
-        return Checked(errors, (forward and forward.limits, backward and backward.limits))
+        limits = {name: one.limits for name, one in gradients.items() if one.limits is not None}
+        return Checked(errors, (forward and forward.limits, limits or None))
 
     def _compared(
         self, name: str, array: Array, exact: Mapping[str, np.ndarray], plain: Mapping[str, np.ndarray], dtype: str

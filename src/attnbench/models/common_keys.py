@@ -1,6 +1,6 @@
 """The flash path of pi0's training mask: the keys that every query sees in one call, the suffix's own pairs beside it.
 
-As `attnbench.impls.parts.jax_common_keys` does it for masks that are known, with padding that exists only inside jit:
+As `attnbench.impls.partial.jax_common_keys` does it for masks that are known, with padding that exists only inside jit:
 the kernel is handed all queries as they are and key lengths, and copies no rows. A batch row without a valid key among
 the common ones has no part in that call; its other queries may still see keys of the suffix.
 """
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from attnbench.impls.parts.jax_common_keys import MOST_PAIRS, Corner, backward_joined, forward_joined
-from attnbench.impls.ring import jax_blocks
+from attnbench.impls.partial import jax_blocks
+from attnbench.impls.partial.jax_common_keys import MOST_PAIRS, Corner, backward_joined, forward_joined
 from attnbench.models.masks import TokenMask
 from attnbench.spec import Partial
 

@@ -1,5 +1,5 @@
 """Dilated attention (LongNet) for JAX models: a pure function, for jit, grad and vmap. Torch modules are in `nn`."""
 
-from attnbench.impls.dilated.jax_attention import dilated_attention
+from attnbench.kernels.dilated.jax_attention import dilated_attention
 
 __all__ = ["dilated_attention"]

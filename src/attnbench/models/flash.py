@@ -24,22 +24,22 @@ import jax.numpy as jnp
 from jax import Array
 from jax.errors import JaxRuntimeError
 
+from attnbench import masks
 from attnbench.dispatch.arrays import pass_of
 from attnbench.dispatch.attention import attention
 from attnbench.dispatch.explain import explain, explained
 from attnbench.dispatch.jax_traced import by_pass
 from attnbench.dispatch.plan import Words
 from attnbench.errors import Unsupported
-from attnbench.impls import jax_kvax, jax_late_masks
-from attnbench.impls.jax_late_masks import Form
-from attnbench.impls.parts.jax_passes import cudnn_late_passes
+from attnbench.impls.jax import _masks_in_jit, kvax
+from attnbench.impls.jax._masks_in_jit import Form
+from attnbench.impls.partial.jax_passes import cudnn_late_passes
+from attnbench.masks import AnyMask
 from attnbench.models.common_keys import attend as attend_common
 from attnbench.models.common_keys import has_common_keys
 from attnbench.models.gemma_config import FLASH_CHOICES
 from attnbench.models.masks import TokenMask
 from attnbench.spec import Partial
-from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask
 
 SHORT = 128
 SCALE = 1.0
@@ -157,20 +157,20 @@ def _call(
 
 
 def _late(name: str, q: Array, k: Array, v: Array, kv_lengths: Array | None, mask: Array | None) -> Array:
-    return jax_late_masks.attend(name, q, k, v, scale=SCALE, kv_lengths=kv_lengths, mask=mask)
+    return _masks_in_jit.attend(name, q, k, v, scale=SCALE, kv_lengths=kv_lengths, mask=mask)
 
 
 def pick(
     q: Array, k: Array, v: Array, form: Form, choice: str, train: bool = False, known: AnyMask | None = None
 ) -> str:
     """The implementation of one call: `explain`'s pick, or the next that takes such a mask; or Unsupported."""
-    mask = known or jax_late_masks.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
+    mask = known or _masks_in_jit.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
     reasons = []
     for name in FLASH_CHOICES[choice]:
         told = explained(q, k, v, Words(mask, SCALE, None, name, "bshd", None, False), train)
         able = told.able
         for name in able:
-            late = None if form == "none" else jax_late_masks.takes(name)
+            late = None if form == "none" else _masks_in_jit.takes(name)
             if late is None:
                 return name
             reasons.append(f"{name}: {late}")
@@ -199,7 +199,7 @@ def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
     sizes = [(q.shape[0], q.shape[1])] * 2 + [(q.shape[0], k.shape[1])] * 2
     tokens = (queries, jnp.zeros((1, 1), jnp.int32), keys, jnp.where(valid, 0, -1))
     q_positions, q_segments, kv_positions, kv_segments = (jnp.broadcast_to(x, s) for x, s in zip(tokens, sizes))
-    config = jax_kvax.KVAX.configs(told.workload)[0]
-    return jax_kvax.attend(
+    config = kvax.KVAX.configs(told.workload)[0]
+    return kvax.attend(
         q, k, v, (q_positions, q_segments, kv_positions, kv_segments), scale=SCALE, config=config, gradients=True
     )

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from attnbench import masks
 from attnbench.dispatch.attention import attention
 from attnbench.models.gemma_config import Config
-from attnbench.workloads import masks
 
 
 def apply_rope(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:

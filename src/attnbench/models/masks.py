@@ -16,7 +16,7 @@ from jax import Array
 
 from attnbench.errors import InvalidWorkload
 from attnbench.frameworks.jax_plain import rows_that_see, visible
-from attnbench.workloads.masks import AnyMask, MaskShape
+from attnbench.masks import AnyMask, MaskShape
 
 Runs = tuple[tuple[int, int], ...]
 

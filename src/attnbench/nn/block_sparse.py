@@ -14,18 +14,18 @@ import torch
 
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.impls.arguments import check_tensors
-from attnbench.impls.arrays import dtype_name
-from attnbench.impls.block_sparse.attend import attend
-from attnbench.impls.block_sparse.content import estimate
-from attnbench.impls.block_sparse.gate import BlockGate
-from attnbench.impls.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
-from attnbench.impls.block_sparse.tables import BlockTables, tables_of
+from attnbench.impls._arguments import check_tensors
+from attnbench.impls._arrays import dtype_name
+from attnbench.kernels.block_sparse.attend import attend
+from attnbench.kernels.block_sparse.content import estimate
+from attnbench.kernels.block_sparse.gate import BlockGate
+from attnbench.kernels.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
+from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
+from attnbench.masks import MaskShape, causal, full
+from attnbench.masks.block_layout import block_layout
 from attnbench.nn.sparse_options import check_common, check_share, checked_pool, checked_seed, refuse_unused
 from attnbench.tracing import outside_graphs
 from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
-from attnbench.workloads.masks import MaskShape, causal, full
-from attnbench.workloads.masks.block_layout import block_layout
 
 MOST_SIZES = 16
 """Sizes of which a module keeps its tables, those used last: lengths that keep changing would fill the device."""
@@ -153,6 +153,14 @@ class BlockSparseAttention(_SparseAttention):
         if self.pattern in BY_CONTENT:
             asked |= {"pool": self.pool, "threshold": f"{float(self.threshold):.4g}"}
         return asked
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As torch's, but that the threshold stays float32: `.bfloat16()` would keep other blocks."""
+        before = self.threshold
+        super()._apply(fn, recurse)
+        after = self.threshold
+        self.threshold = after.float() if before.is_meta else before.to(after.device)
+        return self
 
     def calibrate(self, q: torch.Tensor, k: torch.Tensor) -> float:
         """Set the threshold so that the mean sparsity on these inputs is the requested one; returns it."""

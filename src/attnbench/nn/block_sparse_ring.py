@@ -9,12 +9,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from attnbench import masks
 from attnbench.errors import UsageError
+from attnbench.masks import Blocks, MaskShape
 from attnbench.nn.ring import Layout, RingDilatedAttention, RingMultiheadDilatedAttention
 from attnbench.nn.sparse_options import checked_seed
-from attnbench.workloads import masks
 from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, block_pattern, check_sparsity
-from attnbench.workloads.masks import Blocks, MaskShape
 
 
 class BlockSparseRingDilatedAttention(RingDilatedAttention):

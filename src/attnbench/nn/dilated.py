@@ -14,15 +14,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.impls.arguments import check_causal, check_mix_grad, check_scale, check_tensors
-from attnbench.impls.arrays import workload_of
-from attnbench.impls.dilated.conditions import problem_of
-from attnbench.impls.dilated.task import Task
-from attnbench.impls.dilated.torch_function import dilated
+from attnbench.impls._arguments import check_causal, check_mix_grad, check_scale, check_tensors
+from attnbench.impls._arrays import workload_of
+from attnbench.kernels.dilated.conditions import problem_of
+from attnbench.kernels.dilated.task import Task
+from attnbench.kernels.dilated.torch_function import dilated
 from attnbench.tracing import outside_graphs
-from attnbench.workloads import masks
 
 Lengths = Sequence[int] | torch.Tensor | None
 
@@ -32,6 +32,7 @@ class _Form(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
 
 @lru_cache(maxsize=256)
@@ -94,7 +95,7 @@ class DilatedAttention(nn.Module):
         check_tensors(type(self).__name__, q, k, v)
         q, k, v = under_autocast(q, k, v)
         lengths = None if kv_lengths is None else masks.lengths(torch.as_tensor(kv_lengths).cpu().numpy())
-        forms = tuple([_Form(x.shape, x.dtype) for x in (q, k, v)])
+        forms = tuple([_Form(x.shape, x.dtype, x.device) for x in (q, k, v)])
         options = (self.causal, lengths, self.scale, self.mix_grad == "detached", tuple(self.how.items()))
         with without_autocast(q.device.type):
             out, lse = dilated(q, k, v, self.engine, _task(forms, self.pattern, *options))

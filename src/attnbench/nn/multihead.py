@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from attnbench.errors import UsageError
-from attnbench.impls.arguments import check_tensors
+from attnbench.frameworks.torch_autocast import is_autocast
+from attnbench.impls._arguments import check_tensors
+from attnbench.masks.data import whole_number
 from attnbench.nn.dilated import DilatedAttention, ImprovedDilatedAttention, Lengths
-from attnbench.workloads.masks.data import whole_number
 
 
 class MultiheadDilatedAttention(nn.Module):
@@ -66,14 +67,17 @@ class MultiheadDilatedAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, *, kv_lengths: Lengths = None) -> torch.Tensor:
         """[b, s, embed_dim]; tokens from kv_lengths[b] on are padding that no token sees."""
+        return self.out_proj(self.attention(*self.heads_of(x), kv_lengths=kv_lengths).flatten(-2))
+
+    def heads_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Q, K and V of [b, s, heads, dim]; raises where x does not fit the weights."""
         check_tensors(type(self).__name__, x)
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise UsageError(f"x is [batch, tokens, {self.embed_dim}], not {tuple(x.shape)}.")
         wanted = self.in_proj.weight.dtype
-        if x.dtype != wanted and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != wanted and not is_autocast(x.device.type):
             raise UsageError(f"x is {x.dtype} and the weights are {wanted}: cast one of them with .to().")
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.projected(x))
-        return self.out_proj(self.attention(q, k, v, kv_lengths=kv_lengths).flatten(-2))
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in self.projected(x)]
 
     def extra_repr(self) -> str:
         """The sizes; the pattern is told by `attention`."""

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 
 from attnbench.frameworks.torch_autocast import under_autocast
-from attnbench.impls.arguments import check_tensors
-from attnbench.impls.arrays import fitting
-from attnbench.impls.ring.function import agreement, global_lengths, key_lengths, rank_and_world, ring_attention
-from attnbench.impls.ring.layouts import check_layout, positions
+from attnbench.impls._arguments import check_tensors
+from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
+from attnbench.kernels.ring.function import check_kernel, key_lengths, ring_attention, shape_of
+from attnbench.kernels.ring.layouts import check_layout, positions
+from attnbench.masks import Blocks
 from attnbench.nn.dilated import DilatedAttention, Lengths
 from attnbench.nn.multihead import MultiheadDilatedAttention
 from attnbench.tracing import outside_graphs
-from attnbench.workloads.masks import Blocks
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 
@@ -57,13 +57,17 @@ class RingDilatedAttention(DilatedAttention):
 
         Keys from position kv_lengths[b] of the whole sequence on are padding; every rank gives the same lengths.
         """
-        check_tensors(type(self).__name__, q, k, v)
-        q, k, v = under_autocast(q, k, v)
-        fitting(q, k, v)
-        limits = key_lengths(kv_lengths)
-        pattern = (self.pattern.id, self.mix_grad, self._told_of_blocks())
-        alike = agreement(q, k, v, causal=self.causal, scale=self.scale, pattern=pattern)
-        lengths = global_lengths((q.shape[1], k.shape[1]), self.layout, self.process_group, q.device, limits, alike)
+        inner = self.how.get("kernel", "auto")
+        with RefusedByAll(self.process_group, q, k, v):
+            check_tensors(type(self).__name__, q, k, v)
+            q, k, v = under_autocast(q, k, v)
+            limits = key_lengths(kv_lengths)
+            check_kernel(q, k, shape_of(q, k, v, self.scale, None), inner, self.causal)
+        said = {"pattern": (self.pattern.id, self.mix_grad, self._told_of_blocks()), "kv_lengths": limits}
+        said |= {"layout": self.layout, "inner": inner, "return_lse": return_lse}
+        lengths = global_lengths(
+            q, k, self.process_group, agreement(q, k, v, causal=self.causal, scale=self.scale, **said)
+        )
         return ring_attention(
             q,
             k,
@@ -71,7 +75,7 @@ class RingDilatedAttention(DilatedAttention):
             causal=self.causal,
             scale=self.scale,
             layout=self.layout,
-            inner=self.how.get("kernel", "auto"),
+            inner=inner,
             process_group=self.process_group,
             lengths=lengths,
             dilated=self.pattern,
@@ -132,6 +136,11 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
             dtype=dtype,
         )
         self.attention = self._over_ranks(RingDilatedAttention, process_group, layout)
+
+    def heads_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """As without ranks; what one rank refuses, all refuse."""
+        with RefusedByAll(self.attention.process_group, x):
+            return super().heads_of(x)
 
     def _over_ranks(
         self, ring_class: type[RingDilatedAttention], process_group: Any, layout: Layout, **more: Any

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from attnbench.errors import InvalidWorkload, UsageError
-from attnbench.impls.arguments import check_whole
-from attnbench.impls.block_sparse import gate as heads_first
-from attnbench.impls.block_sparse.gate import LEARNING_RATE, BlockGate
-from attnbench.workloads.masks import Mask
+from attnbench.impls._arguments import check_whole
+from attnbench.kernels.block_sparse import gate as heads_first
+from attnbench.kernels.block_sparse.gate import LEARNING_RATE, BlockGate
+from attnbench.masks import Mask
 
 __all__ = ["BlockGate", "train_gate"]
 

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from attnbench.errors import UsageError
-from attnbench.impls.arguments import check_causal, check_scale, check_whole, number
-from attnbench.impls.block_sparse.gate import BlockGate
-from attnbench.impls.block_sparse.select import POOL
+from attnbench.impls._arguments import check_causal, check_scale, check_whole, number
+from attnbench.kernels.block_sparse.gate import BlockGate
+from attnbench.kernels.block_sparse.select import POOL
 
 
 def check_common(block_size: Any, causal: Any, scale: Any) -> None:

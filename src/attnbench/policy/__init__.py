@@ -3,10 +3,20 @@
 `choose` (analyse) makes one from records; `attention(impl="auto")` (dispatch) asks the active ones.
 """
 
-from attnbench.policy.choices import Alternative, Choice, Entry
-from attnbench.policy.constraints import Constraints
 from attnbench.policy.files import load_policy, packaged, policy_text, read_policy, save_policy
-from attnbench.policy.policy import SCHEMA, Crossing, Place, Policy, Regret, place_of, pooled
+from attnbench.policy.policy import (
+    SCHEMA,
+    Alternative,
+    Choice,
+    Constraints,
+    Crossing,
+    Entry,
+    Place,
+    Policy,
+    Regret,
+    place_of,
+    pooled,
+)
 from attnbench.policy.shapes import REACH, Shape, distance, mask_kind, shape_of
 from attnbench.policy.stack import (
     Found,

@@ -1,20 +1,130 @@
-"""Policy: measured choices per device, software and shape class. Readable, mergeable, and it knows when it is stale."""
+"""Measured choices per device, software and shape class: what a policy holds, and how it answers."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
-from math import exp, inf, log
+from math import exp, inf, isfinite, log
 
 import msgspec
 from msgspec import Struct, field, structs
 
-from attnbench.policy.choices import Choice, Entry
-from attnbench.policy.constraints import Constraints
 from attnbench.policy.shapes import REACH, Shape, distance, shape_of
 from attnbench.printable import printable
 from attnbench.spec import Environment, Pass, Workload, other_versions
+
+
+class Constraints(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a choice must keep to; as it stands in a policy file."""
+
+    max_memory: int | None = None
+    """Peak extra bytes of a call."""
+    deterministic: bool = False
+    """The same bits every time."""
+    max_error: float | None = None
+    """Relative error against float64, of the output and of the gradients."""
+    only: tuple[str, ...] = ()
+    """Names, families or frameworks; none: all."""
+    forbid: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != Constraints()
+
+    def __str__(self) -> str:
+        told = [
+            f"at most {self.max_memory:,} extra bytes" if self.max_memory is not None else "",
+            "deterministic" if self.deterministic else "",
+            f"error up to {self.max_error:g}" if self.max_error is not None else "",
+            f"only {', '.join(self.only)}" if self.only else "",
+            f"without {', '.join(self.forbid)}" if self.forbid else "",
+        ]
+        return "; ".join(one for one in told if one)
+
+
+Settings = dict[str, int | float | str | bool]
+"""A config of an implementation, as a file holds it."""
+
+
+def label_of(implementation: str, config: Settings) -> str:
+    """The implementation, and the config where it is not the default: its name in tables."""
+    told = ",".join(f"{k}={v}" for k, v in sorted(config.items()))
+    return f"{implementation}[{told}]" if told else implementation
+
+
+class Alternative(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The next best, for where the choice cannot run."""
+
+    implementation: str
+    config: Settings = {}
+    ratio: float
+    """Its time over that of the choice, same run."""
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return label_of(self.implementation, self.config)
+
+
+class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What to run, what it is expected to lose against the best, and on what evidence."""
+
+    implementation: str
+    config: Settings = {}
+    regret: float = 1.0
+    """Its time over that of the fastest: more than 1 where a near tie was settled otherwise, and off the grid."""
+    regret_high: float = 1.0
+    """Upper edge of the 99 % interval, against every other candidate."""
+    candidates: int = 1
+    """Implementations (and configs) that were timed there and might have been chosen."""
+    alternatives: tuple[Alternative, ...] = ()
+    """The others, fastest first."""
+    measured: str = ""
+    """Id of the workload that was measured."""
+    distance: float = 0.0
+    """Octaves from the shape asked for to the measured one; 0 in a file."""
+    within: str = ""
+    """What it had to keep to when it was chosen; in a file the place says so."""
+    named: tuple[str, ...] = ()
+    """What whoever made the policy asked for by name; in a file the place says so."""
+
+    def __post_init__(self) -> None:
+        if not self.implementation:
+            raise ValueError("a choice must name an implementation")
+        if not 1 <= self.regret <= self.regret_high:
+            raise ValueError(
+                f"regret is 1 or more and regret_high not below it, not {self.regret} and {self.regret_high}"
+            )
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return label_of(self.implementation, self.config)
+
+    @property
+    def regret_known(self) -> bool:
+        """Off the grid only where shapes were held out."""
+        return isfinite(self.regret_high)
+
+    @property
+    def runner_up(self) -> Alternative | None:
+        """The best of the others."""
+        return self.alternatives[0] if self.alternatives else None
+
+    def __str__(self) -> str:
+        near = "" if self.distance == 0 else f", {self.distance:.1f} octaves away"
+        others = f"first of {self.candidates}" if self.candidates > 1 else "alone"
+        lost = f"expected regret {self.regret:.3f}" if self.regret_known else "regret off the grid not known"
+        kept = f", chosen within: {self.within}" if self.within else ""
+        return f"{self.label}: {others} measured at {self.measured}{near} ({lost}){kept}"
+
+
+class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One line of a policy: a measured shape, and the choice there."""
+
+    at: Shape
+    use: Choice
+
 
 SCHEMA = 1
 IMMATERIAL = {"torch": {"numpy", "transformers"}, "jax": {"numpy", "ml_dtypes", "flax"}}
@@ -161,7 +271,7 @@ class Policy(
         if found is None or found[0] > REACH:
             return None
         octaves, entry, place = found
-        use, lost = entry.use, place.held_out
+        use, lost = structs.replace(entry.use, named=place.within.only if place.within else ()), place.held_out
         if place.within:
             use = structs.replace(use, within=str(place.within))
         if octaves == 0:

@@ -9,10 +9,10 @@ from typing import get_args
 import numpy as np
 from msgspec import Struct, field
 
+from attnbench.masks import AnyMask, MaskShape
+from attnbench.masks.combine import Part
 from attnbench.spec import DTYPE_BYTES, Pass, Workload
 from attnbench.workloads.cost import pairs
-from attnbench.workloads.masks import AnyMask, MaskShape
-from attnbench.workloads.masks.combine import Part
 
 REACH = 2.0
 """Octaves within which a measured shape speaks for another: four times as many tokens, no more."""

@@ -19,9 +19,8 @@ from msgspec.structs import replace
 
 from attnbench.config import OnMiss
 from attnbench.errors import UsageError
-from attnbench.policy.choices import Choice
 from attnbench.policy.files import load_policy, packaged
-from attnbench.policy.policy import Policy
+from attnbench.policy.policy import Choice, Policy
 from attnbench.spec import Environment, Workload
 
 Token = tuple[int, tuple[str, ...], OnMiss | None]

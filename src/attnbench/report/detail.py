@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.analyse.ranking import label
 from attnbench.measuring.host_limit import notes_of
 from attnbench.printable import shortened
 from attnbench.report import units
+from attnbench.results.records import label
 from attnbench.spec import Environment, Ok, Ranks, Record, Time, VerifiedAt
 
 Line = tuple[str, str]

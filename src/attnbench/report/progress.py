@@ -20,9 +20,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from attnbench.analyse.ranking import ANCHOR
 from attnbench.analyse.wording import counted
 from attnbench.printable import printable
+from attnbench.results.records import ANCHOR
 from attnbench.run.launch import Listener
 from attnbench.run.plan import Planned
 from attnbench.spec import Cell, Environment, Ok, Record

@@ -10,17 +10,17 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from attnbench.analyse.comparable import differences
-from attnbench.analyse.ranking import is_timed
+from attnbench.comparing.same_machine import differences
+from attnbench.comparing.text import sentence
 from attnbench.comparison import Comparison
 from attnbench.drafts import draft_of
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.reading import decode_json, read_content
 from attnbench.report import units
-from attnbench.report.comparison import sentence
+from attnbench.results.records import is_timed
+from attnbench.results.run_file import read_run
+from attnbench.results.times import impossible_times
 from attnbench.spec import Ok, Record
-from attnbench.store.runfile import read_run
-from attnbench.store.times import impossible_times
 
 CAVEAT = (
     "These are two sessions apart in time: on a shared machine such ratios move by 10 to 50 % with no change of code. "
@@ -87,7 +87,13 @@ def summary_lines(session: SessionFile) -> Iterator[str]:
     for comparison in session.comparisons:
         yield f"{comparison.workload.id}: {sentence(comparison)}"
     checked = len(session.records) - len(timed)
-    counts = {"checked": checked, "measured": len(timed), "compared": len(session.comparisons)}
+    compared = [one for one in session.comparisons if one.verdict is not None]
+    counts = {
+        "checked": checked,
+        "measured": len(timed),
+        "compared": len(compared),
+        "not compared": len(session.comparisons) - len(compared),
+    }
     yield ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "nothing was asked for"
 
 

@@ -13,11 +13,12 @@ from attnbench.analyse.advice import Recommendation
 from attnbench.analyse.crossover import crossover
 from attnbench.analyse.families import Track, tracks, tracks_of
 from attnbench.analyse.memory_limit import fits_until
-from attnbench.analyse.ranking import ANCHOR, baseline, label
+from attnbench.analyse.recommend import compared_families
 from attnbench.analyse.scaling import compute_bound, exponent, memory_points, time_points
 from attnbench.analyse.speedup import speedups
-from attnbench.analyse.together import families_together, newest, timed_together
 from attnbench.measuring.host_limit import host_limit, notes_of
+from attnbench.results.records import baseline, label
+from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
 
 SCHEMA = 1
@@ -28,22 +29,20 @@ class Measured(Struct, frozen=True):
     """What was measured in one place with one set of packages, and what is said of it."""
 
     title: str
-    runs: Sequence[Sequence[Record]]
-    """The oldest first; rounds are paired within a run only."""
+    standings: Standings
     answer: Sequence[str]
     """Sentences; what is wrong is told without them."""
     advice: Sequence[Recommendation]
-    against: Sequence[str] = ()
 
     @property
     def records(self) -> list[Record]:
-        """Of each cell the newest, without the anchors."""
-        return [record for record in newest(self.runs) if not record.implementation.startswith(ANCHOR)]
+        """The record of each cell that is shown."""
+        return self.standings.records
 
     @property
     def baseline(self) -> str | None:
-        """What its speed-ups are against."""
-        return baseline(self.records, self.against)
+        """Name of what its speed-ups are against."""
+        return baseline(self.records, self.standings.against)
 
     def named(self, rows: Iterable[Document]) -> list[Document]:
         """Rows of a document, each with the place it is from."""
@@ -103,7 +102,8 @@ def _measured(records: Sequence[Record]) -> list[Ok]:
 
 def _speedups(part: Measured) -> list[Document]:
     base = part.baseline
-    return [] if base is None else [structs.asdict(one) for one in speedups(timed_together(part.runs), base)]
+    together = (one for key in part.standings.overall for one in part.standings.apart(key))
+    return [structs.asdict(s) for one in together for s in (speedups(one.compared, base) if base is not None else ())]
 
 
 def _growths(records: Sequence[Record]) -> list[Document]:
@@ -164,7 +164,9 @@ def _memory_growth(track: Track, names: dict[str, list[Record]]) -> list[Documen
 def _crossovers(part: Measured) -> list[Document]:
     """Of every implementation with the baseline, where one is not ahead at all lengths."""
     found, base = [], part.baseline
-    for track, names in tracks_of(families_together(part.runs)).items():
+    families = compared_families(part.standings)
+    compared = {family: [r for one in members.values() for r in one.compared] for family, members in families.items()}
+    for track, names in tracks_of(compared).items():
         for name, records in names.items():
             if base is None or name == base or base not in names or not _change_sides(records, names[base]):
                 continue

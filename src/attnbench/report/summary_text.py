@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec import Struct
 
 from attnbench.analyse.advice import Kind, Pick
-from attnbench.analyse.losses import name_wrong
-from attnbench.analyse.ranking import label
-from attnbench.analyse.summary import count_notes, wrong_sentences
+from attnbench.analyse.summary import count_notes, name_wrong, wrong_sentences
 from attnbench.printable import printable_lines
 from attnbench.report.detail import environment_line
 from attnbench.report.html.answers import GROUPS, WHICH, pick_table
 from attnbench.report.summary_documents import Document, Measured
+from attnbench.results.records import label
 from attnbench.spec import Ok, Record
 
 MOST_LINES = 60

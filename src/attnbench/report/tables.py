@@ -8,12 +8,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.analyse.ranking import NOT_COMPARED, Row, baseline, by_workload, is_timed, labelled, of_step, rank
 from attnbench.analyse.summary import count_notes, format_ratio, not_run
 from attnbench.measuring.host_limit import HOST_LIMITED, host_limit
 from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.units import DASH
+from attnbench.results.records import is_timed
+from attnbench.results.standings import NOT_COMPARED, Row, Standings
 from attnbench.spec import Ok, Record, Time, Unsupported
 
 PARTS = ("forward", "backward")
@@ -24,18 +25,15 @@ MARK = "*"
 STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory": "yellow"}
 
 
-def print_rankings(console: Console, records: Sequence[Record], against: Sequence[str] = ()) -> None:
-    """A table per workload, then what did not run, then the warnings."""
-    groups = by_workload(records)
-    for group in groups.values():
-        alike = of_step(records, group[0].workload.step)
-        base = labelled(baseline(alike, against), alike)
+def print_rankings(console: Console, records: Sequence[Record] | Standings, against: Sequence[str] = ()) -> None:
+    """Print a table per workload, then what did not run, then the warnings, of records or of standings made of them."""
+    standings = records if isinstance(records, Standings) else Standings([records], against)
+    for standing in standings.overall.values():
         console.print()
-        console.print(f"[bold]{escape(group[0].workload.title)}[/bold]", highlight=False)
-        print_ranking(console, rank(group, base), base)
-    kept = [record for group in groups.values() for record in group]
-    print_not_run(console, kept)
-    for note in count_notes(kept):
+        console.print(f"[bold]{escape(standing.workload.title)}[/bold]", highlight=False)
+        print_ranking(console, standing.rows, standings.baselines[standing.workload.step])
+    print_not_run(console, standings.records)
+    for note in count_notes(standings.records):
         console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)
 
 

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.analyse.ranking import ANCHOR, label
 from attnbench.analyse.wording import counted
 from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.detail import detail_lines
 from attnbench.report.tables import print_not_run
+from attnbench.results.records import ANCHOR, label
 from attnbench.spec import Ok, Record, Unsupported
 
 STATUSES = ("ok", "incorrect", "failed", "timeout", "out_of_memory", "unsupported")

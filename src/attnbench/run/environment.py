@@ -15,7 +15,7 @@ from msgspec import Struct
 from attnbench.frameworks import Framework
 from attnbench.measuring.gpu_state import nvml_handle
 from attnbench.measuring.sampling import ESTIMATOR
-from attnbench.spec import Environment, Library
+from attnbench.spec import DIRTY, Environment, Library
 
 LIBRARIES = re.compile(
     r"/(lib(?:cudnn|cublas|cublasLt|cudart|cupti|nccl|mkl_core|mkl_rt|openblas|scipy_openblas|gomp|iomp5|omp|torch_cpu|"
@@ -55,8 +55,11 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     implementations: list[ImplementationState]
 
 
-def describe(framework: Framework, device: str) -> Environment:
-    """The full environment of this process; call it after the framework has been used."""
+def describe(framework: Framework, device: str, folder: Path | None = None) -> Environment:
+    """The full environment of this process; call it after the framework has been used.
+
+    `folder`: where the code lies that is measured, if that is known; else the commit is that of the working folder.
+    """
     light = framework.environment(device)
     return msgspec.structs.replace(
         light,
@@ -65,7 +68,7 @@ def describe(framework: Framework, device: str) -> Environment:
         clocks=_soft_facts(device),
         driver=light.driver or _driver(device),
         harness=f"{version('attnbench')} (estimator {ESTIMATOR})",
-        commit=_commit(),
+        commit=commit_of(folder),
     )
 
 
@@ -140,10 +143,24 @@ def _driver(device: str) -> str:
         return ""
 
 
-def _commit() -> str:
-    """Commit of the tree the command runs in, when it is one."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+def commit_of(folder: Path | None = None) -> str:
+    """Return the commit of the tree that a folder (the working folder) lies in, with a mark if it holds other code.
+
+    Changes of files that git knows count, and files that it does not know and Python could import.
+    """
+
+    def ask(*words: str) -> str | None:
+        command = ["git", "--no-optional-locks", "-C", str(folder or "."), *words]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    commit = (ask("rev-parse", "--short=12", "HEAD") or "").strip()
+    status = ask("status", "--porcelain", "-z", "--no-renames", "--untracked-files=all") if commit else ""
+    if status is None:  # too many files to tell in time
+        return commit + DIRTY
+    entries = [entry for entry in status.split("\0") if entry]
+    changed = [one for one in entries if not one.startswith("??") or one.endswith((".py", ".so", ".pyd"))]
+    return commit + (DIRTY if changed else "")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attnbench.frameworks.base import Untrusted
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Pass, Passes, Workload
 from attnbench.steps import StepImplementation
 
@@ -20,10 +21,6 @@ DECLARED = (
     "lse_gradient", "tunables", "every_config", "compiles_each_plan", "not_deterministic", "switches",
 )  # fmt: skip
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-
-
-class Untrusted(Exception):
-    """What a function does to its own measurement; the message is the reason of its `failed` record."""
 
 
 class Frozen(Implementation):

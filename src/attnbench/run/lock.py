@@ -17,8 +17,8 @@ from io import FileIO
 from threading import get_ident
 
 from attnbench.errors import UsageError
+from attnbench.results.run_file import slug
 from attnbench.run.ceilings import cache_folder
-from attnbench.store.runfile import slug
 
 POLL_S = 0.2
 RUN_PATIENCE_S, LIBRARY_PATIENCE_S = 60.0, 600.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnbench.measuring.draws import SETS
 from attnbench.spec import DTYPE_BYTES, Environment, Implementation, Workload
+from attnbench.verifying.draws import SETS
 from attnbench.workloads.cost import demand
 
 SCORE_COPIES = {"forward": 2, "backward": 3, "train": 3}

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
 import json
 import os
+import re
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 from msgspec import Struct
 
 from attnbench import registry
 from attnbench.errors import UsageError
+from attnbench.run import git
+from attnbench.run.ceilings import cache_folder
 
+COARSE_NS = 20_000_000
+"""File systems write times of a clock that lags behind by up to a tick."""
+COMMON = ("tests", "test", "docs", "doc", "examples", "benchmarks", "scripts", "tools", "setup", "conftest", "noxfile")
+"""Names that many repositories have, and some distributions install by mistake: they make none a copy of another."""
+WATCHED = {"open": 0, "ctypes.dlopen": 0, "import": 1, "exec": 0, "compile": 1}
+"""Audit events of reading or executing files, and which of their arguments is the file."""
 REMEDY = (
     "set pythonpath in [tool.attnbench] to the folder of the repository in which its packages lie, or uninstall the "
     "copy that Python finds first"
@@ -37,17 +50,80 @@ class Origin(Struct, frozen=True, kw_only=True):
     """Folders of it in which the measured object itself must be found."""
     others: tuple[str, ...] = ()
     """Files and folders that hold the repository's code as another ref or an installation has it."""
+    unequal: tuple[str, ...] = ()
+    """Files of the tree that git ignores and the other ref lacks: a working tree's alone."""
+    built_ns: tuple[int, int] = (0, 0)
+    """When the builds of all refs began and ended; what they wrote outside of the tree, the last one has written."""
 
 
 _expected = Origin()
+_noticed: list[str] = []
+"""What was read from other places of the repository; the first is told."""
+_watching = False
 
 
 def expect(origin: Origin) -> None:
-    """From now on this process stands for a ref: forget folders on the import path that hold other code of it."""
-    global _expected
+    """From now on this process stands for a ref: forget folders on the import path that hold other code of it, and
+    notice every file that is read from there."""
+    global _expected, _watching
     registry.names()  # entry points may be declared in a folder that is about to be hidden
     _expected = origin
     sys.path[:] = [one for one in sys.path if not one or not _is_other(one, origin)]
+    if not _watching:  # a hook cannot be taken away again
+        _watching = True
+        sys.addaudithook(_watch)
+
+
+def _watch(event: str, given: tuple[Any, ...]) -> None:
+    """Note files that are read, loaded or executed, whatever Python function does it."""
+    if event not in WATCHED or _noticed or not _expected.tree:
+        return
+    if event == "open":
+        file, _, flags = given
+        if isinstance(flags, int) and flags & os.O_ACCMODE == os.O_WRONLY:
+            return
+    else:
+        file = getattr(given[0], "co_filename", None) if event == "exec" else given[WATCHED[event]]
+    if isinstance(file, bytes):
+        file = os.fsdecode(file)
+    if not isinstance(file, str | os.PathLike):
+        return
+    file = os.fspath(file)
+    if not isinstance(file, str) or (event != "open" and os.sep not in file):
+        return
+    file = os.path.abspath(file)
+    if _is_other(file, _expected) and os.path.isfile(file) and not _is_exempt(file):
+        _noticed.append(file)
+
+
+def _is_exempt(file: str) -> bool:
+    """Whether a file belongs to git, to the metadata of a package, to a virtual environment or to attnbench's cache."""
+    if any(part == ".git" or part.endswith((".egg-info", ".dist-info")) for part in file.split(os.sep)):
+        return True
+    prefix = os.path.realpath(sys.prefix)
+    if sys.prefix != sys.base_prefix and _lies_in(file, prefix):
+        # Copies of the repository that were installed there are named one by one.
+        return not any(_lies_in(file, one) for one in _expected.others if _lies_in(one, prefix))
+    return _lies_in(file, os.path.realpath(cache_folder()))
+
+
+def noticed() -> str:
+    """Say which file was read from another place of the repository so far; empty if there is none."""
+    return f"{_noticed[0]} was read, {_why(_noticed[0])}." if _noticed else ""
+
+
+def _why(file: str) -> str:
+    if _real(file) in _expected.unequal:
+        return (
+            "which git ignores and the other ref lacks, so that the two are not built alike: set build in "
+            "[tool.attnbench] to the command that makes it"
+        )
+    if _was_built_outside(file):
+        return (
+            "which a build has written outside of its ref, and the build of every ref would write again: let the "
+            "build command write to its own folder only"
+        )
+    return f"which is not in this ref: {REMEDY}"
 
 
 def require(name: str) -> None:
@@ -85,6 +161,19 @@ def _is_within(module: str, within: Sequence[str]) -> bool:
     return file is not None and any(_lies_in(file, folder) for folder in within)
 
 
+def loaded_libraries() -> Iterator[str]:
+    """Yield the files of shared libraries that this process has mapped, however they were loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:  # only Linux tells
+        return
+    names = {parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6}
+    for name in sorted(names):
+        file = name.removesuffix(" (deleted)")
+        if file.startswith(os.sep) and (".so" in os.path.basename(file) or file.endswith((".dylib", ".pyd"))):
+            yield file
+
+
 def _holds(tree: Path, module: str) -> bool:
     """Whether a checkout has a file for a module, in whatever folder."""
     place = module.replace(".", "/")
@@ -100,18 +189,49 @@ def other_code() -> str:
         # A relative name is no file's: torch.ops calls itself "_ops.py".
         if not isinstance(file, str) or not os.path.isabs(file) or name.partition(".")[0] == "attnbench":
             continue
-        if _is_other(file, _expected):
-            return f"{name} was imported from {file}, which is not in this ref: {REMEDY}."
-    return ""
+        if _is_other(file, _expected) or _was_built_outside(file):
+            return f"{name} was imported from {file}, {_why(file)}."
+    for file in loaded_libraries():
+        if _was_built_outside(file) or (_is_other(file, _expected) and not _is_exempt(file)):
+            return f"{file} was loaded, {_why(file)}."
+    return noticed()
 
 
-def other_places(tree: Path, repository: Path) -> tuple[str, ...]:
-    """Where else code of a repository may be imported from: its working tree, and copies that were installed of it."""
-    working = () if tree == repository else (str(repository),)
-    return (*working, *_installed_copies(repository))
+@cache
+def other_places(tree: Path, repository: Path, folders: tuple[str, ...] = (".", "src")) -> tuple[str, ...]:
+    """Where else code of a repository may be imported from: its working trees, and copies that were installed of it.
+
+    `folders` of a tree hold its packages: a distribution that brings one of these names is a copy.
+    """
+    trees = _working_trees(repository)
+    copies = _installed_copies(
+        repository, trees, [place / folder for place in (tree, repository) for folder in folders]
+    )
+    return (*(str(one) for one in trees if one != Path(os.path.realpath(tree))), *copies)
+
+
+def _working_trees(repository: Path) -> list[Path]:
+    """Return the repository's folder and those of all other working trees of it that exist."""
+    told = git.ask(repository, "worktree", "list", "--porcelain").stdout.splitlines()
+    listed = [Path(line.removeprefix("worktree ")) for line in told if line.startswith("worktree ")]
+    found = [Path(os.path.realpath(one)) for one in (repository, *listed) if one.is_dir()]
+    return list(dict.fromkeys(found))
+
+
+def _was_built_outside(file: str) -> bool:
+    """Whether a file outside of the tree was written while the refs were built."""
+    began, ended = _expected.built_ns
+    if not ended or _lies_in(file, _expected.tree):
+        return False
+    try:
+        return began - COARSE_NS <= os.stat(file).st_ctime_ns <= ended + COARSE_NS
+    except OSError:
+        return False
 
 
 def _is_other(file: str, origin: Origin) -> bool:
+    if _real(file) in origin.unequal:
+        return True
     if _lies_in(file, origin.tree) or not any(_lies_in(file, folder) for folder in origin.others):
         return False
     # A virtual environment inside the repository holds other people's packages; copies of its own are named one by one.
@@ -134,44 +254,70 @@ def _lies_in(file: str, folder: str) -> bool:
     return bool(folder) and (place == folder or place.startswith(folder.rstrip(os.sep) + os.sep))
 
 
-def _real(file: str) -> str:
-    folder, name = os.path.split(file)
-    return os.path.join(_real_folder(folder), name)
-
-
 @cache
-def _real_folder(folder: str) -> str:
-    return os.path.realpath(folder)
+def _real(file: str) -> str:
+    return os.path.realpath(file)
 
 
-def _installed_copies(repository: Path) -> list[str]:
+def _installed_copies(repository: Path, trees: Sequence[Path], folders: Sequence[Path]) -> list[str]:
     """Top-level packages and modules of distributions that were made from the repository and copied somewhere else."""
-    project, found = _project_name(repository), set()
+    names, found = _project_names(repository), set()
     for one in distributions():
-        if not (_made_from(one, repository) or (project and _normal(one.name) == project)):
-            continue
-        for file in one.files or ():
-            place, top = str(one.locate_file("")), file.parts[0]
-            if file.suffix in (".py", ".so", ".pyd") and top != ".." and not top.startswith("__editable__"):
-                found.add(os.path.join(os.path.realpath(place), top))
-    return sorted(found)
+        place, tops = os.path.realpath(str(one.locate_file(""))), _top_levels(one)
+        brings = [top for top in tops if top.partition(".")[0] not in COMMON]
+        if _normal(one.name) in names or _made_from(one, trees) or any(_has(folders, top) for top in brings):
+            found |= {os.path.join(place, top) for top in tops}
+    trees_of = [str(one) for one in trees]
+    return sorted(one for one in found if not any(_lies_in(one, tree) for tree in trees_of) or _is_installed(one))
 
 
-def _made_from(one: Distribution, repository: Path) -> bool:
+def _top_levels(one: Distribution) -> set[str]:
+    """Return the first parts of the paths of a distribution's code."""
+    listed = one.read_text("RECORD")  # parsed here: `files` makes an object of every line, and some have thousands
+    names = [str(file) for file in one.files or ()] if listed is None else re.findall(r'^"?([^",\n]+)', listed, re.M)
+    code = {name.partition("/")[0] for name in names if name.endswith((".py", ".so", ".pyd"))}
+    return {top for top in code if top != ".." and not top.startswith("__editable__")}
+
+
+def _has(folders: Sequence[Path], top: str) -> bool:
+    """Whether one of the folders has a package or a module of that name."""
+    name = top.partition(".")[0]
+    return any((folder / form).is_file() for folder in folders for form in (f"{name}.py", f"{name}/__init__.py", top))
+
+
+def _made_from(one: Distribution, trees: Sequence[Path]) -> bool:
     try:
         url = json.loads(one.read_text("direct_url.json") or "{}").get("url", "")
     except ValueError:
         return False
     parts = urlparse(url)
-    return parts.scheme == "file" and _lies_in(unquote(parts.path).rstrip("/"), os.path.realpath(repository))
+    place = unquote(parts.path).rstrip("/")
+    return parts.scheme == "file" and any(_lies_in(place, str(tree)) for tree in trees)
 
 
-def _project_name(repository: Path) -> str:
-    try:
-        settings = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return _normal(str(settings.get("project", {}).get("name", "")))
+def _project_names(repository: Path) -> set[str]:
+    """Return what the repository calls its distribution, in pyproject.toml, setup.cfg and setup.py."""
+
+    def text(name: str) -> str:
+        try:
+            return (repository / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    found: list[Any] = []
+    with suppress(ValueError, AttributeError):
+        settings = tomllib.loads(text("pyproject.toml"))
+        found.append(settings.get("project", {}).get("name"))
+        found.append(settings.get("tool", {}).get("poetry", {}).get("name"))
+    with suppress(configparser.Error):
+        old = configparser.ConfigParser(interpolation=None)
+        old.read_string(text("setup.cfg"))
+        found.append(old.get("metadata", "name", fallback=None))
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(text("setup.py"))):
+            if isinstance(node, ast.keyword) and node.arg == "name" and isinstance(node.value, ast.Constant):
+                found.append(node.value.value)
+    return {_normal(name) for name in found if isinstance(name, str) and name}
 
 
 def _normal(name: str | None) -> str:

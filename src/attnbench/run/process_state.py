@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from attnbench.frameworks import Framework
-from attnbench.frameworks.base import Setting, Watched
+from attnbench.frameworks.base import TOOLS, Setting, Watched
 
 HOOKED_BY_MANY = {"print", "input", "open", "breakpoint", "exit", "quit", "help", "__import__", "__build_class__"}
 """Built-in functions that consoles and import hooks replace, and that nothing here relies on."""
@@ -103,8 +103,10 @@ def _settings(framework: Framework) -> dict[str, Setting]:
         "running interval timers": Setting(_timers()),
         "Python's garbage collection": Setting((gc.isenabled(), gc.get_threshold())),
         "Python's switch interval": Setting(sys.getswitchinterval()),
-        "Python's trace function": Setting(sys.gettrace()),
-        "Python's profile function": Setting(sys.getprofile()),
+        "Python's trace function": Setting(sys.gettrace(), refused=True),
+        "Python's profile function": Setting(sys.getprofile(), refused=True),
+        "Python's monitoring tools": Setting(_tools(), refused=True),
+        "callbacks of Python's garbage collection": Setting(len(gc.callbacks)),
         "NumPy's error handling": Setting(tuple(sorted(np.geterr().items()))),
     }
     for name in SIGNALS:
@@ -124,6 +126,12 @@ def _settings(framework: Framework) -> dict[str, Setting]:
     if hasattr(os, "getpriority"):
         found["the nice value"] = Setting(os.getpriority(os.PRIO_PROCESS, 0), refused=True)
     return found | dict(framework.settings())
+
+
+def _tools() -> tuple[Any, ...]:
+    """Return who uses sys.monitoring, which is there from Python 3.12 on."""
+    monitoring = getattr(sys, "monitoring", None)
+    return () if monitoring is None else tuple(monitoring.get_tool(tool) for tool in range(TOOLS))
 
 
 def _timers() -> tuple[str, ...]:

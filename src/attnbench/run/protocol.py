@@ -110,6 +110,12 @@ class SampleOther(Struct, tag="sample_other"):
     count: int
 
 
+class ExamineAfter(Struct, tag="examine_after"):
+    """Check an open cell once more when its sampling is over: is it still what was verified?"""
+
+    cell: str
+
+
 class Trace(Struct, tag="trace"):
     """Profile one call of an open cell into a folder."""
 
@@ -138,6 +144,7 @@ Question = (
     | Sample
     | TakeBlock
     | SampleOther
+    | ExamineAfter
     | Trace
     | MeasureCeilings
     | Release
@@ -245,6 +252,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     Sample: (Sampled, Closed),
     TakeBlock: (BlockTaken, Closed),
     SampleOther: (Sampled, Closed),
+    ExamineAfter: (Done, Closed),
     Trace: (Traced,),
     MeasureCeilings: (Measured,),
     Release: (Done,),

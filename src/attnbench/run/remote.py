@@ -87,9 +87,10 @@ def start(
     output: IO[bytes],
     path: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
+    cwd: str = "",
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process that serves one of our modules over a socket; `path` goes before all else that it imports from, and
-    `variables` are set where the user has not set them."""
+    """A process that serves one of our modules over a socket; `path` goes before all else that it imports from,
+    `variables` are set where the user has not set them, and it runs in `cwd`, if given."""
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(theirs.fileno()), framework, device or ""],
@@ -98,6 +99,7 @@ def start(
         stdout=output,
         stderr=output,
         env={**(variables or {}), **_environment(device, threads, path)},
+        cwd=cwd or None,
         start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends its workers
     )
     theirs.close()
@@ -278,7 +280,9 @@ def _own_bytes(process: psutil.Process) -> int:
 def _environment(device: str | None, threads: int | None, path: Sequence[str]) -> dict[str, str]:
     variables = dict(os.environ)
     package_root = str(Path(__file__).parents[2])
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, package_root, variables.get("PYTHONPATH")]))
+    # Absolute, because a worker of a git ref runs in another folder.
+    given = [os.path.abspath(one) for one in variables.get("PYTHONPATH", "").split(os.pathsep) if one]
+    variables["PYTHONPATH"] = os.pathsep.join([*path, package_root, *given])
     variables.update(isa_cap())
     variables.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler is chatty on stderr
     variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

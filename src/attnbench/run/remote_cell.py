@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 
 from attnbench.measuring.sampling import Dropped
 from attnbench.run import protocol as p
@@ -91,6 +92,12 @@ class RemoteCell:
         """The main part by another clock."""
         count = min(OTHER_CLOCK_SAMPLES, max(FEWEST_BY_OTHER_CLOCK, int(OTHER_CLOCK_NS / max(self.call_ns, 1.0))))
         return self._sampled(p.SampleOther(self.cell.id, clock, count))
+
+    def examine_after(self) -> None:
+        """Check it once more when its sampling is over; raises like `sample`."""
+        start = perf_counter_ns()
+        self._ask(p.ExamineAfter(self.cell.id))
+        self.check_ns += perf_counter_ns() - start
 
     def _sampled(self, question: p.Question) -> list[float]:
         answer = self._ask(question)

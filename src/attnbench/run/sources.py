@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from attnbench.errors import UsageError
-from attnbench.run.naming import is_reference
+from attnbench.results.run_file import Run
+from attnbench.results.unreached import asked_references
+from attnbench.run.naming import is_reference, name_references
 
 
 def fingerprint_sources(implementations: Iterable[Any]) -> dict[str, str]:
@@ -28,6 +30,15 @@ def refuse_changed_sources(run: Path, before: Mapping[str, str], implementations
                 f"{where} has changed since {run} was begun, which holds times of the older version: "
                 "start a new run, or undo the change and resume again."
             )
+
+
+def sources_of(run: Run) -> dict[str, str]:
+    """Return the file or module of each function that a run was given by reference, as it was written, by its name."""
+    return {
+        name: reference.rpartition(":")[0]
+        for header in run.headers
+        for reference, name in name_references(asked_references(header.request)).items()
+    }
 
 
 def source_file(where: str) -> Path | None:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from attnbench.errors import UsageError
-from attnbench.impls.ring import pool
-from attnbench.impls.ring.group_ranks import GroupRanks, started_by_torchrun
+from attnbench.kernels.ring import pool
+from attnbench.kernels.ring.group_ranks import GroupRanks, started_by_torchrun
 from attnbench.printable import printable_json
 from attnbench.run.instructions import isa_cap
 from attnbench.run.launch import Listener, Request, launch
@@ -29,16 +29,21 @@ def main() -> None:
         raise UsageError("start this with torchrun, or run `attnbench run --impl torch.ring[world=4]` without it.")
     os.environ.update(isa_cap())
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch.distributed import destroy_process_group
+
     ring = GroupRanks(options.device, options.timeout)
-    if ring.rank:
-        ring.serve()
-        return
-    pool.adopt(ring)
     records: list[Record] = []
     try:
-        launch(_request(options, ring.world), records.extend, Listener())
+        if ring.rank:
+            ring.serve()
+            return
+        pool.adopt(ring)
+        try:
+            launch(_request(options, ring.world), records.extend, Listener())
+        finally:
+            pool.close_all()
     finally:
-        pool.close_all()
+        destroy_process_group()  # else its threads may end with the interpreter, which then aborts
     lines = [msgspec.json.encode(record).decode() for record in records if not _is_anchor(record)]
     print(printable_json("\n".join(lines)))
     if options.out is not None:

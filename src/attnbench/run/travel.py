@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import site
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -18,6 +23,9 @@ from attnbench.run import protocol as p
 from attnbench.run.naming import free_name
 from attnbench.run.plan import process_of
 from attnbench.spec import Implementation
+
+LARGEST = 1 << 27
+"""Bytes that are sent at most: modules that hold more data stay in this process."""
 
 
 class Traveller(Struct, frozen=True, kw_only=True):
@@ -65,27 +73,120 @@ def from_object(what: Callable[..., Any] | Implementation, framework: str, taken
     return Traveller(name=name, framework=framework, process=process, label=name, pickled=pickled)
 
 
+def unpack(pickled: bytes) -> Any:
+    """Return what `from_object` has packed, in another process.
+
+    Modules that it uses are imported first, as far as they can be: importing them may register what it calls. It still
+    uses the copies that it brings, with the values that they had.
+    """
+    parcel = cloudpickle.loads(pickled)
+    for name in parcel["modules"]:
+        with suppress(Exception, SystemExit):
+            importlib.import_module(name)
+    return cloudpickle.loads(parcel["object"])
+
+
 def _pickle(what: Any) -> bytes | None:
-    """By value when it comes from the user's own modules (a worker may be unable to import them), else by reference."""
-    modules = _own_modules(what)
+    """Pack an object with the user's own modules that it reaches, all by value.
+
+    A worker that imported them would measure what their files hold, not what this process has set since. None if
+    something in them cannot be packed, or it is too much.
+    """
+    own, home = _own_modules(what), _module_of(what)
+    registered: list[ModuleType] = []
     try:
-        for module in modules:
-            cloudpickle.register_pickle_by_value(module)
-        return cloudpickle.dumps(what)
+        for module in own:
+            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                registered.append(module)
+        # Of its own module nothing but what it uses was ever needed.
+        modules = [module.__name__ for module in own if module is not home]
+        packed = cloudpickle.dumps({"modules": modules, "object": cloudpickle.dumps(what)})
     except Exception:
         # Whatever the object holds (a lock, a handle, a device), the answer is the same: it stays in this process.
         return None
     finally:
-        for module in modules:
+        for module in registered:
             cloudpickle.unregister_pickle_by_value(module)
+    return packed if len(packed) <= LARGEST else None
 
 
 def _own_modules(what: Any) -> list[ModuleType]:
-    name = getattr(what, "__module__", None) or type(what).__module__
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if module is None or file is None or name == "__main__":
+    """Return the modules of the user that an object reaches: those it is made in, and what functions in them name."""
+    found: dict[str, ModuleType] = {}
+    seen: set[int] = set()
+    todo = [what]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, ModuleType):
+            if _is_own(one):
+                found[one.__name__] = one
+                todo += list(vars(one).values())
+            continue
+        home = _module_of(one)
+        if home is not None and _is_own(home):
+            found[home.__name__] = home
+        todo += _parts(one)
+    return list(found.values())
+
+
+def _module_of(one: Any) -> ModuleType | None:
+    name = getattr(one, "__module__", None) or type(one).__module__
+    return sys.modules.get(name) if isinstance(name, str) else None
+
+
+def _parts(one: Any) -> list[Any]:
+    """Return what is packed with an object: what a function names, holds and wraps, what an instance and a class of
+    the user hold."""
+    if isinstance(one, FunctionType):
+        named = [one.__globals__[name] for name in _names(one.__code__) if name in one.__globals__]
+        cells = [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
+        return [*named, *cells, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values(), *vars(one).values()]
+    if isinstance(one, MethodType):
+        return [one.__func__, one.__self__]
+    if isinstance(one, functools.partial):
+        return [one.func, *one.args, *one.keywords.values()]
+    if isinstance(one, staticmethod | classmethod):
+        return [one.__func__]
+    if isinstance(one, list | tuple | set | frozenset):
+        return list(one)
+    if isinstance(one, dict):
+        return list(one.values())
+    home = _module_of(one)
+    ours = home is not None and home.__name__.partition(".")[0] == "attnbench"
+    if home is None or not (_is_own(home) or home.__name__ == "__main__" or (ours and not isinstance(one, type))):
         return []
-    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    return [type(one), *(list(vars(one).values()) if hasattr(one, "__dict__") else ())]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function's code uses, with those of functions in it."""
+    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a name that has no value yet
+        return False
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Return where installed modules lie, and attnbench."""
+    kinds = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    sites = [*site.getsitepackages(), site.getusersitepackages()]
     ours = str(Path(__file__).parents[1])
-    return [] if any(str(file).startswith(folder) for folder in (*installed, ours)) else [module]
+    return tuple({f"{os.path.realpath(folder)}{os.sep}" for folder in (*kinds, *sites, ours)})
+
+
+def _is_own(module: ModuleType) -> bool:
+    """Whether a module is Python code of the user: neither installed nor attnbench's nor compiled."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py") or module.__name__ == "__main__":
+        return False
+    return sys.modules.get(module.__name__) is module and not os.path.realpath(file).startswith(_folders())

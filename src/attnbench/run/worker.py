@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import inspect
 import os
 import sys
 import traceback
@@ -20,21 +21,23 @@ from typing import Any
 import msgspec
 
 from attnbench import errors, frameworks, registry
+from attnbench.frameworks.base import Untrusted
 from attnbench.lifeline import die_with_parent, keep_children_together
 from attnbench.measuring import anchors
-from attnbench.measuring.draws import Draws
 from attnbench.measuring.session import FellBack, Options, Session, refusal
 from attnbench.measuring.step_session import StepSession
-from attnbench.measuring.subject import Wrong
 from attnbench.run import origin
 from attnbench.run import protocol as p
-from attnbench.run.environment import describe, without_home
-from attnbench.run.frozen import Untrusted, frozen
+from attnbench.run.environment import commit_of, describe, without_home
+from attnbench.run.frozen import frozen
 from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit
 from attnbench.run.process_state import Change, ProcessState
 from attnbench.run.process_tree import kill_descendants
+from attnbench.run.travel import unpack
 from attnbench.spec import Cell, Failed, Implementation, Incorrect, OutOfMemory, Unsupported
 from attnbench.steps import StepImplementation
+from attnbench.verifying.draws import Draws
+from attnbench.verifying.subject import Wrong
 
 LOADED, ASKED = "while it was loaded", "when it was asked what it supports"
 WHEN: dict[type, str] = {
@@ -46,18 +49,20 @@ WHEN: dict[type, str] = {
     p.Sample: "while it was timed",
     p.SampleOther: "while it was timed",
     p.TakeBlock: "while it was timed",
+    p.ExamineAfter: "while it was checked after sampling",
 }
 """Questions that run code under test, and how a message says when that was."""
 _encode = p.encode  # bound before any kernel is loaded
+_measured: Path | None = None
+"""Folder of the function that was enlisted last; one process measures one."""
 
 
 def enlist(question: p.Enlist) -> p.Answer:
     """Load a function or object from outside the registry and make it known to this process."""
+    global _measured
     try:
         if question.pickled is not None:
-            import cloudpickle
-
-            found = cloudpickle.loads(question.pickled)
+            found = unpack(question.pickled)
         else:
             assert question.reference is not None
             found = registry.load_reference(question.reference)
@@ -67,9 +72,18 @@ def enlist(question: p.Enlist) -> p.Answer:
         return refused(error)
     if reason := origin.other_code():
         return p.Refused(reason, not_in_ref=True)
+    _measured = _folder_of(found)
     implementation.name = question.name
     registry.register(implementation)
     return p.Done()
+
+
+def _folder_of(found: Any) -> Path | None:
+    """Return the folder of the file that a function or an implementation comes from; None if there is none here."""
+    code = getattr(inspect.unwrap(found) if callable(found) else found, "__code__", None)
+    module = sys.modules.get(getattr(found, "__module__", None) or type(found).__module__)
+    file = code.co_filename if code is not None else getattr(module, "__file__", None)
+    return Path(file).parent if isinstance(file, str) and Path(file).is_file() else None
 
 
 def refused(error: BaseException) -> p.Refused:
@@ -127,7 +141,7 @@ class Worker:
         self._draws: dict[str, Draws] = {}
         self._answers: dict[type, Callable[[Any], p.Answer]] = {
             p.Describe: self._describe,
-            p.Enlist: enlist,
+            p.Enlist: self._enlist,
             p.Refusals: self._refusals,
             p.VerifyOnly: lambda q: p.Reasons([self._implementation(q.implementation).verify_only or None]),
             p.Open: self._open,
@@ -135,6 +149,7 @@ class Worker:
             p.Sample: lambda q: self._sampling(q.cell, lambda s: s.sample(q.part, q.count, q.calls)),
             p.TakeBlock: self._take_block,
             p.SampleOther: lambda q: self._sampling(q.cell, lambda s: s.sample_other(q.clock, q.count)),
+            p.ExamineAfter: self._examine_after,
             p.Trace: self._trace,
             p.MeasureCeilings: self._ceilings,
             p.Release: self._release,
@@ -146,8 +161,8 @@ class Worker:
 
     def answer(self, question: p.Question) -> p.Answer:
         """One question, one answer; what a cell does wrong comes back as its record."""
-        of_open_cell = isinstance(question, p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.Trace)
-        if of_open_cell and question.cell not in self._sessions:
+        timed = isinstance(question, p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.ExamineAfter | p.Trace)
+        if timed and question.cell not in self._sessions:
             return p.Refused(f"{question.cell} is not open in this process", not_open=True)
         found = self._answers[type(question)](question)
         if os.getpid() != self._pid:
@@ -161,7 +176,9 @@ class Worker:
             if isinstance(question, p.Enlist) or not _all_ours(question):
                 self._remember_changes(when)
             return answer
-        assert isinstance(question, p.Open | p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock)
+        assert isinstance(question, p.Open | p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.ExamineAfter)
+        if reason := origin.noticed():
+            return p.Refused(reason, not_in_ref=True)
         cell = question.cell if isinstance(question, p.Open) else self._cells[question.cell]
         if cell.implementation in anchors.NAMES or isinstance(answer, p.Refused):
             return answer
@@ -221,11 +238,18 @@ class Worker:
             "environment": self._environment,
         }
 
+    def _enlist(self, question: p.Enlist) -> p.Answer:
+        """Make a function known; from now on the commit is that of its file."""
+        answer = enlist(question)
+        if self._environment.harness and isinstance(answer, p.Done):  # it was described before
+            self._environment = msgspec.structs.replace(self._environment, commit=commit_of(_measured))
+        return answer
+
     def _describe(self, question: p.Describe) -> p.Described | p.Refused:
         sys.path.extend(folder for folder in question.path if folder not in sys.path)
         if isinstance(answer := load_from_ref(question), p.Refused):
             return answer
-        self._environment = describe(self._framework, self._device)
+        self._environment = describe(self._framework, self._device, _measured)
         return p.Described(self._environment)
 
     def _refusals(self, question: p.Refusals) -> p.Reasons:
@@ -312,6 +336,16 @@ class Worker:
             return p.Sampled(ns, session.repeats, session.clock_ns, session.check_ns, began_ns, monotonic_ns())
 
         return self._guarded(session.cell, take)
+
+    def _examine_after(self, question: p.ExamineAfter) -> p.Answer:
+        session = self._sessions[question.cell]
+        assert isinstance(session, Session)
+
+        def examine() -> p.Done:
+            session.examine_after()
+            return p.Done()
+
+        return self._guarded(session.cell, examine)
 
     def _take_block(self, question: p.TakeBlock) -> p.Answer:
         session = self._sessions[question.cell]

@@ -275,6 +275,7 @@ class WorkloadRun:
         gathered = interleave(timed, rule, self._rng, always=companions)
         for one in timed:
             self._sample_other_clocks(one)
+            self._examine_after(one)
         # Measuring the ceilings may cost a worker its life: nothing is asked of an open cell from here on.
         self._doubt_ceilings(gathered)
         records: list[Record] = []
@@ -307,6 +308,15 @@ class WorkloadRun:
         try:
             for clock in one.steady.other_clocks:
                 one.by_other_clocks[clock] = summarise([one.sample_other(clock)], clock, 1)
+        except Dropped:
+            assert one.lost is not None
+
+    def _examine_after(self, one: RemoteCell) -> None:
+        """Check a cell again after its last sample: what it computes may have changed with the number of calls."""
+        if one.lost is not None:
+            return
+        try:
+            one.examine_after()
         except Dropped:
             assert one.lost is not None
 

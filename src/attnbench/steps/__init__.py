@@ -11,11 +11,11 @@ __all__ = ["StepImplementation", "StepKind", "kind_of"]
 
 KINDS = {
     "multihead": "attnbench.steps.multihead:MULTIHEAD",
-    "gemma-stack": "attnbench.steps.gemma_stack:GEMMA_STACK",
-    "pi0-attention": "attnbench.steps.pi0_joint:PI0_ATTENTION",
-    "pi0-block": "attnbench.steps.pi0_joint:PI0_BLOCK",
-    "pi0-model": "attnbench.steps.pi0_model:PI0_MODEL",
-    "pi0-sampler": "attnbench.steps.pi0_model:PI0_SAMPLER",
+    "gemma-stack": "attnbench.steps.gemma:GEMMA_STACK",
+    "pi0-attention": "attnbench.steps.pi0:PI0_ATTENTION",
+    "pi0-block": "attnbench.steps.pi0:PI0_BLOCK",
+    "pi0-model": "attnbench.steps.pi0:PI0_MODEL",
+    "pi0-sampler": "attnbench.steps.pi0:PI0_SAMPLER",
     "pi0-fast-prefill": "attnbench.steps.pi0_fast:PREFILL",
     "pi0-fast-decode": "attnbench.steps.pi0_fast:DECODE",
 }

@@ -8,11 +8,20 @@ import numpy as np
 
 from attnbench.spec import Workload
 from attnbench.steps.base import Outputs, Rounded, StepKind, Values
-from attnbench.steps.gemma_math import Store, joint_block, normed, storing, tensors, visible
-from attnbench.steps.gemma_weights import Normal, drawn, normals, of_layer
-from attnbench.steps.pi0_repeats import DRAWN_LAYERS, TABLE, drawn_rows, whole
-from attnbench.steps.pi0_support import small_decode, small_prompt
-from attnbench.workloads.pi0_sizes import depth, experts, text_tokens, vocabulary
+from attnbench.steps.gemma import (
+    Normal,
+    Store,
+    drawn,
+    joint_block,
+    normals,
+    normed,
+    of_layer,
+    storing,
+    tensors,
+    visible,
+)
+from attnbench.steps.pi0 import DRAWN_LAYERS, TABLE, drawn_rows, small_decode, small_prompt, whole
+from attnbench.workloads.steps import depth, experts, text_tokens, vocabulary
 
 
 class Prefill(StepKind):

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from attnbench.errors import InvalidWorkload, UnknownName
-from attnbench.workloads.masks import AnyMask, MaskShape, blocks, causal, full
+from attnbench.masks import AnyMask, MaskShape, blocks, causal, full
 
 SPARSITIES = (0.5, 0.75, 0.9, 0.95)
 BLOCK_SIZE = 128

@@ -3,16 +3,235 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
+
+from attnbench import masks
+from attnbench.masks import MaskShape, block_causal
+from attnbench.masks.text import parse_mask
 from attnbench.spec import Workload
-from attnbench.workloads.block_sparse import block_sparse
-from attnbench.workloads.edge import edge
+from attnbench.workloads.block_patterns import SPARSITIES, sparse_mask
 from attnbench.workloads.grid import grid
-from attnbench.workloads.pi0_sizes import in_blocks
-from attnbench.workloads.regression import regression
+from attnbench.workloads.steps import in_blocks
 from attnbench.workloads.suite_file import models
 
 K = 1024
+
+SMALL = {"batch": 2, "q_len": 64, "heads": 4, "head_dim": 32}
+HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 128, 192, 256)
+
+
+def edge() -> list[Workload]:
+    """All of them."""
+    return [*_shapes(), *_heads(), *_precisions(), *_rectangles(), *_padding(), *_patterns(), *_weights(), *_logits()]
+
+
+def _edge(tag: str, **fields: Any) -> list[Workload]:
+    return grid(**(SMALL | fields), tags=[tag])
+
+
+def _shapes() -> list[Workload]:
+    return [
+        *_edge("one query", q_len=1, kv_len=64),
+        *_edge("one key", q_len=64, kv_len=1),
+        *_edge("one pair", batch=1, q_len=1, kv_len=1, heads=1, pass_="train"),
+        *_edge("primes", batch=3, q_len=61, kv_len=127, heads=5, mask=["full", "causal"]),
+        *_edge("primes", batch=1, q_len=131, mask="causal", pass_="train"),
+        *(case for dim in HEAD_DIMS for case in _edge("head_dim", head_dim=dim, mask="causal")),
+        *_edge("head_dim", head_dim=[72, 256], mask="causal", pass_="train"),
+        *_edge("v_head_dim", head_dim=48, v_head_dim=32, mask="causal", pass_=["forward", "train"]),
+        *_edge("v_head_dim", head_dim=32, v_head_dim=64),
+        *_edge("long row", batch=1, heads=1, q_len=3, kv_len=2000, mask="causal"),
+    ]
+
+
+def _heads() -> list[Workload]:
+    return [
+        *_edge("MHA", mask=["full", "causal"], pass_=["backward", "train"]),
+        *_edge("GQA", heads="6:2", mask=["full", "causal"], pass_=["forward", "train"]),
+        *_edge("MQA", heads="8:1", mask="causal", pass_=["forward", "train"]),
+        *_edge("odd group", heads="9:3", mask="causal"),
+    ]
+
+
+def _precisions() -> list[Workload]:
+    return [
+        *_edge("precision", dtype=["bfloat16", "float16", "float64"], mask="causal", pass_=["forward", "train"]),
+        *_edge("precision", dtype="bfloat16", heads="8:2", head_dim=64, q_len=128, mask="window:32:0"),
+    ]
+
+
+def _rectangles() -> list[Workload]:
+    """T != S, both alignments; more queries than keys leaves bottom-right rows that see nothing."""
+    aligned = ["causal", "causal:top-left", "window:20:0", "window:20:5:top-left", "prefix:10", "prefix:10:top-left"]
+    return [
+        *_edge("T < S", q_len=40, kv_len=96, mask=aligned),
+        *_edge("T < S", q_len=40, kv_len=96, heads="4:2", mask=aligned[:2], pass_="train"),
+        *_edge("T > S", q_len=96, kv_len=40, mask=aligned),
+        *_edge("T > S, rows that see nothing", q_len=96, kv_len=40, mask="causal", pass_="train"),
+    ]
+
+
+def _padding() -> list[Workload]:
+    holes = np.ones((2, 64), bool)
+    holes[0, 20:40] = holes[1, :11] = False
+    left_padded = np.arange(64)[None] >= np.array([[0], [17]])
+    return [
+        *_edge("ragged", mask=["lengths:64,13", "lengths:1,63"], pass_=["forward", "train"]),
+        *_edge("ragged, an empty row", mask="lengths:0,40", pass_=["forward", "train"]),
+        *_edge("ragged and causal", mask="causal&lengths:64,13"),
+        *_edge("ragged decode", q_len=1, kv_len=64, heads="4:1", mask="lengths:64,13"),
+        *_edge("holes", mask=masks.valid(holes), pass_=["forward", "train"]),
+        *_edge(
+            "left padding, rows that see nothing",
+            mask=masks.causal() & masks.valid(left_padded),
+            pass_=["forward", "train"],
+        ),
+    ]
+
+
+def _patterns() -> list[Workload]:
+    rng = np.random.default_rng(0)
+    kept = rng.random((2, 4, 4, 4)) < 0.5
+    return [
+        *_edge("window", mask=["window:0:0", "window:7:0", "window:7:3", "window:all:5", "window:5:all"]),
+        *_edge("window", mask="window:7:0", pass_="train"),
+        *_edge("prefix", mask=["prefix:0", "prefix:20", "prefix:64"]),
+        *_edge("prefix", mask="prefix:20", pass_="train"),
+        *_edge("block causal", mask="block_causal:40,1,23", pass_=["forward", "train"]),
+        *_edge("block causal decode", q_len=24, kv_len=64, heads="8:1", mask="block_causal:40,1,23"),
+        *_edge("documents", mask=["documents:10,30,24", "causal&documents:10,30,24"], pass_=["forward", "train"]),
+        *_edge("documents, unsorted", mask=masks.documents(rng.integers(0, 3, (2, 64)))),
+        *_edge("blocks", mask=masks.blocks(kept[0, 0], 16)),
+        *_edge("blocks per head", mask=masks.blocks(kept, 16), pass_=["forward", "train"]),
+        *_edge("blocks and causal", heads="4:2", mask=masks.causal() & masks.blocks(kept[0], 16), pass_="train"),
+        *_edge("blocks, ragged edge", q_len=57, kv_len=57, mask=masks.blocks(np.tri(4, dtype=bool), 16)),
+        *_edge("dense boolean", mask=masks.dense(rng.random((1, 1, 64, 64)) < 0.5)),
+        *_edge("dense, one row sees nothing", mask=masks.dense(np.arange(64)[:, None] * np.ones((1, 64)) != 7.0)),
+    ]
+
+
+def _weights() -> list[Workload]:
+    rng = np.random.default_rng(1)
+    bias = rng.standard_normal((1, 4, 64, 64)).astype(np.float32)
+    partly_hidden = np.where(rng.random((2, 1, 64, 64)) < 0.2, -np.inf, bias[:, :1]).astype(np.float32)
+    return [
+        *_edge("bias", mask=masks.dense(bias), pass_=["forward", "train"]),
+        *_edge("bias with -inf", mask=masks.dense(partly_hidden)),
+        *_edge("bias and causal", mask=masks.causal() & masks.dense(bias)),
+        *_edge("dilated", mask=["dilated:16r1+32r2+64r4", "dilated:16r1+32r3+64r6:group"]),
+        *_edge("dilated and causal", mask="causal&dilated:16r1+32r2+64r4", pass_=["forward", "train"]),
+        *_edge("dilated, ragged", q_len=61, mask="dilated:16r1+40r3"),
+        *_edge("dilated, rows that see nothing", mask="dilated:32r2"),
+        *_edge("dilated, no rate divides a segment", q_len=61, heads=12, mask="dilated:16r1+32r6+61r12", pass_="train"),
+        *_edge("dilated, grouped heads", heads="6:2", mask="causal&dilated:16r1+64r4", pass_="train"),
+        *_edge("dilated, ragged and an empty row", mask="dilated:16r1+64r3&lengths:0,41", pass_=["forward", "train"]),
+        *_edge("dilated, 16 bits", dtype="bfloat16", mask="causal&dilated:16r1+64r4", pass_="train"),
+    ]
+
+
+def _logits() -> list[Workload]:
+    return [
+        *_edge("softcap", softcap=5.0, mask="causal", pass_=["forward", "train"]),
+        *_edge("softcap", softcap=50.0, mask="window:16:0", heads="4:2"),
+        *_edge("scale", scale=[0.05, 1.0], mask="causal"),
+        *_edge("scale and softcap", scale=0.5, softcap=20.0, mask="causal"),
+        *_edge("ramps", inputs="sincostan", mask="causal"),
+    ]
+
+
+def step_edges() -> list[Workload]:
+    """Small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; Gemma blocks; those of pi0."""
+    pattern, shape = "dilated:16r1+32r2", {"head_dim": 16, "step": "multihead"}
+    return [
+        *grid(batch=2, q_len=61, heads="4:2", mask=f"causal&{pattern}", pass_="train", **shape),
+        *grid(batch=2, q_len=64, heads=4, mask=pattern, pass_="train", dtype="bfloat16", **shape),
+        *grid(batch=2, q_len=64, heads=4, mask=f"{pattern}&lengths:64,20", pass_="train", **shape),
+        *grid(batch=1, q_len=256, heads=4, mask=f"causal&{pattern}&blocks:local:50", pass_="train", **shape),
+        *grid(batch=2, q_len=24, heads="4:1", head_dim=16, mask="causal", pass_="train", step="gemma-stack"),
+        *pi0_edges(),
+        *_long_prefix(),
+    ]
+
+
+def _long_prefix() -> list[Workload]:
+    """pi0's attention with as many tokens as a flash path needs to do with them what it does with more."""
+    shape = {"batch": 2, "heads": "4:1", "head_dim": 32, "tags": ["pi0"]}
+    return grid(q_len=150, mask=in_blocks(144, 1, 5), step="pi0-attention", pass_="train", **shape)
+
+
+def pi0_edges(**fields: Any) -> list[Workload]:
+    """Each of pi0's steps once, small: two rows of a prefix of 12 tokens, one state and 5 actions."""
+    shape = {"batch": 2, "heads": "4:1", "head_dim": 32, "tags": ["pi0"]} | fields
+    blocks = in_blocks(12, 1, 5)
+    return [
+        *grid(q_len=18, mask=blocks, step=["pi0-attention", "pi0-block", "pi0-model"], pass_="train", **shape),
+        *grid(q_len=6, kv_len=18, mask=blocks, step="pi0-sampler", **shape),
+        *grid(q_len=12, kv_len=16, mask="lengths:12,12", step="pi0-fast-prefill", **shape),
+        *grid(q_len=4, kv_len=16, mask="causal", step="pi0-fast-decode", **shape),
+    ]
+
+
+SPARSE_PASSES = ["forward", "train"]
+PER_HEAD_TOKENS = 4 * K
+"""Above this all heads share one random pattern: a record carries its mask."""
+
+
+def block_sparse() -> list[Workload]:
+    """Random blocks over lengths; every pattern, causal, at 90 %; small ones for a CPU; structured inputs."""
+    large = {"batch": 1, "heads": 16, "head_dim": 128, "dtype": "bfloat16"}
+    small = {"batch": 1, "heads": 4, "head_dim": 64, "dtype": "float32"}
+    return [
+        *(case for q_len in (4 * K, 16 * K, 32 * K) for s in SPARSITIES for case in _sparse("random", s, q_len, large)),
+        *(
+            case
+            for pattern in ("local", "strided", "global_local", "random")
+            for case in _sparse(pattern, 0.9, 8 * K, large, causal=True)
+        ),
+        *(case for s in SPARSITIES for case in _sparse("random", s, 2 * K, small, block_size=64)),
+        *(case for s in SPARSITIES for case in _sparse("local", s, 2 * K, small, block_size=64, causal=True)),
+        *grid(**small, q_len=2 * K, mask=["full", "causal"], inputs="structured", tags=["structured"]),
+        *grid(**large, q_len=16 * K, mask=["full", "causal"], inputs="structured", tags=["structured"]),
+    ]
+
+
+def _sparse(pattern: str, sparsity: float, q_len: int, fields: dict[str, Any], **options: Any) -> list[Workload]:
+    heads = fields["heads"] if q_len <= PER_HEAD_TOKENS else 1
+    mask = sparse_mask(pattern, sparsity, MaskShape(1, heads, q_len, q_len), **options)
+    tags = [pattern, f"{sparsity:.0%} sparse"]
+    return grid(**fields, q_len=q_len, mask=mask, pass_=SPARSE_PASSES, tags=tags)
+
+
+PASSES = ["forward", "train"]
+DILATION = "dilated:64r1+128r2+256r4"
+BLOCK = 32
+SPARSITY = 0.75
+
+
+def regression() -> list[Workload]:
+    """Dense, causal, grouped, windowed, prefixed, decoding, dilated, block-sparse problems, and steps built on them."""
+    shape = {"batch": 1, "q_len": 256, "heads": 4, "head_dim": 64}
+    step = shape | {"head_dim": 32}
+    place = MaskShape(1, 4, 256, 256)
+    blocks = sparse_mask("random", SPARSITY, place, block_size=BLOCK)
+    return [
+        *grid(**shape, pass_=PASSES),
+        *grid(**shape, mask="causal"),
+        *grid(**shape | {"heads": "4:2"}, mask="causal", pass_="train", tags=["grouped"]),
+        *grid(**shape, mask="window:64:0"),
+        *grid(**shape, mask=block_causal([0] * 200 + [1] * 56), pass_="train", tags=["prefix"]),
+        *grid(batch=2, q_len=1, kv_len=1024, heads="4:2", head_dim=64, tags=["decode"]),
+        *grid(**shape, mask=f"causal&{DILATION}", pass_=PASSES, tags=["dilated"]),
+        *grid(**shape, mask=blocks, pass_=PASSES, tags=["block-sparse"]),
+        *grid(**shape, mask="causal", inputs="structured", tags=["structured"]),
+        *grid(**step, mask=f"causal&{DILATION}", pass_="train", step="multihead", tags=["dilated"]),
+        *grid(**step, mask=parse_mask(DILATION, place) & blocks, step="multihead", tags=["dilated", "block-sparse"]),
+        *grid(**step | {"q_len": 64, "heads": "4:1"}, mask="causal", pass_="train", step="gemma-stack", tags=["gemma"]),
+        *pi0_edges(),
+    ]
+
+
 LLAMA_HEADS = "32:8"
 
 

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from attnbench.masks import AnyMask, MaskShape
 from attnbench.spec import DTYPE_BYTES, Workload
-from attnbench.workloads.masks import AnyMask, MaskShape
 from attnbench.workloads.steps import STEPS
 
 MOST_COUNTS = 4096

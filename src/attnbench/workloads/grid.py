@@ -10,9 +10,9 @@ from typing import Any, SupportsIndex
 import msgspec
 
 from attnbench.errors import InvalidWorkload, UnknownName
+from attnbench.masks import MaskShape
+from attnbench.masks.text import MOST_DIGITS, read_mask
 from attnbench.spec import SAME, Workload
-from attnbench.workloads.mask_text import MOST_DIGITS, read_mask
-from attnbench.workloads.masks import MaskShape
 from attnbench.workloads.steps import STEPS
 
 FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(Workload))

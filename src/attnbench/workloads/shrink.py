@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from attnbench import masks
+from attnbench.masks import AnyMask, Mask, MaskShape
+from attnbench.masks.data import FrozenArray, freeze
 from attnbench.spec import Workload
-from attnbench.workloads import masks
-from attnbench.workloads.masks import AnyMask, Mask, MaskShape
-from attnbench.workloads.masks.data import FrozenArray, freeze
 
 TOKENS = 512
 CACHED_TOKENS = 4096

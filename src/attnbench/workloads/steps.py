@@ -1,12 +1,227 @@
-"""Steps: computations that attention is a part of, and what they cost around it. A workload names one in `step`."""
+"""Steps: computations that attention is a part of, their sizes, and what they cost around it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from attnbench import masks
 from attnbench.spec import Workload
-from attnbench.workloads.pi0_surroundings import PI0_STEPS
-from attnbench.workloads.surroundings import Around, Surroundings, same_tokens
+
+
+class Around(Struct, frozen=True, kw_only=True):
+    """One step on one workload."""
+
+    weights: int
+    """Numbers that lie in memory as weights."""
+    products: int
+    """Multiply-adds with them in one forward pass."""
+    inputs: int
+    """Numbers that come in beside the weights."""
+    outputs: int
+    """Numbers that a forward pass returns."""
+    attention: tuple[tuple[int, Workload], ...]
+    """How often which attention is computed."""
+    reads: int = 0
+    """Weights that a forward pass must read, each as often as it is; 0: each once."""
+    input_gradients: bool = True
+    """Whether a training step returns gradients of the inputs too, beside those of the weights."""
+
+
+class Surroundings(Struct, frozen=True):
+    """A step in words, and what it consists of."""
+
+    description: str
+    around: Callable[[Workload], Around]
+
+
+def same_tokens(w: Workload, width: int, weights: int, layers: int = 1) -> Around:
+    """Every token is multiplied with every weight once; vectors of one width come in and go out."""
+    tokens = w.batch * w.q_len
+    return Around(
+        weights=weights,
+        products=tokens * weights,
+        inputs=tokens * width,
+        outputs=tokens * width,
+        attention=((layers, w),),
+    )
+
+
+WHOLE_WIDTH, WHOLE_DEPTH, SMALL_DEPTH = 2048, 18, 2
+WHOLE_VOCABULARY, SMALL_VOCABULARY = 257_152, 512
+ACTION_DIM = 32
+SAMPLER_STEPS = 10
+PROMPT, TEXT = 1018, 250
+"""Tokens of pi0-FAST's prompt, and how many of them are text; shorter ones are divided alike."""
+
+
+class Expert(NamedTuple):
+    """Widths of a token and of the feed-forward layer."""
+
+    width: int
+    wide: int
+
+
+def experts(w: Workload) -> tuple[Expert, Expert]:
+    """The prefix's and the actions'."""
+    width = w.heads * w.head_dim
+    return Expert(width, 8 * width), Expert(width // 2, 2 * width)
+
+
+def depth(w: Workload) -> int:
+    """Blocks of a whole model."""
+    return WHOLE_DEPTH if w.heads * w.head_dim >= WHOLE_WIDTH else SMALL_DEPTH
+
+
+def vocabulary(w: Workload) -> int:
+    """Rows of pi0-FAST's embedding table."""
+    return WHOLE_VOCABULARY if w.heads * w.head_dim >= WHOLE_WIDTH else SMALL_VOCABULARY
+
+
+def text_tokens(prompt: int) -> int:
+    """How many of a prompt's tokens are text, at least one; the others are images."""
+    return max(1, round(prompt * TEXT / PROMPT))
+
+
+def block_sizes(w: Workload) -> tuple[int, ...] | None:
+    """Of a block-causal mask that is the same for every row; None of any other."""
+    mask = w.visible_mask
+    if not isinstance(mask, masks.BlockCausal) or len(mask.ids.array) > 1 or np.any(np.diff(mask.ids.array[0]) < 0):
+        return None
+    if np.any(mask.query_ids(w.mask_shape) != mask.ids.array[:, w.kv_len - w.q_len :]):
+        return None
+    return tuple(np.unique(mask.ids.array[0], return_counts=True)[1].tolist())
+
+
+def parts(w: Workload) -> tuple[int, int, int]:
+    """Tokens of the prefix, the state and the actions; all are the prefix's where the mask has not three blocks."""
+    found = block_sizes(w)
+    return (found[0], found[1], found[2]) if found is not None and len(found) == 3 else (w.kv_len, 0, 0)
+
+
+def in_blocks(*sizes: int) -> masks.BlockCausal:
+    """The block-causal mask of such sizes."""
+    return masks.block_causal(np.repeat(np.arange(len(sizes)), sizes))
+
+
+def _projections(w: Workload, expert: Expert) -> int:
+    return 2 * expert.width * (w.heads + w.kv_heads) * w.head_dim
+
+
+def _block(w: Workload, expert: Expert) -> int:
+    return _projections(w, expert) + 3 * expert.width * expert.wide
+
+
+def _tokens(w: Workload) -> tuple[int, int]:
+    """Of the prefix, and of state and actions."""
+    prefix, state, actions = parts(w)
+    return w.batch * prefix, w.batch * (state + actions)
+
+
+def _joint(w: Workload, weights: tuple[int, int]) -> Around:
+    """Both experts' tokens in and out, each with its own weights."""
+    tokens, both = _tokens(w), experts(w)
+    vectors = sum(n * expert.width for n, expert in zip(tokens, both))
+    products = sum(n * size for n, size in zip(tokens, weights))
+    return Around(weights=sum(weights), products=products, inputs=vectors, outputs=vectors, attention=((1, w),))
+
+
+def _attention(w: Workload) -> Around:
+    first, second = experts(w)
+    return _joint(w, (_projections(w, first), _projections(w, second)))
+
+
+def _one_block(w: Workload) -> Around:
+    first, second = experts(w)
+    return _joint(w, (_block(w, first), _block(w, second)))
+
+
+def _around_actions(w: Workload) -> tuple[int, int]:
+    """(weights, multiply-adds) of the layers between actions and the expert's tokens."""
+    width, (_, state, actions) = experts(w)[1].width, parts(w)
+    per_action = 2 * ACTION_DIM * width + 3 * width * width
+    per_state = ACTION_DIM * width
+    return per_action + per_state, w.batch * (actions * per_action + state * per_state)
+
+
+def _model(w: Workload) -> Around:
+    layers, tokens = depth(w), _tokens(w)
+    blocks = [layers * _block(w, expert) for expert in experts(w)]
+    weights, products = _around_actions(w)
+    actions = w.batch * parts(w)[2] * ACTION_DIM
+    return Around(
+        weights=sum(blocks) + weights,
+        products=sum(n * size for n, size in zip(tokens, blocks)) + products,
+        inputs=tokens[0] * experts(w)[0].width + 2 * actions + w.batch * (ACTION_DIM + 1),
+        outputs=actions + actions // ACTION_DIM,
+        attention=((layers, w),),
+        input_gradients=False,
+    )
+
+
+def _sampler(w: Workload) -> Around:
+    """The prefix once, state and actions ten times."""
+    layers, tokens = depth(w), _tokens(w)
+    blocks = [layers * _block(w, expert) for expert in experts(w)]
+    weights, products = _around_actions(w)
+    prefill = replace(w, q_len=parts(w)[0], kv_len=parts(w)[0], mask=masks.full())
+    actions = w.batch * parts(w)[2] * ACTION_DIM
+    return Around(
+        weights=sum(blocks) + weights,
+        products=tokens[0] * blocks[0] + SAMPLER_STEPS * (tokens[1] * blocks[1] + products),
+        inputs=tokens[0] * experts(w)[0].width + actions + w.batch * ACTION_DIM,
+        outputs=actions,
+        attention=((layers, prefill), (SAMPLER_STEPS * layers, w)),
+        reads=blocks[0] + SAMPLER_STEPS * (blocks[1] + weights),
+    )
+
+
+def _cache(w: Workload, tokens: int) -> int:
+    return depth(w) * w.batch * tokens * w.kv_heads * (w.head_dim + w.value_dim)
+
+
+def _prefill(w: Workload) -> Around:
+    """All tokens through the blocks, the last one to logits; the cache is returned."""
+    expert = experts(w)[0]
+    blocks, table = depth(w) * _block(w, expert), vocabulary(w) * expert.width
+    return Around(
+        weights=blocks + table,
+        products=w.batch * (w.q_len * blocks + table),
+        inputs=w.batch * ((w.q_len - text_tokens(w.q_len)) * expert.width + text_tokens(w.q_len)),
+        outputs=w.batch * vocabulary(w) + _cache(w, w.kv_len),
+        attention=((depth(w), w),),
+    )
+
+
+def _decode(w: Workload) -> Around:
+    """q_len tokens one after another, each over all before it and itself; every step reads all weights."""
+    expert = experts(w)[0]
+    weights = depth(w) * _block(w, expert) + vocabulary(w) * expert.width
+    prompt = max(0, w.kv_len - w.q_len)
+    steps = [replace(w, q_len=1, kv_len=prompt + n + 1, mask=masks.full()) for n in range(w.q_len)]
+    return Around(
+        weights=weights,
+        products=w.batch * w.q_len * weights,
+        inputs=_cache(w, prompt) + w.batch * w.q_len,
+        outputs=w.batch * w.q_len * vocabulary(w),
+        attention=tuple((depth(w), step) for step in steps),
+        reads=w.q_len * weights,
+    )
+
+
+PI0_STEPS = {
+    "pi0-attention": Surroundings("pi0's attention of two experts with its projections", _attention),
+    "pi0-block": Surroundings("one pi0 block of two experts", _one_block),
+    "pi0-model": Surroundings("pi0's flow-matching loss, both experts recomputed in the backward pass", _model),
+    "pi0-sampler": Surroundings("pi0's prefix once, then ten Euler steps of the actions on its cache", _sampler),
+    "pi0-fast-prefill": Surroundings("pi0-FAST's prompt to a cache and the logits of its last token", _prefill),
+    "pi0-fast-decode": Surroundings("pi0-FAST's given tokens one after another on a cache, logits of each", _decode),
+}
+
 
 GEMMA_DEPTH = 4
 """Blocks of the step `gemma-stack`: enough for what is between them, few enough for one device."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from attnbench.errors import BrokenFile, UnknownName
+from attnbench.masks.text import parse_mask
 from attnbench.spec import Workload
 from attnbench.workloads.catalogue import BUILTIN
-from attnbench.workloads.mask_text import parse_mask
 from attnbench.workloads.shrink import shrink
 from attnbench.workloads.suite_file import Suite, read_suite
 

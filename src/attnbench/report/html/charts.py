@@ -35,10 +35,8 @@ from attnbench.report.html.picks import Choice
 NEAR_ROOFS = 1.15
 """Ceilings less than so many times apart share a label."""
 CELL: dict[str, Any] = {"fillOpacity": 0.3, "strokeWidth": 1.5, "cornerRadius": 2}
-FRAMES = {"datum.rank != datum.next_rank": [1, 0], "datum.rank == datum.next_rank": [4, 3]}
-"""A dashed frame where the winner is too close to call."""
-ONE_NAME = "!isValid(datum.kernel) || datum.plain == datum.plainest"
-"""Of names of one kernel that are as fast, the plainest."""
+FRAMES = {"!datum.close": [1, 0], "datum.close": [4, 3]}
+"""Filter of shapes -> dashes of their frames: dashed if the winner is too close to call."""
 NARROW = "bandwidth('x') < 50"
 """Columns too narrow for a title across."""
 LONG_ROWS = "(width < 300 || length(rows[0] || '') > 56)"
@@ -47,7 +45,6 @@ ROW_NAME = f"{LONG_ROWS} ? split(datum.label, ' · ') : datum.label"
 ABOVE: dict[str, Any] = {"orient": "top", "ticks": False, "domain": False}
 LENGTHS = "lengths"
 """Parameter of the charts over length."""
-TIMED = "isValid(datum.ns) && datum.exact"
 
 
 class Chart(Struct, frozen=True):
@@ -75,39 +72,18 @@ class Chart(Struct, frozen=True):
 
 
 def winner_map(labels: Sequence[str], winners: Sequence[str], place: WinnerMap) -> Chart:
-    """Which one is fastest at each batch and length, and what the next best would cost."""
+    """Return a map of who is fastest at each batch and length; its rows are those of `winner_rows`."""
     spec = _winner_spec(tuple(labels), tuple(winners), place.columns)
     name = f"winners-{place.number + 1}" if place.number else "winners"
     axes = {"rows": "row", "columns": "column"}
-    return Chart(name, spec, lines="row", step=34, axes=axes, map=place.number, title=place.title)
+    return Chart(name, spec, needs="place", lines="row", step=34, axes=axes, map=place.number, title=place.title)
 
 
 @drawn_once
 def _winner_spec(labels: Labels, winners: Labels, title: str) -> Spec:
     base = (
         alt.Chart(ROWS)
-        .transform_filter(TIMED)
-        .transform_joinaggregate(plainest="min(plain)", groupby=["workload", "kernel", "rank"])
-        .transform_filter(ONE_NAME)
-        .transform_window(
-            place="row_number()",
-            next_label="lead(label)",
-            next_ns="lead(ns)",
-            next_rank="lead(rank)",
-            sort=[alt.SortField("ns"), alt.SortField("plain")],
-            groupby=["workload"],
-            frame=[None, None],
-        )
-        .transform_joinaggregate(field="count()", groupby=["workload"])
-        .transform_filter("datum.place == 1")
-        .transform_calculate(
-            ms="datum.ns / 1e6",
-            regret="isValid(datum.next_ns) ? datum.next_ns / datum.ns - 1 : null",
-            certain="!isValid(datum.next_ns) ? 'only one measured'"
-            " : datum.rank == datum.next_rank ? 'no, too close to call' : 'yes'",
-            told=f"(datum.rank == datum.next_rank ? '≈ ' : '') + {shortened()}",
-            key=KEYED,
-        )
+        .transform_calculate(ms="datum.ns / 1e6", told=f"(datum.close ? '≈ ' : '') + {shortened()}", key=KEYED)
         .encode(
             y=alt.Y(
                 "row:O",

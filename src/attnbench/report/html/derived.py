@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from attnbench.analyse.ranking import RANK_LEVEL, Row, is_timed, label, sign
-from attnbench.analyse.ratios import paired_ratio
 from attnbench.analyse.speedup import category
 from attnbench.analyse.wording import CANNOT_TELL, counted
-from attnbench.report.html.cells import Cells, framework_of, short
+from attnbench.report.html.cells import Cells, short
 from attnbench.report.html.families import Families, kind_words
+from attnbench.results.records import framework_of, is_timed, label
+from attnbench.results.standings import Standing
 from attnbench.spec import Cost, Ok, Record
 
 Rows = list[dict[str, Any]]
@@ -26,44 +26,29 @@ MOST_REASONS = 3
 
 
 def side_by_side(cells: Cells) -> Rows:
-    """The best of torch and the best of JAX on every shape that both ran in one run: in the run with the fastest."""
-    best: dict[str, tuple[Ok, Ok]] = {}
-    for group in cells.groups:
-        torch, jax = (_fastest(group, name) for name in ("torch", "jax"))
-        if torch is None or jax is None:
-            continue
-        known = best.get(torch.workload.id)
-        if known is None or _product(torch, jax) <= _product(*known):
-            best[torch.workload.id] = (torch, jax)
-    return [_beside(torch, jax, cells.families) for torch, jax in best.values()]
+    """Return a row for every shape on which the winner of torch and that of JAX took turns: by the newest such run."""
+    torch, jax = (cells.standings.frameworks.get(name, {}) for name in ("torch", "jax"))
+    rows: Rows = []
+    for key in (key for key in torch if key in jax):
+        ours, theirs = torch[key].first, jax[key].first
+        runs = (run[key] for run in reversed(cells.standings.by_run) if key in run)
+        both = next((one for one in runs if ours in one.ranked and theirs in one.ranked), None)
+        if both is not None and ours is not None and theirs is not None:
+            rows.append(_beside(both, ours, theirs, cells.families))
+    return rows
 
 
-def _fastest(group: Iterable[Row], framework: str) -> Ok | None:
-    exact = (row.record for row in group if row.rank is not None)
-    return next((r for r in exact if is_timed(r) and framework_of(r) == framework), None)
-
-
-def _product(torch: Ok, jax: Ok) -> float:
-    """Small where neither side lacks its fastest."""
-    return _median(torch) * _median(jax)
-
-
-def _median(record: Ok) -> float:
-    assert record.time is not None
-    return record.time.median_ns
-
-
-def _beside(torch: Ok, jax: Ok, families: Families) -> dict[str, Any]:
-    ratio = paired_ratio(torch, jax, RANK_LEVEL)
-    return _shape(torch, families) | {
-        "torch": label(torch),
-        "torch_ns": _median(torch),
-        "jax": label(jax),
-        "jax_ns": _median(jax),
+def _beside(standing: Standing, torch: str, jax: str, families: Families) -> dict[str, Any]:
+    ratio = standing.ratio(torch, jax)
+    return _shape(standing.ranked[torch], families) | {
+        "torch": torch,
+        "torch_ns": standing.times[torch],
+        "jax": jax,
+        "jax_ns": standing.times[jax],
         "gain": ratio.value,
         "gain_low": ratio.low,
         "gain_high": ratio.high,
-        "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[sign(ratio)],
+        "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[ratio.sign],
     }
 
 
@@ -78,7 +63,7 @@ def _shape(record: Record, families: Families) -> dict[str, Any]:
 
 
 def kv_cache(cells: Cells) -> Rows:
-    """What a cache of keys and values takes at each shape: of the shape alone, not of an implementation."""
+    """Return the bytes of a cache of keys and values at each shape; they do not depend on an implementation."""
     rows: dict[str, dict[str, Any]] = {}
     for record in cells.records:
         if isinstance(record, Ok) and record.memory.kv_cache_bytes:
@@ -92,7 +77,7 @@ def kv_cache(cells: Cells) -> Rows:
 
 
 def kernels(cells: Cells) -> Rows:
-    """Who launched what where; the page joins shapes that launched the same."""
+    """Return the kernels that each cell launched; the page joins shapes that launched the same."""
     return [
         {"label": label(record), "framework": framework_of(record)}
         | _shape(record, cells.families)
@@ -103,7 +88,7 @@ def kernels(cells: Cells) -> Rows:
 
 
 def why_nothing(records: Iterable[Record]) -> str:
-    """The reasons that most cells without a result have."""
+    """Return the reasons that most cells without a result have."""
     reasons = Counter(record.reason for record in records if not isinstance(record, Ok))
     told = [
         f"{' '.join(reason.split())[:SHORT_REASON].rstrip('.')} ({counted(count, 'cell')})"
@@ -113,7 +98,7 @@ def why_nothing(records: Iterable[Record]) -> str:
 
 
 def not_run(records: Iterable[Record], families: Families) -> Rows:
-    """Everything without a result, once per reason."""
+    """Return a row per reason for the cells without a result."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if not isinstance(record, Ok):
@@ -138,7 +123,7 @@ def _capped(names: Sequence[str], most: int) -> list[str]:
 def roofs(cells: Cells) -> Rows:
     """The measured ceilings as lines, read back from the shares that were reached under them."""
     points: dict[str, list[Cost]] = {}
-    for record in (row.record for group in cells.groups for row in group):
+    for record in (record for run in cells.standings.runs for record in run):
         if is_timed(record) and record.cost.roofline and record.cost.bytes:
             points.setdefault(f"{framework_of(record)}, {record.workload.dtype}", []).append(record.cost)
     reached = [cost.flops / cost.bytes for costs in points.values() for cost in costs]

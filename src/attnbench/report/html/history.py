@@ -12,11 +12,11 @@ from typing import Any
 from msgspec import Struct
 
 from attnbench.analyse.families import FRAMEWORKS
-from attnbench.analyse.history import Commits, Excluded, Point, Trend, find_changes
-from attnbench.analyse.history import Source as Measured
-from attnbench.analyse.history import gather as gather_series
-from attnbench.analyse.steps import LEAST_POINTS, THRESHOLD, detector_missing
-from attnbench.report.history import SHORT, since, size
+from attnbench.comparing.history import Commits, Excluded, Point, Trend, find_changes
+from attnbench.comparing.history import Source as Measured
+from attnbench.comparing.history import gather as gather_series
+from attnbench.comparing.history_text import SHORT, since, size
+from attnbench.comparing.level_changes import LEAST_POINTS, THRESHOLD, detector_missing
 from attnbench.report.html.families import Families, kind_words
 from attnbench.report.html.sections import Section, Source
 

@@ -16,16 +16,17 @@ from attnbench.report.html.cells import Cell
 from attnbench.report.html.charts import LENGTHS, Chart
 from attnbench.report.html.directions import one_way
 from attnbench.report.html.encodings import keys
-from attnbench.report.html.featured import GREY, featured
+from attnbench.report.html.map import winner_rows
 from attnbench.report.html.packing import pack, unpack
 from attnbench.report.html.page import Page, Part
 from attnbench.report.html.palette import LIGHT, ranges
 from attnbench.report.html.picks import Choice
-from attnbench.store.runfile import slug
+from attnbench.results.run_file import slug
 
 WIDTH = 640
 SCALE = 2
 LABELS = 12
+GREY = "#d0d0d0"
 LONGEST_ERROR = 200
 AXIS = {
     "titleFontWeight": "normal",
@@ -96,12 +97,14 @@ def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choi
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}
     if chart.title:
         spec["title"] = {"text": chart.title, "fontWeight": "normal", "anchor": "start"}
+    shown = choice or next(iter(chart.choices), Choice(""))
     if chart.choices:
-        shown = choice or chart.choices[0]
         mine = [row for row in mine if shown.accepts(row)]
         spec["title"] = {"text": shown.text, "fontWeight": "normal", "anchor": "start"}
+    if chart.map is not None:
+        mine = winner_rows(mine)
     drawn = {row["label"] for row in mine if "label" in row}
-    named = set(featured(mine)) if LENGTHS in chart.axes else drawn
+    named = set(shown.named) if LENGTHS in chart.axes else drawn
     if LENGTHS in chart.axes:
         spec["title"] |= {"subtitle": _line_words(mine, len(drawn - named)), "subtitleColor": "#666666"}
         mine = sorted(mine, key=lambda row: row["label"] in named)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from attnbench.analyse.twins import named
 from attnbench.analyse.wording import counted
+from attnbench.comparing.gate_markdown import LIMIT, clean
 from attnbench.measuring.host_limit import HOST_LIMITED
-from attnbench.report.gate_markdown import LIMIT, clean
 from attnbench.report.html.derived import not_run
+from attnbench.report.html.map import Cell, winner_rows
 from attnbench.report.html.page import Page, Part
-from attnbench.report.html.podium import Podium, shapes_of
 from attnbench.report.tables import MARK
 from attnbench.report.units import duration, half_interval, percent
 
@@ -48,26 +47,25 @@ def clean_sentence(text: str) -> str:
 
 
 def _winners(part: Part) -> list[str]:
-    rows = [f"| {' | '.join(map(clean, _winner(one)))} |" for one in shapes_of(part.cells.rows)]
+    found = winner_rows(part.cells.rows)
+    rows = [f"| {' | '.join(map(clean, _winner(one)))} |" for one in found]
     if not rows:
         return []
     table = "\n".join([HEADING, *rows[:MOST_SHAPES]])
-    if any(one.first.get("host") for one in shapes_of(part.cells.rows)):
+    if any(one.get("host") for one in found):
         table += f"\n\n{clean(MARK)} {HOST_LIMITED}: the call takes that many times its kernel time"
     left = len(rows) - MOST_SHAPES
     return [table, f"{left} more shapes are in the report."] if left > 0 else [table]
 
 
-def _winner(one: Podium) -> list[str]:
-    best, second = one.first, one.second
-    interval = None if best.get("low") is None else (best["low"], best["high"])
-    name = named(best["label"], one.same)
-    host = f" {MARK} {best['host']:.1f}x" if best.get("host") else ""
-    first = [best["shape"], name, f"{duration(best['ns'])} {half_interval(best['ns'], interval)}{host}"]
-    if second is None:
-        return [*first, "–", "–"]
-    close = " (too close to call)" if one.close else ""
-    return [*first, second["label"], f"{percent(max(0.0, second['ns'] / best['ns'] - 1))}{close}"]
+def _winner(row: Cell) -> list[str]:
+    interval = None if row.get("low") is None else (row["low"], row["high"])
+    name = f"{row['label']} (the same kernel as {row['same']})" if row["same"] else row["label"]
+    host = f" {MARK} {row['host']:.1f}x" if row.get("host") else ""
+    first = [row["shape"], name, f"{duration(row['ns'])} {half_interval(row['ns'], interval)}{host}"]
+    close = " (too close to call)" if row["close"] else ""
+    regret = "–" if row["regret"] is None else percent(row["regret"])
+    return [*first, row["next_label"] or "–", f"{regret}{close}"]
 
 
 def _left_out(part: Part) -> list[str]:

@@ -14,13 +14,9 @@ import jinja2
 from markupsafe import Markup
 from msgspec import Struct
 
-from attnbench.analyse.across_runs import CLEARLY
 from attnbench.analyse.advice import Recommendation
-from attnbench.analyse.clocks import clock_of
-from attnbench.analyse.losses import tell_not_run
-from attnbench.analyse.ranking import by_workload, is_timed
-from attnbench.analyse.recommend import recommend
-from attnbench.analyse.summary import closing, count_notes, wrong_sentences
+from attnbench.analyse.recommend import advise
+from attnbench.analyse.summary import answer, count_notes, tell_not_run, wrong_sentences
 from attnbench.report.html.answers import group_advice
 from attnbench.report.html.bundle import vega_script
 from attnbench.report.html.cells import Cells, make_cells
@@ -32,8 +28,9 @@ from attnbench.report.html.palette import DARK, LIGHT, order_labels, ranges
 from attnbench.report.html.sections import Section, Source, gather
 from attnbench.report.html.views import View, history_view, make_views
 from attnbench.report.summary_documents import Measured
+from attnbench.results.records import by_workload, clock_of, is_timed
+from attnbench.results.unreached import tell_unreached
 from attnbench.spec import Record
-from attnbench.store.unreached import tell_unreached
 
 TEMPLATES = files("attnbench.report.html") / "templates"
 DEVICE_CLOCKS = ("kernel", "events", "graph")
@@ -91,7 +88,7 @@ def compose(sources: Sequence[Source], against: Sequence[str] = (), history: His
         for section, cells in zip(sections, made)
     ]
     titles = _titles(sections, sources)
-    parts = [_part(*one, against) for one in zip(sections, titles, made, drawn)]
+    parts = [_part(*one) for one in zip(sections, titles, made, drawn)]
     return Page(sources, parts, labels, _left(sources))
 
 
@@ -108,25 +105,25 @@ def _titles(sections: Sequence[Section], sources: Sequence[Source]) -> list[str]
     return [one.title if counts[one.title] == 1 else f"{one.title} · {runs}" for one, runs in zip(sections, names)]
 
 
-def _part(section: Section, title: str, cells: Cells, views: list[View], against: Sequence[str]) -> Part:
-    newest = cells.newest
-    notes = [*_whose_time(newest), *count_notes(newest), *_mixed_clocks(section)]
+def _part(section: Section, title: str, cells: Cells, views: list[View]) -> Part:
+    standings, records = cells.standings, cells.records
+    notes = [*_whose_time(records), *count_notes(records), *_mixed_clocks(section)]
     if cells.repeated:
         cells_were = "1 cell was" if cells.repeated == 1 else f"{cells.repeated} cells were"
-        notes.append(f"{cells_were} measured in more than one of these runs: the newest is shown")
+        notes.append(f"{cells_were} measured in more than one of these runs: the run that decides its shape is shown")
     if cells.pooled:
         shapes = "1 shape holds" if cells.pooled == 1 else f"{cells.pooled} shapes hold"
         notes.append(
-            f"{shapes} cells of several runs, which did not share their rounds: one of another run is called slower "
-            f"only where it takes over {CLEARLY} times as long by what both runs timed, and what is said in words "
-            "rests on the run that timed most there"
+            f"{shapes} cells of several runs, which did not share their rounds: one run decides who is faster, the "
+            "newest that holds the leaders of the run before it or is clearly faster; cells of the others are shown "
+            "and not ranked"
         )
-    advice = recommend(*cells.runs, against=against)
+    advice = advise(standings)
     headline = [one for one in advice if one.kind == "overall"]
-    before, after = wrong_sentences(newest)
-    remarks = [] if headline else [closing(newest, against, ranked=cells.deciding, wrong=False)]
+    before, after = wrong_sentences(standings.newest)
+    remarks = [] if headline else [answer(standings, wrong=False)]
     wrong = [*before, *after]
-    return Part(section, title, cells, views, headline, remarks, wrong, tell_not_run(newest), advice, notes)
+    return Part(section, title, cells, views, headline, remarks, wrong, tell_not_run(records), advice, notes)
 
 
 def _whose_time(records: Sequence[Record]) -> list[str]:
@@ -151,9 +148,9 @@ def _mixed_clocks(section: Section) -> list[str]:
     return [f"{shapes} timed by different clocks ({names}): shown and compared by one that most of them hold"]
 
 
-def measured(page: Page, against: Sequence[str] = ()) -> list[Measured]:
-    """What the summaries beside the page are made of."""
-    return [Measured(part.title, part.cells.runs, part.verdicts, part.advice, against) for part in page.parts]
+def measured(page: Page) -> list[Measured]:
+    """Return what the summaries beside the page are made of."""
+    return [Measured(part.title, part.cells.standings, part.verdicts, part.advice) for part in page.parts]
 
 
 def render(page: Page) -> str:

@@ -51,7 +51,7 @@ def order_labels(cells: Iterable[Mapping[str, Any]]) -> list[str]:
     for cell in cells:
         if cell.get("ns") is not None:
             timed[cell["label"]] += 1
-            wins[cell["label"]] += cell["rank"] == 1
+            wins[cell["label"]] += cell.get("rank") == 1
     return sorted(timed, key=lambda name: (-wins[name], -timed[name], name))
 
 

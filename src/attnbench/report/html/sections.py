@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct, field
 
 from attnbench.analyse.families import FRAMEWORKS
-from attnbench.analyse.ranking import ANCHOR, is_timed
+from attnbench.results.records import ANCHOR, is_timed
+from attnbench.results.run_file import Run
 from attnbench.spec import Environment, Record
-from attnbench.store.runfile import Run
 
 MACHINE = ("device", "device_name", "capability", "cpu", "cores", "driver", "system")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnbench.analyse.ranking import label
 from attnbench.report.html.cells import Cell, Cells, short
+from attnbench.results.records import label
 from attnbench.spec import Errors, Incorrect, Ok
 
 FARTHEST = 1e3

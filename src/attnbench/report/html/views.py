@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from attnbench.analyse.ranking import LEAST_DIFFERENCE
 from attnbench.report.html import charts, charts_own, derived, tables
 from attnbench.report.html.cells import Cells
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.growth import growth_rows
 from attnbench.report.html.history import History, how_looked, of_section, point_rows, trend_rows, which_runs, why_none
-from attnbench.report.html.picks import family_choices
-from attnbench.report.html.podium import shapes_of
+from attnbench.report.html.map import winner_rows
+from attnbench.report.html.picks import line_choices
 from attnbench.report.html.sections import Section
 from attnbench.report.html.tables import Table, own
 from attnbench.report.html.verdicts import FARTHEST, add_verdicts
+from attnbench.results.ratios import LEAST_DIFFERENCE
 
 FEW = "The best and the plain ones are firm, the others faint until you point at their names."
 MOST_LINES = 80
@@ -77,7 +77,7 @@ def _if_any(cells: Cells, field: str, view: View, empty: str = "") -> View | Non
 
 
 def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
-    choices = family_choices(cells.rows, "ns")
+    choices = line_choices(cells.rows, "ns")
     time = charts.against_length(
         "time", labels, "ns", "Time per call (ms)", low="datum.low / 1e6", high="datum.high / 1e6", choices=choices
     )
@@ -134,11 +134,11 @@ def _beside(cells: Cells) -> str:
 
 
 def _winners(cells: Cells) -> list[str]:
-    return sorted({one.first["label"] for one in shapes_of(cells.rows)})
+    return sorted({row["label"] for row in winner_rows(cells.rows)})
 
 
 def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
-    choices = family_choices(cells.rows, "peak")
+    choices = line_choices(cells.rows, "peak")
     title = "Peak memory beyond the inputs (MB)"
     chart = charts.against_length("memory", labels, "peak", title, theory="datum.theory / 1e6", choices=choices)
     note = (
@@ -213,7 +213,7 @@ def _frameworks(cells: Cells) -> View | None:
     rows = derived.side_by_side(cells)
     note = (
         "The best exact implementation of each on the same shape, measured in interleaved rounds, with 99 % intervals; "
-        "of several runs of both, the one with the fastest. "
+        "of several runs of both, the newest. "
         f"One is faster where the whole interval lies more than {100 * (LEAST_DIFFERENCE - 1):.0f} % from 1; grey is "
         "too close to call, or cannot be told."
     )

@@ -40,20 +40,23 @@ class LazyChart {
   // Vega writes on what it is given: each chart gets its own objects, which read through to the shared rows.
   values() {
     const minor = this.minor();
-    return this.rows().map((row) => Object.assign(Object.create(row), { minor: minor.has(row.label) }));
+    return this.drawn().map((row) => Object.assign(Object.create(row), { minor: minor.has(row.label) }));
   }
 
-  // A chart of lines shows few of them firmly.
+  // A map shows one row of each shape.
+  drawn() {
+    return this.chart.map !== null ? DERIVED.winners(this.rows()) : this.rows();
+  }
+
+  // A chart of lines shows few of them firmly: those that its choice names.
   minor() {
-    if (!this.chart.axes.lengths) return new Set();
-    const rows = this.rows();
-    const named = featured(rows);
-    return new Set(rows.map((row) => row.label).filter((label) => !named.has(label)));
+    if (!this.chart.axes.lengths || !this.picker) return new Set();
+    const named = new Set(this.picker.named);
+    return new Set(this.rows().map((row) => row.label).filter((label) => !named.has(label)));
   }
 
   labels() {
-    const rows = this.chart.map !== null ? DERIVED.winners(this.rows()) : this.rows();
-    return rows.map((row) => row.label);
+    return this.drawn().map((row) => row.label);
   }
 
   // What an axis is made of: values of a field in their order.

@@ -12,60 +12,44 @@ function grouped(rows, keyOf) {
   return groups;
 }
 
-const PLAIN = ["torch.eager", "jax.einsum", "numpy.float32"];
-const MOST_FEATURED = 6;
-
-// Labels that a chart of lines names: plain ones, and those that lose least time to the fastest; names of one kernel once.
-function featured(rows) {
-  const labels = grouped(rows, (row) => row.label);
-  if (labels.size <= MOST_FEATURED) return new Set(labels.keys());
-  const timed = rows.filter((row) => row.exact);
-  const best = new Map();
-  for (const row of timed) best.set(row.workload, Math.min(row.ns, best.get(row.workload) ?? Infinity));
-  const loss = new Map([...grouped(timed, (row) => row.label)].map(([label, mine]) => [label,
-    mine.reduce((sum, row) => sum + Math.log(row.ns / best.get(row.workload)), 0) / mine.length + (mine.length <= best.size / 2)]));
-  const kernels = (label) => new Map(labels.get(label).map((row) => [row.workload, row.kernel]));
-  const alike = (a, b) => {
-    const both = [...a.keys()].filter((key) => b.has(key));
-    return both.length > 0 && both.every((key) => a.get(key) !== undefined && a.get(key) === b.get(key));
-  };
-  const chosen = PLAIN.filter((label) => labels.has(label));
-  const order = (a, b) => (loss.get(a) ?? Infinity) - (loss.get(b) ?? Infinity) || (a < b ? -1 : 1);
-  for (const label of [...labels.keys()].filter((one) => !chosen.includes(one)).sort(order)) {
-    if (chosen.length < MOST_FEATURED && !chosen.some((one) => alike(kernels(label), kernels(one)))) chosen.push(label);
-  }
-  return new Set(chosen);
+// Rows of each shape that have a place in its standing, in that order.
+function placed(rows) {
+  const shapes = grouped(rows.filter((row) => row.place !== undefined), (row) => row.workload);
+  return [...shapes.values()].map((field) => field.sort((a, b) => a.place - b.place));
 }
 
 const DERIVED = {
+  // Extra time over the first that is left of each shape, among those timed together.
   regret(rows) {
-    const best = new Map();
-    const exact = rows.filter((row) => row.ns !== undefined && row.exact);
-    for (const row of exact) best.set(row.workload, Math.min(row.ns, best.get(row.workload) ?? Infinity));
+    const shapes = placed(rows);
     const found = new Map();
-    for (const row of exact) {
-      const one = found.get(row.label) || { label: row.label, shapes: 0, wins: 0, logs: 0, worst_regret: -1 };
-      const regret = row.ns / best.get(row.workload) - 1;
-      one.shapes += 1;
-      one.wins += regret === 0 ? 1 : 0;
-      one.logs += Math.log1p(regret);
-      if (regret > one.worst_regret) Object.assign(one, { worst_regret: regret, worst_shape: row.shape });
-      found.set(row.label, one);
+    for (const field of shapes) {
+      for (const row of field) {
+        const one = found.get(row.label) || { label: row.label, shapes: 0, wins: 0, logs: 0, worst_regret: -1 };
+        const regret = Math.max(0, row.ns / field.find(({ group }) => group === row.group).ns - 1);
+        one.shapes += 1;
+        one.wins += row.kernel === field[0].kernel ? 1 : 0;
+        one.logs += Math.log1p(regret);
+        if (regret > one.worst_regret) Object.assign(one, { worst_regret: regret, worst_shape: row.shape });
+        found.set(row.label, one);
+      }
     }
     return [...found.values()]
-      .map((one) => ({ ...one, of: best.size, mean_regret: Math.expm1(one.logs / one.shapes) }))
+      .map((one) => ({ ...one, of: shapes.length, mean_regret: Math.expm1(one.logs / one.shapes) }))
       .sort((a, b) => a.mean_regret - b.mean_regret);
   },
-  // Names of one kernel that are as fast are one, by the plainest of them.
+  // The first of each shape, other names of its kernel and the next kernel: places, ties and kernels are data.
   winners(rows) {
-    return [...grouped(rows.filter((row) => row.exact), (row) => row.workload).values()].map((field) => {
-      const kernelOf = (row) => (row.kernel === undefined ? row.label : `${row.kernel} ${row.rank}`);
-      const names = [...grouped(field.sort((a, b) => a.plain - b.plain), kernelOf).values()].sort(([a], [b]) => a.ns - b.ns);
-      const [[first, ...same], [next] = []] = names;
-      const certain = !next ? "only one measured" : first.rank === next.rank ? "no, too close to call" : "yes";
-      const regret = next ? next.ns / first.ns - 1 : undefined;
-      const others = same.length ? same.map((row) => row.label).join(", ") : undefined;
-      return { ...first, same: others, next_label: next?.label, regret, certain, field: field.length };
+    return placed(rows).map((field) => {
+      const [first, ...others] = field;
+      const same = others.filter((row) => row.kernel === first.kernel).map((row) => row.label).join(", ") || undefined;
+      const left = others.filter((row) => row.kernel !== first.kernel);
+      const next = left.find((row) => row.group === first.group);
+      const tie = others.every((row) => row.framework === first.framework) ? "within" : "tie";
+      const close = left.some((row) => row[tie] === first[tie]);
+      const certain = close ? "no, too close to call" : next ? "yes" : "only one measured";
+      const regret = next ? Math.max(0, next.ns / first.ns - 1) : undefined;
+      return { ...first, same, next_label: next?.label, regret, close, certain, field: field.length };
     });
   },
   kernels: (rows) => [...grouped(rows, (row) => `${row.label}\n${row.pass}\n${row.kernels}`).values()]

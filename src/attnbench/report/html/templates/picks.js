@@ -20,6 +20,7 @@ class Picker {
     there.forEach((one, place) => { this.select.options[place].disabled = !one; });
     if (!there[this.select.value]) this.select.value = Math.max(0, there.indexOf(true));
     this.chosen = this.key(this.choices[this.select.value]);
+    this.named = this.choices[this.select.value].named;
   }
 
   accepts(row) {

@@ -1,0 +1,181 @@
+"""Select from runs what a policy may choose from, place by place and workload by workload, and say why not the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct, structs
+
+from attnbench.errors import UnknownName
+from attnbench.policy import Constraints, Place, Shape, place_of, shape_of
+from attnbench.results.records import ANCHOR, device_of, framework_of, is_timed, label, matches
+from attnbench.results.standings import Standing, Standings, supersedes
+from attnbench.spec import Ok, Record
+
+WRAPPERS: dict[str, str] = dict.fromkeys(
+    ("torch.hf-sdpa", "torch.hf-eager"), "calls another candidate through Transformers: ask for it with --only"
+)
+"""Never faster than what they call, and they import far more."""
+NOT_ASKED_FOR = "is not among --only"
+
+
+class Refusal(Struct, frozen=True):
+    """A record that may not be chosen."""
+
+    record: Record
+    why: str
+
+
+def eligible(
+    records: Iterable[Record], constraints: Constraints, left_out: Mapping[str, str]
+) -> tuple[list[Ok], list[Refusal]]:
+    """Records that may be chosen, and those that may not. `left_out`: names -> why sweeps leave them out."""
+    kept: list[Ok] = []
+    refused: list[Refusal] = []
+    for record in records:
+        if record.implementation.startswith(ANCHOR):
+            continue
+        why = _why_not(record, constraints, left_out)
+        if why is None and is_timed(record):
+            kept.append(record)
+        else:
+            refused.append(Refusal(record, why or "was not timed"))
+    return kept, refused
+
+
+def check_names(constraints: Constraints, records: Iterable[Record], known: Iterable[str]) -> None:
+    """Refuse --only of what the records do not hold, and --forbid of what is not `known` either, whatever its
+    settings."""
+    held = {name for record in records for name in (record.implementation, label(record))}
+    forbidden = [one.partition("[")[0] for one in constraints.forbid]
+    for wanted, among in ((constraints.only, held), (forbidden, held | set(known))):
+        for one in wanted:
+            if not any(_named(name, name, [one]) for name in among):
+                raise UnknownName("implementation in these runs", one, among, "attnbench show RUN")
+
+
+def allowed(name: str, config_name: str, constraints: Constraints) -> bool:
+    """Whether --only and --forbid let an implementation, as configured, be chosen."""
+    asked = not constraints.only or _named(name, config_name, constraints.only)
+    return asked and not _named(name, config_name, constraints.forbid)
+
+
+def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, str]) -> str | None:
+    if constraints.only and not _named(record.implementation, label(record), constraints.only):
+        return NOT_ASKED_FOR
+    if not isinstance(record, Ok):
+        return f"{record.status.replace('_', ' ')}: {record.reason}"
+    if record.time is None:
+        return "was verified, not timed"
+    if record.approximate:
+        return "is approximate"
+    if record.workload.step:
+        return f"computes the step {record.workload.step}, of which attention is a part"
+    if record.environment is None:
+        return "does not say where it was measured"
+    name = record.implementation
+    if "." not in name:
+        return "is a bare function: register it as an implementation"
+    by_name = name in constraints.only or label(record) in constraints.only
+    if not by_name and (name in left_out or name in WRAPPERS):
+        return left_out.get(name) or WRAPPERS[name]
+    return _against(record, constraints)
+
+
+def _against(record: Ok, constraints: Constraints) -> str | None:
+    """The constraint it breaks."""
+    if _named(record.implementation, label(record), constraints.forbid):
+        return "is forbidden"
+    if constraints.deterministic and not record.deterministic:
+        return "is not deterministic"
+    peak, limit = record.memory.peak_bytes, constraints.max_memory
+    if limit is not None and (peak is None or peak > limit):
+        return "its memory is not known" if peak is None else f"needs {peak:,} bytes"
+    return None if constraints.max_error is None else _too_wrong(record, constraints.max_error)
+
+
+def _too_wrong(record: Ok, limit: float) -> str | None:
+    """Every error that is known counts; that of the output or the gradients must be, where the pass computes them."""
+    errors = {"forward": record.errors.forward, "backward": record.errors.backward}
+    known = [error for error in errors.values() if error is not None]
+    if any(not error <= limit for error in known):
+        return f"has an error of {max(known):.1e}"
+    needed = ("forward", "backward") if record.workload.pass_ == "train" else (record.workload.pass_,)
+    return "its error is not known" if any(errors[part] is None for part in needed) else None
+
+
+def _named(name: str, config_name: str, wanted: Sequence[str]) -> bool:
+    return any(matches(name, one) or config_name == one for one in wanted)
+
+
+class Source(Struct, frozen=True):
+    """A run to choose from."""
+
+    name: str
+    created: str
+    records: Sequence[Record]
+
+
+class Ground(Struct, frozen=True):
+    """What was measured at one place."""
+
+    place: Place
+    standings: dict[str, Standing]
+    """Workload id -> standing of its candidates, all of one run."""
+
+    @property
+    def by_shape(self) -> dict[Shape, list[Standing]]:
+        """Shape -> standings of the workloads that one entry stands for, such as windows of several sizes."""
+        found: dict[Shape, list[Standing]] = {}
+        for standing in self.standings.values():
+            found.setdefault(shape_of(standing.workload), []).append(standing)
+        return found
+
+
+def survey(
+    sources: Iterable[Source], constraints: Constraints, left_out: Mapping[str, str]
+) -> tuple[list[Ground], list[Refusal]]:
+    """Return the grounds, and the records that may not be chosen. `sources` are the oldest first."""
+    grounds: dict[tuple[object, ...], Ground] = {}
+    refused: list[Refusal] = []
+    for source in sources:
+        found, others = eligible(source.records, constraints, left_out)
+        refused += others
+        for place, workload, standing in _standings(source.records, found):
+            key = next((one for one, ground in grounds.items() if ground.place.agrees(place)), place.key)
+            ground = grounds.setdefault(key, Ground(place, {}))
+            if workload not in ground.standings or supersedes(standing, ground.standings[workload]):
+                ground.standings[workload] = standing
+            runs = tuple(dict.fromkeys((*ground.place.runs, source.name)))
+            made = max(ground.place.made, source.created)
+            software = dict(sorted((place.software | ground.place.software).items()))
+            merged = structs.replace(ground.place, runs=runs, made=made, software=software)
+            grounds[key] = Ground(merged, ground.standings)
+    return list(grounds.values()), refused
+
+
+def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[tuple[Place, str, Standing]]:
+    """Yield place, workload id and standing of the candidates of a run, by place and workload.
+
+    The whole run is ranked, device by device, before candidates are taken out of it: what may not be chosen still
+    tells by which clock a workload is compared.
+    """
+    places = {(device_of(one), framework_of(one), one.cell.id): _place(one) for one in candidates}
+    for device in dict.fromkeys(device_of(record) for record in records):
+        for workload, whole in Standings([[r for r in records if device_of(r) == device]]).by_run[0].items():
+            rows = {(device, framework_of(row.record), row.record.cell.id) for row in whole.rows}
+            here = {places[key].key: places[key] for key in rows & places.keys()}
+            for place in here.values():
+
+                def is_candidate(record: Record, place: Place = place) -> bool:
+                    found = places.get((device_of(record), framework_of(record), record.cell.id))
+                    return found is not None and found.key == place.key
+
+                standing = whole.only(is_candidate)
+                if standing.ranked:
+                    yield place, workload, standing
+
+
+def _place(record: Ok) -> Place:
+    assert record.environment is not None
+    return place_of(structs.replace(record.environment, framework=framework_of(record)))

@@ -1,0 +1,150 @@
+"""A policy and what it rests on -> the cells whose measurement would sharpen it most.
+
+First lengths in the middle of (in log space) neighbours with different choices, the dearest mistake first; when those
+are as near as they need to be, lengths between neighbours that no entry reaches; then other configs of whoever might
+lead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import log
+
+from msgspec import Struct, structs
+
+from attnbench.analyse.families import Track, length, tracks
+from attnbench.choosing.candidates import Ground
+from attnbench.choosing.choose import Chosen
+from attnbench.errors import InvalidWorkload
+from attnbench.policy import REACH, Place, shape_of
+from attnbench.results.standings import Standing, contenders
+from attnbench.spec import Workload
+
+NEAR_ENOUGH = 1.3
+"""Neighbouring lengths no further apart are not divided."""
+LEAST_STAKE = log(1.02)
+"""What two choices must differ by at both ends: where they are as good, the crossing is found."""
+STEPS = (64, 16, 4, 1)
+"""New lengths are multiples of one of these: what kernels like, where there is room for it."""
+RESIZABLE = {"full", "causal", "window", "prefix"}
+"""Kinds of masks that hold no array of the length."""
+
+Variants = Callable[[str, Workload], Sequence[str]]
+"""Name of an implementation and a workload -> labels of its other configs."""
+
+
+class Proposal(Struct, frozen=True, kw_only=True):
+    """Cells of one workload, to be measured together."""
+
+    workload: Workload
+    labels: tuple[str, ...]
+    gain: float
+    """Logarithm of the time at stake, times that of the lengths it is at stake over; of the latter alone where nothing
+    is known of the former."""
+    why: str
+
+
+def proposals(chosen: Chosen, variants: Variants) -> list[Proposal]:
+    """What to measure next, the most telling first; none when nothing would be learnt. Frameworks share a workload."""
+    pairs = chosen.placed
+    found = [one for place, ground in pairs for one in _between(place, ground)]
+    found = found or [one for place, ground in pairs for one in _unreached(place, ground)]
+    found = found or [one for _, ground in pairs for one in _configs(ground, variants)]
+    merged: dict[str, Proposal] = {}
+    for one in found:
+        before = merged.get(one.workload.id)
+        if before is not None:
+            labels = tuple(dict.fromkeys((*before.labels, *one.labels)))
+            one = structs.replace(before, labels=labels, gain=before.gain + one.gain)
+        merged[one.workload.id] = one
+    return sorted(merged.values(), key=lambda one: (-one.gain, one.workload.id))
+
+
+def batch(found: Sequence[Proposal]) -> list[Proposal]:
+    """The first, and those that ask for the same implementations: one launch."""
+    return [one for one in found if set(one.labels) == set(found[0].labels)]
+
+
+def _between(place: Place, ground: Ground) -> Iterator[Proposal]:
+    """Middles of neighbours with different choices."""
+    picks = {entry.at: entry.use.label for entry in place.entries}
+    for first, second, made in _neighbours(ground):
+        low, high = length(first), length(second)
+        below, above = picks.get(shape_of(first)), picks.get(shape_of(second))
+        if below is None or above is None or below == above or high <= NEAR_ENOUGH * low:
+            continue
+        ends = ground.standings[first.id], ground.standings[second.id]
+        stakes = _stakes(ends, below, above)
+        if min(stakes, default=0.0) > LEAST_STAKE:
+            yield Proposal(
+                workload=made,
+                labels=_leaders(ends),
+                gain=sum(stakes) * log(high / low),
+                why=f"{below} at {low:,} tokens, {above} at {high:,}",
+            )
+
+
+def _unreached(place: Place, ground: Ground) -> Iterator[Proposal]:
+    """Middles of neighbours so far apart that the policy is silent there."""
+    for first, second, made in _neighbours(ground):
+        nearest = place.nearest(shape_of(made))
+        if nearest is not None and nearest[0] > REACH:
+            low, high = length(first), length(second)
+            yield Proposal(
+                workload=made,
+                labels=_leaders((ground.standings[first.id], ground.standings[second.id])),
+                gain=log(high / low),
+                why=f"no entry reaches all lengths from {low:,} to {high:,} tokens",
+            )
+
+
+def _neighbours(ground: Ground) -> Iterator[tuple[Workload, Workload, Workload]]:
+    """Workloads of neighbouring lengths, alike otherwise, and one of a length between them, where there is room."""
+    for track, names in tracks(r for one in ground.standings.values() for r in one.ranked.values()).items():
+        workloads = {length(r.workload): r.workload for records in names.values() for r in records}
+        for low, high in pairwise(sorted(workloads)):
+            middle = _middle(low, high)
+            made = None if middle is None else _resized(workloads[low], track, middle)
+            if made is not None:
+                yield workloads[low], workloads[high], made
+
+
+def _leaders(standings: Sequence[Standing]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for one in standings for name in contenders(one)))
+
+
+def _middle(low: int, high: int) -> int | None:
+    middle = (low * high) ** 0.5
+    rounded = (round(middle / step) * step for step in STEPS)
+    return next((n for n in rounded if low * 1.05 < n < high / 1.05), None)
+
+
+def _resized(workload: Workload, track: Track, tokens: int) -> Workload | None:
+    if not set(workload.visible_mask.kinds) <= RESIZABLE:
+        return None
+    sizes = {"kv_len": tokens, "source": ""} | ({"q_len": tokens} if track.q_len is None else {})
+    try:
+        return structs.replace(workload, **sizes)
+    except InvalidWorkload:
+        return None
+
+
+def _stakes(standings: Sequence[Standing], a: str, b: str) -> list[float]:
+    """How far apart the two choices are at each end, as logarithms: what a wrong one costs there."""
+    shared = [one.times for one in standings if a in one.times and b in one.times]
+    return [abs(log(times[a] / times[b])) for times in shared]
+
+
+def _configs(ground: Ground, variants: Variants) -> Iterator[Proposal]:
+    for standing in ground.standings.values():
+        leaders, workload = contenders(standing), standing.workload
+        bases = dict.fromkeys(standing.ranked[name].implementation for name in leaders)
+        others = [label for name in bases for label in variants(name, workload) if label not in standing.ranked]
+        if others:
+            yield Proposal(
+                workload=workload,
+                labels=tuple(dict.fromkeys((*leaders, *others))),
+                gain=float(len(others)),
+                why=f"configs of {', '.join(name for name in bases if any(o.startswith(f'{name}[') for o in others))}",
+            )

@@ -1,0 +1,189 @@
+"""A policy for the terminal: a table per class, where the choice changes, and one closing sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.markup import escape
+
+from attnbench.analyse.advice import listed, tokens, workloads
+from attnbench.analyse.families import FRAMEWORKS
+from attnbench.choosing.candidates import Ground
+from attnbench.choosing.choose import Chosen, Unchosen
+from attnbench.choosing.regret import Loss, fixed_losses
+from attnbench.measuring.host_limit import HOST_LIMITED
+from attnbench.policy import Crossing, Entry, Place, Policy, Regret, pooled
+from attnbench.report.plain import plain_table
+from attnbench.report.units import DASH
+from attnbench.results.ratios import TOO_WIDE
+
+SHOWN_PICKS = 4
+SHOWN_FIXED = 5
+SHOWN_UNCHOSEN = 8
+
+
+def print_policy(console: Console, policy: Policy, unchosen: Sequence[Unchosen]) -> None:
+    """The tables, the crossings and what nothing was chosen for; the closing sentence is the caller's to print."""
+    for place in policy.places:
+        for title, entries in groupby(place.entries, key=lambda entry: class_title(place, entry)):
+            console.print()
+            console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
+            console.print(plain_table([_row(entry) for entry in entries]), highlight=False)
+        for crossing in place.crossings:
+            console.print(f"  {escape(told_crossing(crossing))}", highlight=False, soft_wrap=True)
+    for one in unchosen[:SHOWN_UNCHOSEN]:
+        told = f"[yellow]not chosen:[/yellow] {escape(f'{one.framework}, {one.workload}: {one.why}')}"
+        console.print(told, highlight=False, soft_wrap=True)
+    if len(unchosen) > SHOWN_UNCHOSEN:
+        rest = workloads(len(unchosen) - SHOWN_UNCHOSEN)
+        console.print(f"[yellow]not chosen:[/yellow] {rest} more; --json lists them", highlight=False)
+
+
+def class_title(place: Place, entry: Entry) -> str:
+    """What the entries of a table have in common."""
+    at = entry.at
+    dims = f"{at.head_dim}/{at.v_head_dim}" if at.v_head_dim else f"{at.head_dim}"
+    facts = [FRAMEWORKS.get(place.framework, place.framework), place.device_name, at.pass_, at.dtype, at.mask]
+    return " · ".join([*facts, f"{at.layout} heads of {dims}", *["softcap"] * at.softcap])
+
+
+def _row(entry: Entry) -> dict[str, str]:
+    at, use = entry.at, entry.use
+    next_best = use.runner_up
+    return {
+        "tokens": f"{at.q_len:,}" if at.q_len == at.kv_len else f"{at.q_len:,} x {at.kv_len:,}",
+        "batch": str(at.batch),
+        "heads": f"{at.heads}" if at.heads == at.kv_heads else f"{at.heads}:{at.kv_heads}",
+        "use": use.label,
+        "regret": f"{use.regret:.3f}",
+        "at most": f"{use.regret_high:.3f}" if use.regret_high <= TOO_WIDE else DASH,
+        "next": DASH if next_best is None else f"{next_best.label} {next_best.ratio:.2f}x",
+        "of": str(use.candidates),
+    }
+
+
+def told_crossing(crossing: Crossing) -> str:
+    """torch.sdpa-flash instead of torch.eager from about 640 tokens (512-1,024): PyTorch · ..."""
+    span = f"{crossing.low:,.0f}-{crossing.high:,.0f}"
+    where = f"somewhere in {span} tokens" if crossing.tokens is None else f"about {tokens(crossing.tokens)} ({span})"
+    return f"{crossing.above} instead of {crossing.below} from {where}: {crossing.track}"
+
+
+def print_losses(console: Console, ground: Ground, first: Sequence[Loss] = ()) -> None:
+    """What one implementation for everything would lose, below whoever is judged."""
+    losses = [*first, *fixed_losses(ground)[:SHOWN_FIXED]]
+    console.print()
+    title = f"{FRAMEWORKS.get(ground.place.framework, ground.place.framework)} · {ground.place.device_name}"
+    what = "the policy, and of one for everything" if first else "one for everything"
+    console.print(f"[bold]{escape(title)}: regret of {what}[/bold]", highlight=False)
+    console.print(plain_table([_loss_row(one) for one in losses]), highlight=False)
+
+
+def _loss_row(loss: Loss) -> dict[str, str]:
+    found = loss.regret
+    if found is None:
+        return {"": loss.name, "regret": DASH, "worst": DASH, "shapes": "0", "worst at": ""}
+    return {
+        "": loss.name,
+        "regret": f"{found.mean:.3f}",
+        "worst": f"{found.worst:.2f}",
+        "shapes": f"{found.shapes} of {found.shapes + found.missed}",
+        "worst at": found.worst_at if found.worst > 1 else "",
+    }
+
+
+def judgement(policy: Policy, losses: Sequence[Loss]) -> str:
+    """The closing sentence of a policy that was held against runs."""
+    total = pooled(one.regret for one in losses if one.regret is not None)
+    if total is None:
+        return f"{policy.name} has no choice for any shape of these runs."
+    missed = f"; silent on {total.missed}" if total.missed else ""
+    told = f"regret {total.mean:.3f} over {_shapes(total.shapes)} (worst {total.worst:.2f} at {total.worst_at})"
+    return f"{policy.name}: {told}{missed}."
+
+
+def closing(chosen: Chosen) -> str:
+    """What to run, what that loses on the grid and off it, and how much of it rests on samples that vary."""
+    policy = chosen.policy
+    if not policy.entries:
+        return "Nothing could be chosen."
+    on_grid = pooled(one for place in policy.places if (one := place.on_grid) is not None)
+    off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
+    picks = "; ".join(_picks(place) for place in policy.places)
+    kept = f" Chosen within: {policy.within}." if policy.within else ""
+    doubts = f"{_shaky(chosen.unstable, len(policy.entries))}{_waiting(chosen)}"
+    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}{doubts}"
+
+
+def _shaky(count: int, total: int) -> str:
+    return f" {count} of {total} choices rest{'s' if count == 1 else ''} on unstable samples." if count else ""
+
+
+def _waiting(chosen: Chosen) -> str:
+    found = chosen.host_limited
+    if not found:
+        return ""
+    names = listed(sorted({entry.use.label for entry, _ in found}))
+    many = f"{len(found)} of {len(chosen.policy.entries)} choices {'is' if len(found) == 1 else 'are'} {HOST_LIMITED}"
+    most = max(ratio for _, ratio in found)
+    return f" {many} ({names}): the call takes up to {most:.1f}x the kernel time that was compared."
+
+
+def _picks(place: Place) -> str:
+    """By length where one class was measured at several lengths, else how many shapes each is chosen for."""
+    entries = place.entries
+    alike = {(tuple(e.at.hard.items()), e.at.heads, e.at.kv_heads, e.at.batch) for e in entries}
+    if len(alike) == 1 and len({entry.at.kv_len for entry in entries}) == len(entries):
+        parts = [list(group) for _, group in groupby(entries, key=lambda entry: entry.use.label)]
+        return ", ".join(f"{part[0].use.label} from {part[0].at.kv_len:,} tokens" for part in parts)
+    counts = Counter(entry.use.label for entry in entries).most_common()
+    told = [f"{name} on {n}" for name, n in counts[:SHOWN_PICKS]]
+    rest = sum(n for _, n in counts[SHOWN_PICKS:])
+    return f"{listed([*told, *([f'others on {rest}'] if rest else [])])} of {_shapes(len(entries))}"
+
+
+def _told_regret(on_grid: Regret | None, off_grid: Regret | None) -> str:
+    assert on_grid is not None
+    told = f"regret {on_grid.mean:.3f} on the grid"
+    if off_grid is None:
+        return f"{told}, off it not known (no shape has a neighbour)"
+    missed = f", {off_grid.missed} without a neighbour" if off_grid.missed else ""
+    return f"{told}, {off_grid.mean:.3f} held out (worst {off_grid.worst:.2f} at {off_grid.worst_at}{missed})"
+
+
+def _shapes(count: int) -> str:
+    return f"{count} shape{'' if count == 1 else 's'}"
+
+
+def document(chosen: Chosen, path: object) -> dict[str, object]:
+    """What `choose --json` prints."""
+    policy = chosen.policy
+    return {
+        "policy": policy,
+        "on_grid": {_place(place): place.on_grid for place in policy.places},
+        "fixed": {_place(ground.place): fixed_losses(ground) for ground in chosen.grounds},
+        "unchosen": chosen.unchosen,
+        "host_limited": [
+            {"use": entry.use.label, "workload": entry.use.measured, "ratio": ratio}
+            for entry, ratio in chosen.host_limited
+        ],
+        "written": path,
+        "closing": closing(chosen),
+    }
+
+
+def judgement_document(policy: Policy, found: Sequence[tuple[Ground, Loss]]) -> dict[str, object]:
+    """What `choose --judge --json` prints."""
+    return {
+        "judged": policy.name,
+        "regret": {_place(ground.place): loss.regret for ground, loss in found},
+        "fixed": {_place(ground.place): fixed_losses(ground) for ground, _ in found},
+        "closing": judgement(policy, [loss for _, loss in found]),
+    }
+
+
+def _place(place: Place) -> str:
+    return f"{place.device_name}/{place.framework}"

@@ -1,0 +1,258 @@
+"""Baselines: one small JSON file per machine, implementation and workload, made to be committed.
+
+A file is written once and replaced only on purpose (`update`). It holds the record with one time per round instead of
+every sample, and the anchors of its run, by which it can be compared with a later run on the same machine.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.drafts import draft_of
+from attnbench.errors import BrokenFile, UsageError
+from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.measuring.anchors import anchors_beside, lacks_anchors
+from attnbench.measuring.sampling import round_medians
+from attnbench.reading import convert, decode_json, files_in, read_content
+from attnbench.results.run_file import slug
+from attnbench.results.times import impossible_times
+from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
+
+SCHEMA = 1
+
+
+class Baseline(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a cell measured on one machine at one commit, to be held against later ones."""
+
+    schema: int
+    created: str
+    """When it was measured."""
+    commit: str = ""
+    note: str = ""
+    environment: Environment
+    """Of the record, and of the anchors unless they name their own."""
+    record: Ok
+    anchors: tuple[Ok, ...]
+    source: str = ""
+    """File or module of a function that was given by reference, as it was written; empty if that is not known."""
+
+    @property
+    def id(self) -> str:
+        """fingerprint/implementation/workload."""
+        return f"{self.environment.fingerprint}/{self.record.cell.id}"
+
+    @property
+    def records(self) -> tuple[Ok, ...]:
+        """The cell and its anchors as a run file would give them, environment and all."""
+        return tuple(
+            msgspec.structs.replace(one, environment=one.environment or self.environment)
+            for one in (self.record, *self.anchors)
+        )
+
+
+class Saved(Struct, frozen=True):
+    """What `save` or `update` did."""
+
+    written: tuple[Baseline, ...]
+    skipped: tuple[tuple[str, str], ...]
+    """(cell, reason) of every record that was not written."""
+
+
+def save(
+    records: Sequence[Record],
+    folder: Path,
+    commit: str = "",
+    note: str = "",
+    created: str = "",
+    sources: Mapping[str, str] | None = None,
+) -> Saved:
+    """Keep each timed record that has no baseline yet; an empty commit or time is the record's own or now.
+
+    `sources`: file or module of the functions that were given by reference, by their names.
+    """
+    return _write_all(records, folder, commit, note, created, sources or {}, replace=False)
+
+
+def update(
+    records: Sequence[Record],
+    folder: Path,
+    commit: str = "",
+    note: str = "",
+    created: str = "",
+    sources: Mapping[str, str] | None = None,
+) -> Saved:
+    """The same, in place of the baselines that are there."""
+    return _write_all(records, folder, commit, note, created, sources or {}, replace=True)
+
+
+def find(
+    folder: Path,
+    environment: Environment,
+    implementation: str,
+    workload: Workload,
+    config: Mapping[str, int | float | str | bool] | None = None,
+) -> Baseline | None:
+    """The baseline of a cell on this machine, or None: `why_missing` says what to do then."""
+    path = _existing(folder, environment, Cell(implementation, workload, dict(config or {})))
+    return None if path is None else read_baseline(path)
+
+
+def why_missing(folder: Path, environment: Environment, implementation: str, workload: Workload) -> str:
+    """The sentence for a baseline that is not there, with the commands that make one."""
+    cell = f"{implementation}/{workload.id}"
+    others = [one for one in list_baselines(folder) if one.record.cell.id == cell]
+    make = f"`attnbench run --impl {implementation}` with this shape and `attnbench baseline save latest` make one"
+    if not others:
+        return f"there is no baseline of {cell} in {folder}: {make}."
+    here, there = environment.hard_key, others[-1].environment.hard_key
+    differing = [name for name in here if here[name] != there[name]]
+    if differing == ["harness"]:
+        old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
+        return f"the baseline of {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
+    return f"the baseline of {cell} in {folder} is of another machine ({', '.join(differing)} differ): here {make}."
+
+
+def list_baselines(folder: Path) -> list[Baseline]:
+    """Every baseline of a folder, by id."""
+    return sorted(map(read_baseline, files_in(folder, "*.json")), key=lambda one: one.id)
+
+
+def holds_baselines(folder: Path) -> bool:
+    """Whether a folder was made by `save`, whatever the version; other JSON files in it do not count."""
+    found = [*folder.glob("*/*.json"), *folder.glob("*.json")]
+    return any(path.is_file() and _looks_like_baseline(path) for path in found)
+
+
+def _looks_like_baseline(path: Path) -> bool:
+    try:
+        content = decode_json(read_content(path))
+    except (OSError, UsageError, msgspec.DecodeError):
+        return False
+    return isinstance(content, dict) and {"schema", "environment", "record", "anchors"} <= content.keys()
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read one file; anything wrong with it is a BrokenFile."""
+    try:
+        content = decode_json(read_content(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except msgspec.DecodeError as error:
+        raise BrokenFile(path, None, f"no baseline: {error}.") from error
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise BrokenFile(path, None, f"made by a newer attnbench (schema {schema}, this one reads {SCHEMA}): upgrade.")
+    try:
+        baseline = convert(content, Baseline)
+    except (msgspec.ValidationError, UsageError) as error:
+        raise BrokenFile(path, None, f"no baseline: {error}.") from error
+    problem = next(filter(None, (impossible_times(one, trimmed=True) for one in baseline.records)), "")
+    if problem:
+        raise BrokenFile(path, None, f"{problem}: make it again with `attnbench baseline update RUN`.")
+    return baseline
+
+
+def _write_all(
+    records: Sequence[Record],
+    folder: Path,
+    commit: str,
+    note: str,
+    created: str,
+    sources: Mapping[str, str],
+    replace: bool,
+) -> Saved:
+    written: list[Baseline] = []
+    skipped: list[tuple[str, str]] = []
+    for record in records:
+        if record.implementation in ANCHORS:
+            continue
+        made = _baseline(record, records, commit, note, created)
+        if isinstance(made, str):
+            skipped.append((record.cell.id, made))
+            continue
+        made = msgspec.structs.replace(made, source=sources.get(record.implementation, ""))
+        known = _existing(folder, made.environment, record.cell)
+        path = known or _path(folder, made.environment, record.cell)
+        if known is not None and not replace:
+            there = read_baseline(path)
+            reason = (
+                f"has a baseline of {there.commit or there.created} already: `attnbench baseline update` replaces it"
+            )
+            skipped.append((record.cell.id, reason))
+            continue
+        _write(path, made)
+        written.append(made)
+    return Saved(tuple(written), tuple(skipped))
+
+
+def _baseline(record: Record, records: Sequence[Record], commit: str, note: str, created: str) -> Baseline | str:
+    """What would be written, or why it cannot be."""
+    if not isinstance(record, Ok):
+        return f"{record.status.replace('_', ' ')}: {record.reason}"
+    if record.time is None:
+        return "verified, not timed"
+    if record.environment is None:
+        return "its environment is not known"
+    anchors = anchors_beside(record, records)
+    if {one.implementation for one in anchors} != set(ANCHORS):
+        lacks = lacks_anchors(record, records, "no anchors")
+        return f"its run has {lacks} (a matrix product and a copy) for this workload"
+    return Baseline(
+        schema=SCHEMA,
+        created=created or datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=commit or record.environment.commit,
+        note=note,
+        environment=record.environment,
+        record=_trimmed(record, record.environment),
+        anchors=tuple(_trimmed(one, record.environment) for one in anchors),
+    )
+
+
+def _trimmed(record: Ok, home: Environment) -> Ok:
+    """With one time per round, and without the environment where it is the one that the file holds."""
+    times: dict[str, Any] = {"also": {name: _one_per_round(time) for name, time in record.also.items()}}
+    times["time"] = None if record.time is None else _one_per_round(record.time)
+    environment = None if record.environment == home else record.environment
+    return msgspec.structs.replace(record, environment=environment, **times)
+
+
+def _one_per_round(time: Time) -> Time:
+    medians = tuple(round(float(median), 1) for median in round_medians(time))
+    return msgspec.structs.replace(time, samples_ns=medians, rounds=(1,) * len(medians)) if medians else time
+
+
+def _path(folder: Path, environment: Environment, cell: Cell) -> Path:
+    """baselines/<machine>-<fingerprint>/<cell>-<digits>.json; the digits tell cells apart that read alike in a name."""
+    readable = re.sub(r"[^A-Za-z0-9._=+-]+", "_", cell.id)[:120]
+    digits = hashlib.sha256(cell.id.encode()).hexdigest()[:6]
+    return folder / f"{slug(environment.device_name)}-{environment.fingerprint}" / f"{readable}-{digits}.json"
+
+
+def _existing(folder: Path, environment: Environment, cell: Cell) -> Path | None:
+    """Return the file of a baseline; older versions made the fingerprint in a folder's name of fewer facts."""
+    path = _path(folder, environment, cell)
+    if path.is_file():
+        return path
+    elsewhere = (one for one in sorted(folder.glob(f"*/{glob.escape(path.name)}")) if _looks_like_baseline(one))
+    return next((one for one in elsewhere if read_baseline(one).environment.hard_key == environment.hard_key), None)
+
+
+def _write(path: Path, baseline: Baseline) -> None:
+    """Whole or not at all; indented, so that a change can be reviewed."""
+    text = msgspec.json.format(msgspec.json.encode(baseline), indent=1) + b"\n"
+    try:
+        with draft_of(path) as draft:
+            draft.write_bytes(text)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}. Choose another folder with --dir."
+        ) from error

@@ -1,0 +1,284 @@
+"""`ab.compare`: two implementations, or one in two git refs, each launch in fresh processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from attnbench import config, registry
+from attnbench.comparing.experiment import Experiment, Terms, Watch
+from attnbench.comparing.refs import WORKING_TREE, Ref, checkout, ignored_code, same_code
+from attnbench.comparing.sides import Code, ForkedSide, LocalSide, Side, code_of
+from attnbench.comparison import FLOOR, Comparison
+from attnbench.errors import UsageError
+from attnbench.run import git
+from attnbench.run.launch import CannotTravel, check_seconds, refuse_distortion
+from attnbench.run.lock import LIBRARY_PATIENCE_S, measuring
+from attnbench.run.origin import Origin, other_places
+from attnbench.spec import Implementation, Workload
+
+Subject = str | Callable[..., Any] | Implementation
+HARNESS = (
+    "comparing",
+    "verifying",
+    "run",
+    "measuring",
+    "frameworks",
+    "masks",
+    "workloads",
+    "comparison.py",
+    "reference.py",
+    "registry.py",
+    "spec.py",
+)
+"""What of attnbench draws inputs, runs, times and checks."""
+HARNESS_MARK = "attnbench/run/worker.py"
+IN_PROCESS = "in the calling process: one of the two cannot be sent to another, so launches share one memory layout"
+
+
+def compare(
+    a: Subject,
+    b: Subject,
+    workload: Workload,
+    *,
+    framework: str = "torch",
+    device: str | None = None,
+    budget_s: float = 60.0,
+    threads: int | None = None,
+    floor: float = FLOOR,
+    watch: Watch | None = None,
+) -> Comparison:
+    """Is b slower than a? `.ratio` is the wall time of b / of a (device time on an accelerator), `.verdict` b's.
+
+    Every launch starts a fresh process of each, checks both against the reference, and times them in turn; it ends as
+    soon as the answer is sure, at the latest after `budget_s`.
+    """
+    check(workload, budget_s)
+    if not 0 <= floor < 1:
+        raise UsageError(f"floor is a share such as 0.03, not {floor!r}.")
+    terms = Terms(workload=workload, budget_s=budget_s, floor=floor, confirm=True)
+    device = None if device is None else str(device).partition(":")[0]
+    try:
+        codes = [code_of(what, framework) for what in (a, b)]
+    except CannotTravel:
+        with measuring("comparison", LIBRARY_PATIENCE_S) as notes:
+            return _with_notes(_in_process((a, b), framework, device, terms, watch), notes)
+    with measuring("comparison", LIBRARY_PATIENCE_S) as notes, sides(codes, device, threads) as (first, second):
+        return _with_notes(Experiment(first, second, terms, watch or _silent).run(), notes)
+
+
+def compare_refs(
+    *,
+    baseline: str,
+    current: str,
+    implementation: str,
+    workload: Workload,
+    folder: Path | None = None,
+    framework: str | None = None,
+    device: str | None = None,
+    threads: int | None = None,
+    budget_s: float = 60.0,
+    watch: Watch | None = None,
+) -> Comparison:
+    """One implementation as two git refs have it."""
+    check(workload, budget_s)
+    if told := nothing_between(baseline, current, folder or Path.cwd()):
+        raise UsageError(f"{told}: name two refs that differ.")
+    with measuring("comparison", LIBRARY_PATIENCE_S) as lock, refs(baseline, current, folder) as (old, new):
+        codes = [code_of_ref(implementation, ref, folder, framework) for ref in (old, new)]
+        with sides(codes, device, threads) as (first, second):
+            terms = Terms(workload=workload, budget_s=budget_s, confirm=True)
+            found = Experiment(first, second, terms, watch or _silent).run()
+        if doubts := [*altered_notes(old, new), *harness_notes(old, new)]:
+            # What was verified and what was timed may be two different things, or two different clocks.
+            found = msgspec.structs.replace(found, verdict=found.verdict and "inconclusive")
+    notes = (*lock, *old.notes, *new.notes, *_dirty_notes(old, new), *doubts, *found.notes)
+    return msgspec.structs.replace(found, dirty_a=old.dirty, dirty_b=new.dirty, notes=notes)
+
+
+def _with_notes(found: Comparison, notes: Sequence[str]) -> Comparison:
+    return msgspec.structs.replace(found, notes=(*found.notes, *notes))
+
+
+def altered_notes(*refs: Ref) -> list[str]:
+    """Say of each ref which of its files were changed while it was measured."""
+    changed = {ref.name: ref.altered() for ref in refs}
+    return [
+        f"{', '.join(files[:3])} of {name} changed while it was measured, so no verdict holds"
+        for name, files in changed.items()
+        if files
+    ]
+
+
+def harness_notes(old: Ref, new: Ref) -> list[str]:
+    """Say that two refs of attnbench itself measure in different ways: each is timed by the code of its own ref."""
+    there = [
+        next((folder / "attnbench" for folder in ref.pythonpath if (folder / HARNESS_MARK).is_file()), None)
+        for ref in (old, new)
+    ]
+    if there == [None, None]:
+        return []
+    first, second = ({} if package is None else _harness(package) for package in there)
+    changed = sorted(name for name in first | second if first.get(name) != second.get(name))
+    if not changed:
+        return []
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return [
+        f"{', '.join(changed[:3])}{more} of attnbench itself differ between {old.name} and {new.name}, and each is "
+        "measured by its own: the difference may be that of the clocks and checks, so no verdict holds"
+    ]
+
+
+def _harness(package: Path) -> dict[str, bytes]:
+    """Return the files of attnbench that measure, and what they hold."""
+    files = [file for name in HARNESS for file in (package / name, *(package / name).rglob("*.py")) if file.is_file()]
+    return {str(file.relative_to(package)): file.read_bytes() for file in files}
+
+
+def _dirty_notes(*refs: Ref) -> list[str]:
+    """What a commit id alone would hide."""
+    return [f'"{ref.name}" is {ref.commit[:9] or "no commit"} with uncommitted changes' for ref in refs if ref.dirty]
+
+
+@contextmanager
+def refs(
+    baseline: str, current: str, folder: Path | None = None, outputs: Sequence[Path] = ()
+) -> Iterator[tuple[Ref, Ref]]:
+    """Both refs, checked out and built as `[tool.attnbench]` says; raises UsageError if a build touched the other.
+
+    `outputs` are files that the caller writes meanwhile.
+    """
+    where = folder or Path.cwd()
+    settings = config.load_settings(cwd=where)
+    outputs = (*outputs, *_outputs(where))
+    with ExitStack() as stack:
+        made = [
+            stack.enter_context(checkout(name, where, settings.build, settings.pythonpath, outputs))
+            for name in (baseline, current)
+        ]
+        for ref in made:
+            ref.require_intact()
+        built = (made[0].built_ns[0], made[1].built_ns[1])
+        old, new = (
+            msgspec.structs.replace(_with_unequal(ref, other, bool(settings.build)), built_ns=built)
+            for ref, other in (made, made[::-1])
+        )
+        yield old, new
+
+
+def nothing_between(baseline: str, current: str, where: Path, outputs: Sequence[Path] = ()) -> str:
+    """Say that two refs are one and the same code; empty if they may differ. `outputs` as in `refs`."""
+    return same_code(baseline, current, where, (*outputs, *_outputs(where)))
+
+
+def _outputs(where: Path) -> tuple[Path, Path]:
+    """Return the folders that runs and baselines are written to."""
+    settings = config.load_settings(cwd=where)
+    return where / settings.runs_dir, where / settings.baselines_dir
+
+
+def _with_unequal(ref: Ref, other: Ref, is_built: bool) -> Ref:
+    """Tell a working tree which of its files no worktree can have: generated ones that git ignores.
+
+    With a build command both sides were made alike, and a file that one of them lacks is a difference of the code.
+    """
+    if ref.name not in WORKING_TREE or other.name in WORKING_TREE:
+        return ref
+    alone = tuple(name for name in ignored_code(ref.path) if not (other.path / name).exists())
+    if not alone:
+        return ref
+    more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+    note = f"{', '.join(alone[:3])}{more} of the working tree, which git ignores, is not in {other.name}"
+    return msgspec.structs.replace(ref, unequal=() if is_built else alone, notes=(*ref.notes, note))
+
+
+def code_of_ref(implementation: str, ref: Ref, folder: Path | None = None, framework: str | None = None) -> Code:
+    """An implementation as its workers find it with a ref's folders first on their path, and no other tree's."""
+    label, here = f"{implementation} at {ref.name}", (folder or Path.cwd()).resolve()
+    path, home = tuple(str(folder) for folder in ref.pythonpath), git.root(here)
+    hidden = "" if ref.path == home else str(home)
+    tree = ref.path.resolve()
+    folders = (".", "src", *(os.path.relpath(one, tree) for one in path))
+    origin = Origin(
+        tree=str(tree),
+        within=path,
+        others=other_places(ref.path, home, folders),
+        unequal=tuple(os.path.realpath(ref.path / name) for name in ref.unequal),
+        built_ns=ref.built_ns,
+    )
+    inner = here.relative_to(home.resolve())
+    cwd = str(next(one for one in (ref.path / inner, *(ref.path / inner).parents) if one.is_dir()))
+    if ":" not in implementation:
+        name, config_of = registry.asked(implementation) if "[" in implementation else (implementation, {})
+        framework = name.partition(".")[0]
+        facts = {"path": path, "hidden": hidden, "commit": ref.commit, "origin": origin, "cwd": cwd}
+        return Code(label=label, name=name, framework=framework, config=config_of, **facts)
+    where, _, attribute = implementation.rpartition(":")
+    is_file = where.endswith(".py")
+    reference = f"{ref.path / _in_tree(where, inner, ref, home)}:{attribute}" if is_file else implementation
+    framework = framework or config.load_settings(cwd=home).framework or "torch"
+    within = (*path, str(ref.path)) if is_file else path
+    return code_of(reference, framework, label, within, hidden, ref.commit, origin, cwd)
+
+
+def _in_tree(file: str, inner: Path, ref: Ref, home: Path) -> str:
+    """Return a file's path from the root of a repository if it was named in the folder `inner` of it.
+
+    As a shell has it if there is such a file, else from the root; UsageError if both are there and differ.
+    """
+    from_here = os.path.normpath(inner / file)
+    if inner == Path() or os.path.isabs(file) or from_here.startswith(".."):
+        return file
+    if file.startswith(("./", "../")):
+        return from_here
+    here, top = ref.path / from_here, ref.path / file
+    if here.is_file() and top.is_file() and here.read_bytes() != top.read_bytes():
+        up = os.path.relpath(file, inner)
+        raise UsageError(
+            f"{file} may be {from_here} or {file} of {ref.name}, which differ: write ./{file} for the first or {up} "
+            "for the second."
+        )
+    known = [home / from_here, home / file, here]
+    return file if next((one for one in known if one.is_file()), here) == home / file else from_here
+
+
+@contextmanager
+def sides(codes: Sequence[Code], device: str | None, threads: int | None) -> Iterator[list[Side]]:
+    """Live sides; all are ended on the way out."""
+    refuse_distortion()
+    if os.environ.get("ATTNBENCH_WORKER"):
+        raise UsageError("a worker cannot start a comparison: guard the call with `if __name__ == '__main__':`.")
+    with ExitStack() as stack:
+        yield [stack.enter_context(ForkedSide(code, device, threads)) for code in codes]
+
+
+def _in_process(
+    subjects: tuple[Subject, Subject], framework: str, device: str | None, terms: Terms, watch: Watch | None
+) -> Comparison:
+    with registry.restored():
+        live: list[Side] = []
+        for letter, what in zip("ab", subjects):
+            found = registry.get(what) if isinstance(what, str) else registry.resolve(what, framework)
+            implementation = copy(found)
+            label, implementation.name = implementation.name, f"{implementation.name}#{letter}"
+            code = Code(label=label, name=implementation.name, framework=implementation.framework)
+            live.append(LocalSide(code, implementation, device))
+        outcome = Experiment(live[0], live[1], terms, watch or _silent).run()
+    return msgspec.structs.replace(outcome, notes=(*outcome.notes, IN_PROCESS))
+
+
+def check(workload: Workload, budget_s: float) -> None:
+    """Refuse what cannot be compared before anything starts."""
+    if not isinstance(workload, Workload):
+        raise UsageError(f"a workload is an attnbench.Workload, not {type(workload).__name__}.")
+    check_seconds("budget_s", budget_s)
+
+
+def _silent(launches: object, decision: object) -> None:
+    """No progress."""

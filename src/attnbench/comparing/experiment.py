@@ -1,0 +1,299 @@
+"""Is b slower than a? Launch by launch: a fresh process of each, in turn call by call, until the evidence is enough."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
+from typing import Literal
+
+from msgspec import Struct
+
+from attnbench.comparing.side_worker import Lost, SideWorker
+from attnbench.comparing.sides import Side
+from attnbench.comparing.statistics import Decision, after_fresh_launches, decide, is_overwhelming, published
+from attnbench.comparison import FLOOR, LOOKS, Block, Comparison, Launch
+from attnbench.measuring.sampling import varied
+from attnbench.run.remote import WorkerDied
+from attnbench.run.scratch import scratch
+from attnbench.spec import Failed, Record, Workload
+
+LAUNCH_S = 0.6
+LAUNCH_GPU_S = 0.3
+BLOCK_NS = 2e6
+BLOCK_GPU_NS = 50e6
+LONGEST_BLOCK_NS = 200e6
+MOST_CALLS = 400
+CLOCKS_APART = 0.02
+"""Neighbours whose GPU clocks differ by more are measured again."""
+MOST_REPEATS = 4
+Watch = Callable[[Sequence[Launch], Decision | None], None]
+Order = tuple[Literal["a", "b"], Literal["a", "b"]]
+
+
+class Terms(Struct, frozen=True, kw_only=True):
+    """What is compared, and how long."""
+
+    workload: Workload
+    other: Workload | None = None
+    """b's workload, where it differs on purpose: a control with more work."""
+    budget_s: float = 60.0
+    floor: float = FLOOR
+    looks: tuple[int, ...] = LOOKS
+    launch_s: float = LAUNCH_S
+    timeout_s: float = 120.0
+    seed: int | None = None
+    confirm: bool = False
+    """Whether slower and faster must show again in as many launches of newly started processes. What all forks of one
+    process share, the layout of its libraries in memory, is drawn anew by that."""
+
+
+class Experiment:
+    """One comparison of two live sides."""
+
+    def __init__(self, a: Side, b: Side, terms: Terms, watch: Watch) -> None:
+        self._sides, self._terms, self._watch = {"a": a, "b": b}, terms, watch
+        self._workloads = {"a": terms.workload, "b": terms.other or terms.workload}
+        seed = secrets.randbits(31) if terms.seed is None else terms.seed
+        self._seed, self._rng = seed, random.Random(seed)
+        self._orders: list[Order] = []
+        self._records: dict[str, Record] = {}
+        self._died: dict[str, bool] = {}
+        self._launches: list[Launch] = []
+        self._clock: str | None = None
+        """Of both sides, once they had to agree on one."""
+        self._devices: dict[str, str] = {}
+        self._kept: dict[str, SideWorker] = {}
+        """On an accelerator workers live as long as the comparison: a new context would take longer than a launch, and
+        what a process draws anew, the layout of its memory, is what CPU times depend on."""
+        self._unequal = 0
+        self._opened_at: float | None = None
+
+    def run(self) -> Comparison:
+        """Launches until a verdict, the last look, or the end of the budget."""
+        started = time.monotonic()
+        decision: Decision | None = None
+        with scratch() as shared:
+            self._folders = {side: shared / side for side in ("a", "b")}
+            for folder in self._folders.values():
+                folder.mkdir()
+            try:
+                while decision is None or decision.verdict is None:
+                    self._launches.append(self._launch())
+                    decision = self._decide(time.monotonic() - started)
+                    self._watch(self._launches, decision)
+                if self._terms.confirm and not is_overwhelming(decision):
+                    decision = self._confirm(decision, started)
+            except Lost as lost:
+                return self._lost(lost, time.monotonic() - started)
+            finally:
+                self._dismiss(self._kept)
+        return self._answer(decision, "", time.monotonic() - started)
+
+    def _confirm(self, decision: Decision, started: float) -> Decision:
+        """Judge again with launches of new processes, as many as there were unless the budget ends before."""
+        first, before = len(self._launches), time.monotonic()
+        each = (before - started) / first
+        self._dismiss(self._kept)
+        self._kept = {}
+        for name in ("b", "a"):
+            try:
+                self._sides[name].restart()
+            except WorkerDied as died:
+                raise self._lost_worker(name, died) from died
+        while len(self._launches) < 2 * first and time.monotonic() - started + each < self._terms.budget_s:
+            self._launches.append(self._launch())
+            self._watch(self._launches, None)
+        return after_fresh_launches(decision, self._launches, first, self._terms.floor)
+
+    def _dismiss(self, workers: dict[str, SideWorker]) -> None:
+        for worker in workers.values():
+            worker.end()
+
+    def _decide(self, elapsed: float) -> Decision:
+        each = self._lasting(elapsed) / len(self._launches)
+        last = len(self._launches) >= self._terms.looks[-1] or elapsed + each > self._terms.budget_s
+        metrics = _metrics(self._launches[0])
+        return decide(self._launches, metrics, floor=self._terms.floor, looks=self._terms.looks, last=last)
+
+    def _lasting(self, elapsed: float) -> float:
+        """What the launches took; opening counts with them only where every launch opens anew."""
+        return time.monotonic() - self._opened_at if self._kept and self._opened_at is not None else elapsed
+
+    def _launch(self) -> Launch:
+        order = self._order()
+        workers = dict(self._kept)
+        try:
+            if not workers:
+                self._open_all(order, workers)
+                self._opened_at = self._opened_at or time.monotonic()
+            self._warm_up_all([workers[side] for side in order])
+            if all(worker.on_device for worker in workers.values()):
+                self._kept = workers
+            a, b = self._rounds(workers)
+        finally:
+            if not self._kept:
+                self._dismiss(workers)
+        return Launch(a=tuple(a), b=tuple(b), first=order[0])
+
+    def _order(self) -> Order:
+        """Which is started first: at random, but either of them in every two launches."""
+        if not self._orders:
+            self._orders = [("a", "b"), ("b", "a")]
+            self._rng.shuffle(self._orders)
+        return self._orders.pop()
+
+    def _open_all(self, order: Sequence[str], workers: dict[str, SideWorker]) -> None:
+        """Open both, even when the first is lost: whether the other one is right must be known too.
+
+        On an accelerator at once, where the host's work is what takes the time.
+        """
+        lost = self._attempt_each(self._start_worker, order, workers, 1)
+        if not self._devices:
+            lost += self._attempt_each(self._describe, [side for side in order if side in workers], workers, 2)
+        ready = [side for side in order if side not in {one.side for one in lost}]
+        at_once = 1 if "cpu" in self._devices.values() else 2
+        lost += self._attempt_each(self._open, ready, workers, at_once)
+        if lost:
+            raise lost[0]
+
+    def _attempt_each(
+        self,
+        step: Callable[[str, dict[str, SideWorker]], None],
+        order: Sequence[str],
+        workers: dict[str, SideWorker],
+        at_once: int,
+    ) -> list[Lost]:
+        def attempt(side: str) -> Lost | None:
+            try:
+                step(side, workers)
+            except Lost as lost:
+                self._records[side], self._died[side] = lost.record, lost.died
+                return lost
+            return None
+
+        if at_once == 1:
+            return [lost for lost in map(attempt, order) if lost is not None]
+        pool = ThreadPoolExecutor(at_once)
+        try:
+            return [lost for lost in pool.map(attempt, order) if lost is not None]
+        except BaseException:
+            # Whoever presses Ctrl-C does not wait for a verification: the question ends with the worker.
+            for worker in list(workers.values()):
+                worker.abort()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _start_worker(self, side: str, workers: dict[str, SideWorker]) -> None:
+        live, workload = self._sides[side], self._workloads[side]
+        try:
+            worker = live.start_worker(self._rng.getrandbits(31))
+        except WorkerDied as died:
+            raise self._lost_worker(side, died) from died
+        workers[side] = SideWorker(side, live, worker, workload, self._terms.timeout_s)
+
+    def _lost_worker(self, side: str, died: WorkerDied) -> Lost:
+        reason = f"no worker could be started: {died.reason}"
+        facts = {"implementation": self._sides[side].code.name, "workload": self._workloads[side]}
+        return Lost(side, Failed(reason=reason, detail=died.detail, **facts), died=True)
+
+    def _describe(self, side: str, workers: dict[str, SideWorker]) -> None:
+        self._devices[side] = workers[side].describe()
+
+    def _open(self, side: str, workers: dict[str, SideWorker]) -> None:
+        record = workers[side].open(self._seed, str(self._folders[side]), again=bool(self._launches))
+        self._records.setdefault(side, record)
+
+    def _warm_up_all(self, workers: Sequence[SideWorker]) -> None:
+        """Both by one clock, the same in every launch: kernel times where one of them is too short for events."""
+        for worker in workers:
+            worker.warm_up(self._clock, brief=bool(self._kept))
+        if len({worker.clock for worker in workers}) > 1 and self._clock is None:
+            if all("kernel" in (worker.clock, *worker.other_clocks) for worker in workers):
+                self._clock = "kernel"
+                for worker in workers:
+                    worker.warm_up(self._clock)
+        elif self._clock is None and workers[0].on_device:
+            self._clock = workers[0].clock
+
+    def _rounds(self, workers: dict[str, SideWorker]) -> tuple[list[Block], list[Block]]:
+        """ABBA or BAAB at random, so that neither a trend nor who goes first favours a side."""
+        taken: dict[str, list[Block]] = {"a": [], "b": []}
+        calls, started = _calls(workers["a"], workers["b"]), time.monotonic()
+        limit_s = min(self._terms.launch_s, LAUNCH_GPU_S) if self._kept else self._terms.launch_s
+        while not taken["a"] or time.monotonic() - started < limit_s:
+            for pair in self._rng.choice((("ab", "ba"), ("ba", "ab"))):
+                for side, block in self._pair(pair, workers, varied(calls, self._rng)).items():
+                    taken[side].append(block)
+        return taken["a"], taken["b"]
+
+    def _pair(self, order: str, workers: dict[str, SideWorker], calls: int) -> dict[str, Block]:
+        """Neighbours in time, taken again while the clock of the GPU differs between them or is held down."""
+        pair = {side: workers[side].block(calls) for side in order}
+        for _ in range(MOST_REPEATS):
+            if _equal_clocks(pair["a"], pair["b"]):
+                return pair
+            pair = {side: workers[side].block(calls) for side in order}
+        self._unequal += not _equal_clocks(pair["a"], pair["b"])
+        return pair
+
+    def _clock_notes(self) -> tuple[str, ...]:
+        if not self._unequal:
+            return ()
+        pairs = sum(len(launch.a) for launch in self._launches)
+        return (f"the GPU's clock was unsteady or held down in {self._unequal} of {pairs} pairs, even when repeated",)
+
+    def _lost(self, lost: Lost, elapsed: float) -> Comparison:
+        self._records[lost.side], self._died[lost.side] = lost.record, lost.died
+        when = f" in launch {len(self._launches) + 1}" if self._launches else ""
+        label = self._sides[lost.side].code.label
+        return self._answer(None, f"{label}: {lost.record.status}{when}: {lost.record.reason}", elapsed)
+
+    def _answer(self, decision: Decision | None, reason: str, elapsed: float) -> Comparison:
+        codes = {side: live.code for side, live in self._sides.items()}
+        estimates = {} if decision is None else decision.estimates
+        main = estimates[published(tuple(estimates))] if estimates else None
+        return Comparison(
+            a=codes["a"].label,
+            b=codes["b"].label,
+            workload=self._terms.workload,
+            verdict=None if decision is None else decision.verdict,
+            reason=reason,
+            ratio=main and main.ratio,
+            interval=main and main.interval,
+            smallest_slowdown=main and main.detectable,
+            estimates=estimates,
+            launches=tuple(self._launches),
+            elapsed_s=elapsed,
+            timing_s=0.0 if self._opened_at is None else time.monotonic() - self._opened_at,
+            record_a=self._records.get("a"),
+            record_b=self._records.get("b"),
+            died=tuple(side for side in ("a", "b") if self._died.get(side)),
+            commit_a=codes["a"].commit,
+            commit_b=codes["b"].commit,
+            floor=self._terms.floor,
+            notes=(*(() if decision is None else decision.notes), *self._clock_notes()),
+        )
+
+
+def _equal_clocks(a: Block, b: Block) -> bool:
+    if a.throttled or b.throttled:
+        return False
+    return a.sm_mhz is None or b.sm_mhz is None or abs(a.sm_mhz / b.sm_mhz - 1) <= CLOCKS_APART
+
+
+def _metrics(launch: Launch) -> tuple[str, ...]:
+    """Those that both sides have: one of them may run on another kind of device."""
+    return tuple(name for name in launch.a[0].ns if name in launch.b[0].ns)
+
+
+def _calls(a: SideWorker, b: SideWorker) -> int:
+    """Calls of a block, the same for both: enough for the clock, not so many that neighbours are far apart."""
+    least = BLOCK_GPU_NS if a.on_device or b.on_device else BLOCK_NS
+    wanted = ceil(least / max(1.0, min(a.call_ns, b.call_ns)))
+    fitting = max(1, int(LONGEST_BLOCK_NS / max(1.0, a.call_ns, b.call_ns)))
+    return max(1, min(wanted, fitting, MOST_CALLS))

@@ -1,0 +1,157 @@
+"""`python -m attnbench.comparing.forkserver FD FRAMEWORK DEVICE`: imports once, then forks a fresh worker when asked.
+
+A launch of a comparison needs a new process with a memory layout of its own, and importing a framework takes longer
+than the launch. So one process per arm imports the framework and the implementation, touches no device, runs no kernel
+(whatever starts threads or a CUDA context could not be forked), and every worker is a copy of that state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from attnbench import frameworks
+from attnbench.lifeline import keep_children_together
+from attnbench.run import protocol as p
+from attnbench.run.process_state import ProcessState
+from attnbench.run.process_tree import kill_descendants
+from attnbench.run.worker import enlist, load_from_ref, serve
+
+LARGEST_PADDING = 1 << 20
+
+
+class Fork(Struct, tag="fork"):
+    """Fork a worker; its socket follows the message. `seed` draws its heap padding."""
+
+    seed: int
+
+
+class Inquire(Struct, tag="inquire"):
+    """Tell how a worker ended."""
+
+    pid: int
+
+
+class Forked(Struct, tag="forked"):
+    """A worker's process."""
+
+    pid: int
+
+
+class Ended(Struct, tag="ended"):
+    """Exit code as subprocess has it (negative: signal), or None while it runs."""
+
+    code: int | None
+
+
+class Unforkable(Struct, tag="unforkable"):
+    """It is loaded, and doing so started threads or a device: no fork of this process could be trusted."""
+
+
+Request = p.Describe | p.Enlist | Fork | Inquire
+Reply = p.Done | p.Refused | Forked | Ended | Unforkable
+decode_request = msgspec.msgpack.Decoder(p.Numbered[Request]).decode
+decode_reply = msgspec.msgpack.Decoder(p.Numbered[Reply]).decode
+
+
+class Forkserver:
+    """The parent of one arm's workers."""
+
+    def __init__(self, connection: Connection, framework: str, device: str | None) -> None:
+        self._connection, self._framework, self._device = connection, framework, device
+        self._ended: dict[int, int] = {}
+        self._state: ProcessState | None = None
+        """Taken before the arm's code was loaded."""
+
+    def serve(self) -> None:
+        """Until the other end hangs up; its workers go with it."""
+        while True:
+            try:
+                request = decode_request(p.receive(self._connection))
+            except EOFError:
+                kill_descendants()
+                return
+            p.send(self._connection, p.encode(p.Numbered(request.number, self._reply(request.message))))
+
+    def _reply(self, request: Request) -> Reply:
+        if isinstance(request, p.Describe):
+            sys.path.extend(folder for folder in request.path if folder not in sys.path)
+            reply = self._import()
+            return self._loaded(lambda: load_from_ref(request)) if isinstance(reply, p.Done) else reply
+        if isinstance(request, p.Enlist):
+            return self._loaded(lambda: enlist(request))
+        if isinstance(request, Inquire):
+            return Ended(self._code(request.pid))
+        return Forked(self._start_worker(request.seed))
+
+    def _loaded(self, load: Callable[[], p.Answer]) -> Reply:
+        """Load code of others; whether it can be forked afterwards is told by its threads."""
+        before = _threads()
+        answer = load()
+        assert isinstance(answer, p.Done | p.Refused)
+        return Unforkable() if isinstance(answer, p.Done) and _threads() > before else answer
+
+    def _import(self) -> Reply:
+        if not frameworks.installed(self._framework):
+            return p.Refused(f"{self._framework} is not installed: pip install 'attnbench[{self._framework}]'")
+        importlib.import_module(self._framework)
+        self._state = ProcessState(frameworks.get(self._framework))
+        return p.Done()
+
+    def _start_worker(self, seed: int) -> int:
+        _, descriptors, _, _ = socket.recv_fds(socket.socket(fileno=os.dup(self._connection.fileno())), 1, 1)
+        pid = os.fork()
+        if pid:
+            os.close(descriptors[0])
+            return pid
+        os.setsid()
+        self._connection.close()
+        padding = bytearray(random.Random(seed).randrange(LARGEST_PADDING))
+        code = 0
+        try:
+            serve(Connection(descriptors[0]), self._framework, self._device, self._state)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        del padding
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _code(self, pid: int) -> int | None:
+        if pid not in self._ended:
+            with contextlib.suppress(ChildProcessError):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self._ended[pid] = os.waitstatus_to_exitcode(status)
+        return self._ended.get(pid)
+
+
+def _threads() -> int:
+    """Of this process, those of C libraries included."""
+    return psutil.Process().num_threads()
+
+
+def main() -> None:
+    """Serve one parent over the inherited socket."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_children_together()
+    connection = Connection(int(sys.argv[1]))
+    Forkserver(connection, sys.argv[2], sys.argv[3] or None).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Git refs as arms of a comparison: each in a worktree of its own, built, and gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.errors import UsageError
+from attnbench.printable import printable
+from attnbench.run import git
+from attnbench.run.git import ask, commits_between, is_repository, last_line, merge_base
+from attnbench.run.scratch import PREFIX, owned, remove_if_abandoned, scratch
+
+
+def fill_submodules(top: Path, path: Path) -> list[str]:
+    """Check out each submodule at the commit that the worktree asks for; returns a note for each that is left empty."""
+    if not (path / ".gitmodules").is_file():
+        return []
+    listed = ask(path, "config", "--file", ".gitmodules", "--get-regexp", r"^submodule\..*\.path$").stdout
+    places = [line.partition(" ")[2] for line in listed.splitlines()]
+    return [note for place in places if (note := _fill(top, path, place))]
+
+
+def _fill(top: Path, path: Path, place: str) -> str:
+    entry = ask(path, "ls-tree", "HEAD", place).stdout.split()
+    if len(entry) < 3 or entry[1] != "commit":
+        return ""
+    source, target = top / place, path / place
+    if not (source / ".git").exists():
+        return f"submodule {place} is left empty: it is not checked out here (`git submodule update --init` does it)"
+    done = ask(path, "clone", "--quiet", "--shared", "--no-checkout", str(source), str(target))
+    if done.returncode == 0:
+        done = ask(target, "checkout", "--quiet", "--detach", entry[2])
+    if done.returncode:
+        return f"submodule {place} is left empty: {last_line(done)}"
+    if (target / ".gitmodules").is_file():
+        return f"submodule {place} has submodules of its own, which are left empty"
+    return ""
+
+
+__all__ = ["BuildFailed", "Ref", "WORKING_TREE", "checkout", "commits_between", "is_repository", "merge_base"]
+
+WORKING_TREE = (".", "WORKTREE")
+"""Names of the working tree as it is, with everything that is not committed."""
+OWNER = "attnbench-owner"
+"""File that tells a worktree's entry in the repository from those of other people, and whether its owner lives."""
+IMPORTABLE = (".py", ".so", ".pyd")
+LAST_LINES = 12
+MOST_NAMED = 3
+"""Files that a sentence names."""
+
+
+class BuildFailed(UsageError):
+    """A ref whose build command failed."""
+
+    def __init__(self, ref: str, commit: str, command: str, code: int, output: str) -> None:
+        lines = output.strip().splitlines()[-LAST_LINES:]
+        told = "".join(f"\n    {line}" for line in lines) if lines else " It printed nothing."
+        super().__init__(f"{ref} ({commit[:12]}) does not build: `{command}` ended with exit code {code}.{told}")
+        self.ref, self.code, self.output = ref, code, output
+
+
+class Ref(Struct, frozen=True, kw_only=True):
+    """A ref, checked out and built."""
+
+    name: str
+    """As it was asked for."""
+    commit: str
+    """In full; empty for a working tree without any commit."""
+    subject: str
+    """First line of the commit's message."""
+    path: Path
+    """Its root folder."""
+    pythonpath: tuple[Path, ...]
+    """Absolute folders that its workers import from, first to last."""
+    dirty: bool = False
+    """Whether it holds changes that no commit has."""
+    notes: tuple[str, ...] = ()
+    """What a user should know, such as uncommitted changes that are not in it."""
+    files: dict[str, tuple[int, ...]] = {}
+    """Its files as they were when its build was over."""
+    outputs: tuple[Path, ...] = ()
+    """Files and folders that attnbench itself writes: they are no part of it."""
+    built_ns: tuple[int, int] = (0, 0)
+    """When its build began and ended, by the clock of the system; 0 if there was none."""
+    unequal: tuple[str, ...] = ()
+    """Importable files of a working tree that git ignores and the ref beside it lacks, relative to the root."""
+
+    def altered(self) -> list[str]:
+        """Files that were changed or removed since its build was over; what is new beside them does not count."""
+        now = _fingerprint(self.path, self.outputs)
+        return sorted(name for name, state in self.files.items() if now.get(name) != state)
+
+    def require_intact(self) -> None:
+        """Raise UsageError if somebody else, such as the build of another ref, has touched it."""
+        if self.commit and git.head(self.path) != self.commit:
+            raise UsageError(f"{self.name} was moved to another commit while refs were built: let no build do that.")
+        now = _fingerprint(self.path, self.outputs)
+        touched = sorted(name for name in self.files | now if self.files.get(name) != now.get(name))
+        if touched:
+            raise UsageError(
+                f"{_named(touched)} of {self.name} changed after it was built, so it is no longer what that ref has: "
+                "let the build command write to its own folder only."
+            )
+
+
+@contextmanager
+def checkout(
+    ref: str,
+    folder: Path,
+    build: str | None = None,
+    pythonpath: Sequence[str] = (),
+    outputs: Sequence[Path] = (),
+) -> Iterator[Ref]:
+    """A ref of the repository that `folder` lies in, in a temporary worktree; the working tree itself for ".".
+
+    `outputs` are files and folders that attnbench writes: in a working tree they do not count as its own.
+    """
+    top = git.root(folder)
+    outputs = own_outputs(top, outputs)
+    if ref in WORKING_TREE:
+        yield _ready(_working_tree(ref, top, outputs), build, pythonpath)
+        return
+    commit = git.resolve(ref, top)
+    with scratch() as temporary, ExitStack() as owner:
+        _forget_abandoned(top)
+        path = temporary / top.name
+        try:
+            git.answer(top, "worktree", "add", "--quiet", "--detach", str(path), commit)
+            with suppress(OSError):  # a file system without locks: nobody else will take its entry away then
+                owner.enter_context(owned(Path(git.answer(path, "rev-parse", "--absolute-git-dir")) / OWNER))
+            notes = (*_left_out(ref, commit, top, outputs), *fill_submodules(top, path))
+            made = Ref(name=ref, commit=commit, subject=git.subject(commit, top), path=path, pythonpath=(), notes=notes)
+            yield _ready(made, build, pythonpath)
+        finally:
+            _remove(top, path)
+
+
+def own_outputs(top: Path, outputs: Sequence[Path]) -> tuple[Path, ...]:
+    """Return those that lie inside a repository: one that is its root, or holds it, would hide the code itself."""
+    real = [Path(os.path.realpath(one)) for one in outputs]
+    inside = [one for one in real if one != top and one.is_relative_to(top)]
+    return tuple(one for one in inside if not _holds_code(top, one))
+
+
+def _holds_code(top: Path, place: Path) -> bool:
+    known = git.ask(top, "ls-files", "-z", "--", str(place)).stdout.split("\0")
+    return any(name.endswith(IMPORTABLE) for name in known)
+
+
+def same_code(baseline: str, current: str, folder: Path, outputs: Sequence[Path] = ()) -> str:
+    """Say that two refs are one and the same code, so that comparing them would show nothing; empty if they may
+    differ."""
+    top = git.root(folder)
+    trees = [one in WORKING_TREE for one in (baseline, current)]
+    commits = {git.head(top) if is_tree else git.resolve(one, top) for one, is_tree in zip((baseline, current), trees)}
+    if len(commits) > 1 or (any(trees) and not all(trees) and _changes(top, own_outputs(top, outputs))):
+        return ""
+    what = "both the working tree" if all(trees) else f"the same commit {commits.pop()[:9]}"
+    return f"{baseline} and {current} are {what}, so there is nothing to compare"
+
+
+def ignored_code(top: Path) -> list[str]:
+    """Return files of a working tree that Python can import and git ignores, without those of virtual environments."""
+    listed = git.ask(top, "ls-files", "-z", "--others", "--ignored", "--exclude-standard").stdout.split("\0")
+    names = [name for name in listed if name.endswith(IMPORTABLE) and "__pycache__" not in Path(name).parts]
+    within = {folder: (top / folder / "pyvenv.cfg").is_file() for name in names for folder in Path(name).parents}
+    return [name for name in names if not any(within[folder] for folder in Path(name).parents)]
+
+
+def _changes(top: Path, outputs: Sequence[Path], *, untracked: bool = True) -> list[str]:
+    found = git.changes(top, untracked=untracked)
+    return [name for name in found if not any((top / name).is_relative_to(one) for one in outputs)]
+
+
+def _working_tree(ref: str, top: Path, outputs: tuple[Path, ...]) -> Ref:
+    commit = git.head(top)
+    facts = {"subject": git.subject(commit, top) if commit else "", "dirty": bool(_changes(top, outputs))}
+    return Ref(name=ref, commit=commit, path=top, pythonpath=(), outputs=outputs, **facts)
+
+
+def _left_out(ref: str, commit: str, top: Path, outputs: Sequence[Path]) -> list[str]:
+    if commit != git.head(top):
+        return []
+    known = git.changes(top, untracked=False)
+    unknown = [name for name in _changes(top, outputs) if name not in known]
+    notes = [f'the uncommitted changes of the working tree are not in {ref}: "." takes them'] if known else []
+    if unknown:
+        notes.append(f'{_named(unknown)} of the working tree, which git does not know, is not in {ref}: "." takes it')
+    return notes
+
+
+def _named(files: Sequence[str]) -> str:
+    more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+    return f"{', '.join(files[:MOST_NAMED])}{more}"
+
+
+def _forget_abandoned(top: Path) -> None:
+    """Unregister worktrees of processes that were killed; their folders are gone by now.
+
+    A folder that cannot be seen from here may be that of a living process in a container with a temporary folder of its
+    own, so its owner must be dead too. What is left alone, git itself forgets after three months.
+    """
+    common = Path(git.answer(top, "rev-parse", "--path-format=absolute", "--git-common-dir"))
+    for entry in common.glob("worktrees/*/gitdir"):
+        folder = Path(entry.read_text(encoding="utf-8", errors="replace").strip()).parent
+        if folder.parent.name.startswith(PREFIX) and not folder.exists():
+            remove_if_abandoned(entry.parent / OWNER)
+
+
+def _fingerprint(path: Path, outputs: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    """What tells of each file whether it was touched. Of a working tree that people use, only what git does not
+    ignore and attnbench does not write; of a worktree that was made for this, everything."""
+    if path.parent.name.startswith(PREFIX):
+        names = []
+        for folder, inner, files in os.walk(path):
+            inner[:] = [name for name in inner if name != ".git"]
+            names += [os.path.relpath(os.path.join(folder, name), path) for name in files if name != ".git"]
+    else:
+        listed = git.ask(path, "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout
+        names = [name for name in listed.split("\0") if name]
+    states: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        if "__pycache__" in Path(name).parts or any((path / name).is_relative_to(one) for one in outputs):
+            continue
+        try:
+            found = (path / name).lstat()
+        except OSError:
+            continue
+        states[name] = (found.st_ino, found.st_size, found.st_mode, found.st_ctime_ns)
+    return states
+
+
+def _remove(top: Path, path: Path) -> None:
+    git.ask(top, "worktree", "remove", "--force", "--force", str(path))
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _ready(ref: Ref, build: str | None, pythonpath: Sequence[str]) -> Ref:
+    built_ns = (0, 0)
+    if build:
+        began = time.time_ns()
+        _build(ref, build)
+        built_ns = (began, time.time_ns())
+    wanted = [(ref.path / name).resolve() for name in pythonpath or _default_pythonpath(ref.path)]
+    strange = [str(folder) for folder in wanted if not folder.is_relative_to(ref.path.resolve())]
+    if strange:
+        raise UsageError(
+            f"{_named(strange)} is not in {ref.name}, and its code would count as that of every ref: name folders of "
+            "the repository, relative to its root, in pythonpath of [tool.attnbench]."
+        )
+    there = [folder for folder in wanted if folder.is_dir()]
+    if not there:
+        raise UsageError(
+            f"{ref.name} has no folder {' or '.join(pythonpath)}: set pythonpath in [tool.attnbench] to where "
+            "its packages lie."
+        )
+    notes = [f"{ref.name} has no folder {folder.name}" for folder in wanted if folder not in there]
+    if build and ref.name not in WORKING_TREE and (rebuilt := git.changes(ref.path, untracked=False)):
+        notes.append(f"the build of {ref.name} has changed {_named(rebuilt)}, which git knows")
+    facts = {"files": _fingerprint(ref.path, ref.outputs), "built_ns": built_ns}
+    return msgspec.structs.replace(ref, pythonpath=tuple(there), notes=(*ref.notes, *notes), **facts)
+
+
+def _default_pythonpath(path: Path) -> list[str]:
+    source = path / "src"
+    holds_code = any(source.glob("*/__init__.py")) or any(source.glob("*.py"))
+    return ["src", "."] if holds_code else ["."]
+
+
+def _build(ref: Ref, command: str) -> None:
+    """Run it in the ref's root with this interpreter first on PATH, so that `python` means the one that measures."""
+    print(f"building {printable(ref.name)}: {printable(command)}", file=sys.stderr, flush=True)
+    environment = git.environment()
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=ref.path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
+    if done.returncode:
+        raise BuildFailed(ref.name, ref.commit, command, done.returncode, done.stdout)

@@ -1,0 +1,324 @@
+"""The two sides of a comparison, each a forkserver of fresh workers."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import psutil
+from msgspec import Struct
+
+from attnbench import registry
+from attnbench.comparing import forkserver as n
+from attnbench.errors import UsageError
+from attnbench.run import protocol as p
+from attnbench.run.launch import CannotTravel
+from attnbench.run.origin import NotInRef, Origin
+from attnbench.run.process_tree import ProcessTree, descendants
+from attnbench.run.remote import STEADY_MEMORY, Local, Remote, WorkerDied, start
+from attnbench.run.travel import Traveller, from_object, from_reference
+from attnbench.spec import Implementation
+
+START_S = 180.0
+
+
+class Code(Struct, frozen=True, kw_only=True):
+    """An implementation, and where its code comes from."""
+
+    label: str
+    """What people read: a name, or a name with the ref it comes from."""
+    name: str
+    """What its workers call it."""
+    framework: str
+    config: dict[str, int | float | str | bool] = {}
+    """What it is set to beyond its defaults."""
+    traveller: Traveller | None = None
+    path: tuple[str, ...] = ()
+    """Folders before all others on the import path of its workers: a git ref's. Its code must come from them."""
+    hidden: str = ""
+    """Folder whose code its workers must not see: the repository that the ref was checked out of."""
+    origin: Origin | None = None
+    """Where the code of the git ref lies, and where other code of its repository does."""
+    cwd: str = ""
+    """Folder that its workers run in: a git ref's, so that files with relative names are its own; empty for this
+    process's."""
+    commit: str = ""
+
+    def describe(self) -> p.Describe:
+        """The first message to each of its processes."""
+        by_name = self.origin is not None and self.traveller is None
+        return p.Describe(self.import_path, self.origin, self.name if by_name else "")
+
+    @property
+    def import_path(self) -> list[str]:
+        """Where else its workers may look: everywhere this process does, or for a ref everywhere else."""
+        if not self.path:
+            return [*sys.path, ""]
+        return [folder for folder in sys.path if folder and not Path(folder).is_relative_to(self.hidden or "/")]
+
+
+def code_of(
+    what: Any,
+    framework: str,
+    label: str = "",
+    path: tuple[str, ...] = (),
+    hidden: str = "",
+    commit: str = "",
+    origin: Origin | None = None,
+    cwd: str = "",
+) -> Code:
+    """A side from a name, a `file.py:function` or `module:function` reference, a function or an Implementation.
+
+    A reference or a name under another import path is looked up by the workers, not here.
+    """
+    facts = {"path": path, "hidden": hidden, "commit": commit, "origin": origin, "cwd": cwd}
+    if isinstance(what, str) and ":" in what:
+        traveller = from_reference(what, framework, set())
+        return Code(label=label or what, name=traveller.name, framework=framework, traveller=traveller, **facts)
+    if isinstance(what, str):
+        name, config = registry.asked(what)
+        implementation = registry.get(name)
+        if config or registry.origin(name) != "this process":
+            known = {"framework": implementation.framework, "config": config}
+            return Code(label=label or what, name=name, **known, **facts)
+        what = implementation
+    implementation = registry.resolve(what, framework)
+    traveller = from_object(what, framework, set())
+    if traveller is None:
+        raise CannotTravel(f"{implementation.name} cannot be sent to a worker process.")
+    label = label or implementation.name
+    return Code(label=label, name=traveller.name, framework=traveller.framework, traveller=traveller, **facts)
+
+
+class DiedLoading(UsageError):
+    """A process was lost while it loaded an side's code: perhaps the code's doing, perhaps the machine's."""
+
+
+class Side(Protocol):
+    """A live side."""
+
+    code: Code
+
+    def start_worker(self, seed: int) -> Remote | Local:
+        """A fresh worker."""
+        ...
+
+    def pause(self) -> None:
+        """Stop all its processes while it is the other side's turn."""
+        ...
+
+    def resume(self) -> None:
+        """Let them go on."""
+        ...
+
+    def restart(self) -> None:
+        """Begin again with new processes."""
+        ...
+
+    def close(self) -> None:
+        """End everything."""
+        ...
+
+
+class _WorkerProcess:
+    """A worker's process as its forkserver sees it."""
+
+    def __init__(self, pid: int, side: ForkedSide) -> None:
+        self.pid, self._side = pid, side
+
+    def family(self) -> list[psutil.Process]:
+        """Return the worker and the processes that it has started."""
+        with suppress(psutil.NoSuchProcess):
+            return [psutil.Process(self.pid), *descendants(self.pid)]
+        return []
+
+    def poll(self) -> int | None:
+        return self._side.exit_code(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (10.0 if timeout is None else timeout)
+        while (code := self.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return 1 if code is None else code
+
+
+class ForkedSide:
+    """A side whose workers are forked from one process that has imported everything."""
+
+    def __init__(self, code: Code, device: str | None, threads: int | None) -> None:
+        self.code, self._device, self._threads = code, device, threads
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the side)
+        try:
+            self._start()
+        except BaseException:
+            self._output.close()
+            raise
+
+    def _start(self) -> None:
+        """Start the forkserver and load the side's code in it; raises UsageError if that cannot be."""
+        self._forks = True
+        self._workers: list[_WorkerProcess] = []
+        code, started = self.code, self._process_of("attnbench.comparing.forkserver")
+        self._process, self._connection = started
+        self._tree = ProcessTree(self._process.pid)
+        # What it says when it dies is told as a worker's last words are.
+        self._forkserver = Remote(code.framework, *started, self._output)
+        try:
+            self._demand(code.describe())
+            if code.traveller is not None:
+                self._demand(code.traveller.enlist(code.path))
+        except WorkerDied as died:
+            self._end_forkserver()
+            raise DiedLoading(f"{code.label} could not be loaded: {died.reason}") from died
+        except BaseException:
+            self._end_forkserver()
+            raise
+        self._helpers = descendants(self._process.pid)
+        """What loading has started, for all workers."""
+        if not self._forks:
+            self._end_forkserver()
+
+    def _process_of(self, module: str) -> tuple[subprocess.Popen[bytes], Connection]:
+        code = self.code
+        facts = (code.path, STEADY_MEMORY, code.cwd)
+        return start(module, code.framework, self._device, self._threads, self._output, *facts)
+
+    def __enter__(self) -> ForkedSide:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _demand(self, question: p.Describe | p.Enlist) -> None:
+        reply = self._ask(question)
+        if isinstance(reply, p.Refused):
+            raise _refusal(self.code, reply)
+        self._forks = self._forks and not isinstance(reply, n.Unforkable)
+
+    def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
+        def pass_on() -> None:
+            if passing is not None:
+                with socket.socket(fileno=socket.dup(self._connection.fileno())) as channel:
+                    socket.send_fds(channel, [b"+"], [passing.fileno()])
+
+        self.resume()
+        return self._forkserver.exchange(question, START_S, n.decode_reply, pass_on)
+
+    def start_worker(self, seed: int) -> Remote:
+        """A fork with an untouched framework and its own heap padding; a new process where loading began to compute.
+
+        A forkserver that is gone is started again, once.
+        """
+        if not self._forks:
+            return self._spawn()
+        try:
+            return self._fork(seed)
+        except WorkerDied:
+            self.restart()
+            return self._fork(seed) if self._forks else self._spawn()
+
+    def _fork(self, seed: int) -> Remote:
+        self._workers = [one for one in self._workers if one.poll() is None]
+        known = {process for one in self._workers for process in one.family()} | set(self._helpers)
+        for process in descendants(self._process.pid):
+            if process not in known:
+                ProcessTree(process).kill()  # what an earlier worker left behind
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reply = self._ask(n.Fork(seed), theirs)
+        assert isinstance(reply, n.Forked)
+        self._tree = ProcessTree(self._process.pid)
+        self._workers.append(_WorkerProcess(reply.pid, self))
+        return Remote(self.code.framework, self._workers[-1], Connection(ours.detach()), self._output)
+
+    def _spawn(self) -> Remote:
+        """Slower to start than a fork, but one with other threads' locks in it might never answer."""
+        code, started = self.code, self._process_of("attnbench.run.worker")
+        worker = Remote(code.framework, *started, self._output)
+        self._tree = ProcessTree(started[0].pid)
+        questions = [code.describe(), *([] if code.traveller is None else [code.traveller.enlist(code.path)])]
+        try:
+            for question in questions:
+                answer = worker.ask(question, START_S)
+                if isinstance(answer, p.Refused) and answer.not_in_ref:
+                    raise _refusal(code, answer)
+                if isinstance(answer, p.Refused):
+                    raise WorkerDied("failed", answer.reason)
+        except BaseException:
+            worker.kill()
+            raise
+        return worker
+
+    def pause(self) -> None:
+        """Take the processor away from all processes of this side, helpers that its code has started included."""
+        self._tree.stop()
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._tree.resume()
+
+    def restart(self) -> None:
+        """Begin again with new processes; raises WorkerDied if the code cannot be loaded any more."""
+        self._end_forkserver()
+        try:
+            self._start()
+        except UsageError as error:
+            raise WorkerDied("failed", str(error)) from error
+
+    def exit_code(self, pid: int) -> int | None:
+        """How a worker ended; None while it runs."""
+        try:
+            reply = self._ask(n.Inquire(pid))
+        except WorkerDied:
+            return 1
+        assert isinstance(reply, n.Ended)
+        return reply.code
+
+    def close(self) -> None:
+        """End the forkserver with its workers and whatever these have started."""
+        self._end_forkserver()
+        self._output.close()
+
+    def _end_forkserver(self) -> None:
+        if self._process.poll() is None:
+            ProcessTree(self._process.pid).kill()
+        self._process.wait()
+        self._connection.close()
+
+
+def _refusal(code: Code, answer: p.Refused) -> UsageError:
+    kind = NotInRef if answer.not_in_ref else UsageError
+    return kind(f"{code.label} could not be loaded: {answer.reason}")
+
+
+class LocalSide:
+    """A side in the calling process, for a function that no other process can have."""
+
+    def __init__(self, code: Code, implementation: Implementation, device: str | None) -> None:
+        self.code, self._device = code, device
+        registry.register(implementation)
+
+    def start_worker(self, seed: int) -> Local:
+        """Fresh sessions; the process stays the same."""
+        del seed
+        return Local(self.code.framework, self._device)
+
+    def pause(self) -> None:
+        """Both sides are this process, which cannot be stopped."""
+
+    def resume(self) -> None:
+        """Nothing was stopped."""
+
+    def restart(self) -> None:
+        """There is no process to begin again with."""
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,359 @@
+"""Launches of two sides -> time of b / time of a with intervals, and the rule that says when the evidence is enough.
+
+Everything is worked out on ln(b / a) of neighbouring blocks. Swapping the sides negates each figure to the last bit and
+so mirrors the verdict. Metrics that contradict each other decide nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log, log1p
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from attnbench.comparison import ALPHA, FLOOR, LARGEST_SAME, LOOKS, WIDEST_SAME, Block, Estimate, Launch, Verdict
+from attnbench.errors import UsageError
+
+LAUNCHES_PER_TRIMMED = 8
+"""One launch in so many is left out at either end: none of 6, one of 10, two of 16, three of 24."""
+
+
+class TrimmedMean(Struct, frozen=True):
+    """A mean without the extremes."""
+
+    value: float
+    se: float | None
+    """None of a single launch: it says nothing about its own spread."""
+    freedom: int
+    """Degrees of freedom of the t distribution that the mean, over its standard error, follows."""
+
+    def half_width(self, alpha: float) -> float:
+        """Of the t interval each of whose bounds errs with probability alpha."""
+        from scipy.special import stdtrit
+
+        return float("inf") if self.se is None else float(stdtrit(self.freedom, 1 - alpha)) * self.se
+
+    def p_above(self, excess: float) -> float:
+        """One-sided p-value of an excess that is not really there."""
+        from scipy.special import stdtr
+
+        if self.se is None:
+            return 1.0
+        if self.se == 0:
+            return float(excess <= 0)
+        return float(stdtr(self.freedom, -excess / self.se))
+
+
+def trimmed_mean(values: np.ndarray) -> TrimmedMean:
+    """Below 8 values Student's t as it is: with five or fewer left between the extremes its bounds are hopelessly wide.
+
+    Extremes leave the mean but not its error, where they count as their nearest neighbour that stays. All sums run in
+    the order of the launches, so that negated values give the negated mean to the last bit.
+    """
+    cut = len(values) // LAUNCHES_PER_TRIMMED
+    ordered, kept = np.sort(values), len(values) - 2 * cut
+    low, high = ordered[cut], ordered[-1 - cut]
+    pulled_in = np.clip(values, low, high)
+    mean = (float(pulled_in.sum()) - cut * float(low + high)) / kept
+    if len(values) == 1:
+        return TrimmedMean(mean, None, 0)
+    spread = float(pulled_in.std(ddof=1)) * ((len(values) - 1) / (kept - 1)) ** 0.5
+    return TrimmedMean(mean, spread / kept**0.5, kept - 1)
+
+
+DRAWS = 4000
+SEED = 20240229
+
+
+def median_draws(logs: Sequence[np.ndarray], seed: int = SEED) -> np.ndarray:
+    """Medians over all pairs of launches drawn anew with replacement, ascending."""
+    sizes = [len(one) for one in logs]
+    pooled, owner = np.concatenate(logs), np.repeat(np.arange(len(logs)), sizes)
+    order = np.argsort(pooled)
+    ascending = pooled[order]
+    passed = np.cumsum(owner[order, None] == np.arange(len(logs)), axis=0, dtype=float)
+    times = np.random.default_rng(seed).multinomial(len(logs), [1 / len(logs)] * len(logs), DRAWS).astype(float)
+    total = times @ np.array(sizes, float)
+    lower, upper = (ascending[_first_reaching(passed, times, rank)] for rank in ((total + 1) // 2, total // 2 + 1))
+    return np.sort((lower + upper) / 2)
+
+
+def _first_reaching(passed: np.ndarray, times: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    """Per draw, where in ascending order `rank` values have been passed, a launch counted as often as it was drawn."""
+    low, high = np.zeros(len(times), int), np.full(len(times), len(passed) - 1)
+    while np.any(low < high):
+        middle = (low + high) // 2
+        reached = np.einsum("dl,dl->d", passed[middle], times) >= rank
+        low, high = np.where(reached, low, middle + 1), np.where(reached, middle, high)
+    return low
+
+
+ENDLESS = 50.0
+"""Stands for infinity among logarithms: JSON has none."""
+FEW_LAUNCHES = 6
+"""Below this a bootstrap over launches is far too narrow; Student's t takes its place."""
+SES_TO_DETECT = 4.0
+LARGE, SURE_P = 0.10, 1e-4
+"""A difference beyond LARGE at a p-value below SURE_P needs no second look: neither chance nor layout makes it."""
+CONFIRM_ALPHA, FEWEST_FRESH = 0.05, 3
+CONTRADICTION = "the metrics contradict each other"
+_WORDS = {1: "slower", -1: "faster", 0: "neither slower nor faster"}
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """What is known after so many launches."""
+
+    verdict: Verdict | None
+    """None: go on."""
+    estimates: dict[str, Estimate] = {}
+    """By metric; empty between looks."""
+    notes: tuple[str, ...] = ()
+
+
+class _Evidence(Struct, frozen=True, kw_only=True):
+    """One metric's estimate as logarithms."""
+
+    point: float
+    low: float
+    high: float
+    t_low: float
+    t_high: float
+    mean: TrimmedMean
+    """Of the launches' medians: where the t interval and the p-values come from."""
+    se: float
+    """Of the point."""
+    launches: int
+    pairs: int
+
+
+def published(metrics: Sequence[str]) -> str:
+    """The metric whose ratio is published: device time where there is one, else wall time."""
+    return next((name for name in ("device", "wall") if name in metrics), metrics[0])
+
+
+def estimate(launches: Sequence[Launch], metric: str, alpha: float, floor: float = FLOOR, seed: int = SEED) -> Estimate:
+    """Ratio by one metric; each bound of an interval errs with probability alpha.
+
+    The p-values are those of a trimmed t over the launches' medians. Launches are what is independent, and with 6 to 16
+    of them t keeps its level where the bootstrap rejects two to six times too often; the trimming keeps a launch or two
+    that something else disturbed from hiding what the others show.
+    """
+    return _as_estimate(_evidence(launches, metric, alpha, seed), metric, floor)
+
+
+def decide(
+    launches: Sequence[Launch],
+    metrics: Sequence[str],
+    floor: float = FLOOR,
+    looks: Sequence[int] = LOOKS,
+    alpha: float = ALPHA,
+    last: bool = False,
+) -> Decision:
+    """Judge at a look, or when this is the `last` chance; between looks go on. The floor may only be raised.
+
+    Slower on any metric is slower and faster on any is faster, unless another metric's interval lies on the other side
+    of 1; same is the published metric's to say.
+    """
+    if floor < FLOOR:
+        raise UsageError(f"a floor of {floor:g} is below {FLOOR:g}, what layout alone makes: it may only be raised.")
+    launches = [launch for launch in launches if launch.a and launch.b]
+    last = last or len(launches) >= looks[-1]
+    if not last and len(launches) not in looks:
+        return Decision(verdict=None)
+    if not launches:
+        return Decision(verdict="inconclusive", notes=("no launch gave a pair of samples",))
+    share = alpha / len(looks) / len(metrics)
+    judged, notes = _judged_metrics(launches, metrics)
+    found = {name: _evidence(launches, name, share) for name in judged}
+    verdict, doubts = _verdict(found, published(metrics), floor, last)
+    by_device = _sign(found["device"], floor) if "device" in found else 0
+    if by_device and verdict == _WORDS[by_device] and not _holds_in_cycles(launches, by_device, floor):
+        doubts.append(f"{verdict} by device time, but not in clock cycles: the GPU ran the two at different speeds")
+        verdict = None
+    if len(launches) < FEW_LAUNCHES:
+        count = f"{len(launches)} launch{'' if len(launches) == 1 else 'es'}"
+        notes.append(f"only {count}: judged by Student's t alone")
+    return Decision(
+        verdict="inconclusive" if verdict is None and last else verdict,
+        estimates={name: _as_estimate(one, name, floor) for name, one in found.items()},
+        notes=(*notes, *doubts),
+    )
+
+
+def is_overwhelming(decision: Decision) -> bool:
+    """Whether a decision needs no confirmation: it claims no difference, or one that is large and beyond doubt.
+
+    A device's time does not depend on how a process happens to lie in memory, and is not asked for one either.
+    """
+    if decision.verdict not in ("slower", "faster") or "device" in decision.estimates:
+        return True
+    return any(
+        abs(log(one.ratio)) > log1p(LARGE)
+        and (one.p_slower if decision.verdict == "slower" else one.p_faster) < SURE_P
+        and (one.ratio > 1) == (decision.verdict == "slower")
+        for one in decision.estimates.values()
+    )
+
+
+def after_fresh_launches(decision: Decision, launches: Sequence[Launch], first: int, floor: float = FLOOR) -> Decision:
+    """A verdict after launches that had no part in it (all but the `first` ones): it stays if they show the difference.
+
+    They do if Student's t over them lies on the same side of 1 at 5 % by a metric that made the verdict, and by no
+    metric on the other. The figures are those of all launches together.
+    """
+    fresh, word = launches[first:], decision.verdict
+    sign, judged = (1 if word == "slower" else -1), list(decision.estimates)
+    pooled = decide(launches, judged, floor=floor, last=True)
+    claim = f"{word} in the first {first} launches"
+    if len(fresh) < FEWEST_FRESH:
+        note = f"{claim}, but the budget ended before that could be confirmed by fresh processes: raise it"
+        return replace(pooled, verdict="inconclusive", notes=(*pooled.notes, note))
+    again = {name: _evidence(fresh, name, CONFIRM_ALPHA) for name in judged}
+    shown = any(
+        (one.t_low > 0 if sign > 0 else one.t_high < 0) and _is_beyond(decision.estimates[name], sign, floor)
+        for name, one in again.items()
+    )
+    denied = any(one.t_high < 0 if sign > 0 else one.t_low > 0 for one in again.values())
+    if shown and not denied and pooled.verdict == word:
+        return pooled
+    note = f"{claim}, not confirmed by {len(fresh)} launches of fresh processes"
+    verdict = "same" if pooled.verdict == "same" else "inconclusive"
+    return replace(pooled, verdict=verdict, notes=(*pooled.notes, note))
+
+
+def _is_beyond(one: Estimate, sign: int, floor: float) -> bool:
+    """Whether a metric's interval alone makes that verdict."""
+    low, high = one.interval
+    return low > 1 + floor if sign > 0 else high < 1 / (1 + floor)
+
+
+def _judged_metrics(launches: Sequence[Launch], metrics: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Metrics that can be judged, and why the others cannot; the published one always has to."""
+    blind = [
+        name
+        for name in metrics
+        if name != published(metrics) and not all(block.ns[name] > 0 for one in launches for block in one.a + one.b)
+    ]
+    notes = [f"{name} time is not judged: its clock is too coarse and saw blocks of 0 ns" for name in blind]
+    return [name for name in metrics if name not in blind], notes
+
+
+def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -> tuple[Verdict | None, list[str]]:
+    """The verdict of b, None when it is still open, and what is doubtful about it."""
+    signs = {name: _sign(one, floor) for name, one in found.items()}
+    doubtful = [
+        name for name, sign in signs.items() if (sign or name == main) and not _mean_agrees(found[name], sign, floor)
+    ]
+    doubts = [
+        f"{name} time: the bootstrap says {_WORDS[signs[name]]}, Student's t over launches disagrees"
+        for name in doubtful
+    ]
+    certain = {sign for name, sign in signs.items() if name not in doubtful}
+    # Wall time beside device time is the host's: it contradicts only beyond the floor.
+    sides = signs if main == "device" else {name: _sign(one, 0.0) for name, one in found.items()}
+    if any(signs[name] and -signs[name] in sides.values() for name in found):
+        # Something may have taken the processor in one arm's turns, so that "faster" cannot be believed. "Slower" by
+        # the published time can if it is much, or if the other is hardly faster: waiting, or fewer threads, is slower
+        # however little the processor did meanwhile.
+        told = ", ".join(f"{_WORDS[side]} by {name} time" for name, side in sides.items())
+        much = found[main].low > log1p(LARGE) or -1 not in signs.values()
+        slower = signs[main] == 1 and main not in doubtful and much
+        return ("slower" if slower else None), [*doubts, f"{CONTRADICTION}: {told}"]
+    if 1 in certain:
+        return "slower", doubts
+    if -1 in certain and 1 not in signs.values():
+        return "faster", doubts
+    if doubtful or any(signs.values()):
+        return None, doubts
+    # Wall time beside device time is the host's, and too noisy to ask it of.
+    asked = [one for name, one in found.items() if name == main or name != "wall"]
+    # Close enough to be called the same, yet leaning: a small slowdown needs more launches before it can be sure.
+    leaning = any(abs(one.point) > log1p(floor) for one in asked)
+    same = all(_is_same(one, floor) for one in asked) and (last or not leaning)
+    return ("same" if same else None), doubts
+
+
+def _holds_in_cycles(launches: Sequence[Launch], sign: int, floor: float) -> bool:
+    """Whether a verdict by device time is no work of the GPU's clock; true where that clock is not known."""
+    blocks = [block for launch in launches for block in (*launch.a, *launch.b)]
+    if any("device" not in block.ns or block.sm_mhz is None for block in blocks):
+        return True
+    clocks = [np.log(y.sm_mhz / x.sm_mhz) for one in launches for x, y in zip(one.a, one.b) if x.sm_mhz and y.sm_mhz]
+    times = np.concatenate([_log_ratios(launch, "device") for launch in launches])
+    ratio = float(np.median(times + np.array(clocks)))
+    return sign * ratio > log1p(floor)
+
+
+def _sign(one: _Evidence, floor: float) -> int:
+    return int(one.low > log1p(floor)) - int(one.high < -log1p(floor))
+
+
+def _mean_agrees(one: _Evidence, sign: int, floor: float) -> bool:
+    """Whether the t interval lies on the same side of 1; clearing the floor is asked of the pooled median alone."""
+    if sign == 0:
+        return not (one.t_low > log1p(floor) or one.t_high < -log1p(floor))
+    return one.t_low > 0 if sign > 0 else one.t_high < 0
+
+
+def _is_same(one: _Evidence, floor: float) -> bool:
+    """Within +-5 % and narrower than 6 %; a raised floor raises both by as much, or nothing near it could ever pass."""
+    slack = floor - FLOOR
+    edge = log1p(LARGEST_SAME + slack)
+    return -edge < one.low and one.high < edge and one.high - one.low < log1p(WIDEST_SAME + slack)
+
+
+def _as_estimate(one: _Evidence, metric: str, floor: float) -> Estimate:
+    return Estimate(
+        metric=metric,
+        ratio=exp(one.point),
+        interval=(exp(one.low), exp(one.high)),
+        t_interval=(exp(one.t_low), exp(one.t_high)),
+        detectable=exp(min(log1p(floor) + SES_TO_DETECT * one.se, ENDLESS)) - 1,
+        p_slower=one.mean.p_above(one.mean.value - log1p(floor)),
+        p_faster=one.mean.p_above(-one.mean.value - log1p(floor)),
+        launches=one.launches,
+        pairs=one.pairs,
+    )
+
+
+def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int = SEED) -> _Evidence:
+    logs = [_log_ratios(launch, metric) for launch in launches if launch.a and launch.b]
+    if not logs:
+        raise ValueError("no launch holds a block of both arms: there is nothing to estimate from")
+    pooled = np.concatenate(logs)
+    point, mean = float(np.median(pooled)), trimmed_mean(np.array([np.median(one) for one in logs]))
+    half = mean.half_width(alpha)
+    low, high, se = mean.value - half, mean.value + half, ENDLESS if mean.se is None else mean.se
+    if len(logs) >= FEW_LAUNCHES:
+        draws = median_draws(logs, seed)
+        rank = int(alpha * DRAWS)
+        low, high = float(draws[rank]), float(draws[-1 - rank])
+        se = float(draws.std()) * (len(logs) / (len(logs) - 1)) ** 0.5
+    return _Evidence(
+        point=point,
+        low=max(min(low, point), -ENDLESS),
+        high=min(max(high, point), ENDLESS),
+        t_low=max(mean.value - half, -ENDLESS),
+        t_high=min(mean.value + half, ENDLESS),
+        mean=mean,
+        se=se,
+        launches=len(logs),
+        pairs=len(pooled),
+    )
+
+
+def _log_ratios(launch: Launch, metric: str) -> np.ndarray:
+    pairs = min(len(launch.a), len(launch.b))
+    return _logs(launch.b[:pairs], metric) - _logs(launch.a[:pairs], metric)
+
+
+def _logs(blocks: Sequence[Block], metric: str) -> np.ndarray:
+    ns = np.array([block.ns[metric] for block in blocks], float)
+    if not np.all((ns > 0) & np.isfinite(ns)):
+        wrong = float(ns[~((ns > 0) & np.isfinite(ns))][0])
+        raise ValueError(
+            f"a block of {wrong:g} ns by {metric} time cannot be: its clock is too coarse, put more calls into a block"
+        )
+    return np.log(ns)

@@ -1,0 +1,249 @@
+"""Two run files -> cases: for where the baseline cannot be measured again beside the current code.
+
+Times of different runs are never compared bare. Each is taken relative to the two anchor kernels that were interleaved
+with it; as the anchors drift too, both must tell the same story, and the floor is higher than for launches in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import erfc, exp, log, log1p, sqrt
+from statistics import NormalDist
+
+import numpy as np
+from msgspec.structs import replace
+
+from attnbench.comparing.gate_case import case_of
+from attnbench.comparing.gate_verdict import with_holm
+from attnbench.comparing.statistics import SES_TO_DETECT
+from attnbench.comparison import ALPHA, Case, Comparison, Estimate, Verdict
+from attnbench.measuring.anchors import NAMES, anchors_beside, lacks_anchors
+from attnbench.measuring.sampling import round_medians
+from attnbench.results.ratios import Ratio, combine, geometric_mean, paired_ratio
+from attnbench.results.records import ANCHOR, label, on_one_clock, sitting_of
+from attnbench.spec import DIRTY, Incorrect, Ok, Record
+
+STORED_FLOOR = 0.05
+SHAKY = 0.1
+"""Half-width of a stored time's interval above which it cannot show that nothing changed."""
+SAME_MEASUREMENT = "both sides are one and the same measurement"
+MISSING = "ok in the baseline, but not in the current run: measure it too, or take it out of the baseline"
+ROUNDING_NS = 0.06
+"""Files keep tenths of nanoseconds."""
+STORED_SAME = 0.10
+"""`same` needs both intervals within this of 1."""
+Z = NormalDist().inv_cdf(1 - ALPHA)
+
+
+def cases_of_runs(
+    baseline: Sequence[Record], current: Sequence[Record], floor_of: Callable[[str, str], float] | None = None
+) -> list[Case]:
+    """Every cell of two runs as a case, with Holm's correction over the timed ones; floors below 0.05 do not count."""
+    old, new = ({one.cell.id: one for one in records if not _is_anchor(one)} for records in (baseline, current))
+    cases: list[Case] = []
+    for cell, record in {**old, **new}.items():
+        asked = floor_of(record.implementation, record.workload.id) if floor_of else STORED_FLOOR
+        a, b = old.get(cell), new.get(cell)
+        if a is None or b is None:
+            cases.append(_one_sided(a, b))
+        else:
+            cases.append(_case(a, b, baseline, current, max(asked, STORED_FLOOR)))
+    timed = {place: case.first for place, case in enumerate(cases) if case.first and case.first.verdict}
+    return with_holm(cases, {place: _p_slower(first) for place, first in timed.items()})
+
+
+def compare_records(
+    a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record], floor: float = STORED_FLOOR
+) -> Comparison:
+    """Return time of b / time of a across two runs, by each anchor of their own sittings.
+
+    Slower or faster only if both anchors say so. A measurement is the same as itself, whatever its anchors. Times by
+    different clocks are compared by one that both records hold beside them, if there is one.
+    """
+    anchors_a, anchors_b = anchors_beside(a, run_a), anchors_beside(b, run_b)
+    problem = _lacks(a, b, run_a, run_b)
+    if not problem:
+        pairs = [_by_one_clock(*pair) for pair in _pairs(a, b, anchors_a, anchors_b)]
+        (a, b), anchors_a, anchors_b = pairs[0], [one for one, _ in pairs[1:]], [one for _, one in pairs[1:]]
+        problem = _unlike(pairs)
+    same = _is_one_measurement(a, b)
+    if same and not sitting_of(a):  # short times of a coarse clock may agree by chance: the anchors must agree as well
+        same = not problem and all(_is_one_measurement(*pair) for pair in _pairs(a, b, anchors_a, anchors_b))
+    if problem and not same:
+        return replace(_untimed(a, b, problem), floor=floor)
+    if same:
+        ratios, verdict, reason = dict.fromkeys(NAMES, Ratio(1.0, 1.0, 1.0)), "same", SAME_MEASUREMENT
+    else:
+        ratios = {name: _by_anchor(a, b, _named(anchors_a, name), _named(anchors_b, name)) for name in NAMES}
+        verdict, reason = _verdict(list(ratios.values()), floor), ""
+        shaky = _shaky([a, b, *anchors_a, *anchors_b])
+        if shaky and verdict in ("same", "inconclusive"):
+            verdict, reason = "inconclusive", shaky
+    estimates = {name: _estimate(name, ratio, a, b, floor) for name, ratio in ratios.items()}
+    return replace(
+        _untimed(a, b, reason),
+        verdict=verdict,
+        ratio=geometric_mean(list(ratios.values())).value,
+        interval=(min(one.low for one in ratios.values()), max(one.high for one in ratios.values())),
+        smallest_slowdown=max(one.detectable for one in estimates.values()),
+        estimates=estimates,
+        floor=floor,
+    )
+
+
+def _by_one_clock(a: Ok, b: Ok) -> tuple[Ok, Ok]:
+    first, second = on_one_clock([a, b])
+    assert isinstance(first, Ok)
+    assert isinstance(second, Ok)
+    return first, second
+
+
+def _pairs(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> list[tuple[Ok, Ok]]:
+    """What stands against what: the cell, then each anchor."""
+    return [(a, b), *((_named(anchors_a, name), _named(anchors_b, name)) for name in NAMES)]
+
+
+def _is_one_measurement(a: Ok, b: Ok) -> bool:
+    """Whether b's rounds are a's: a file against itself, or against the baseline that was saved from it."""
+    if a.time is None or b.time is None or (a.time.sitting, a.time.clock) != (b.time.sitting, b.time.clock):
+        return False
+    first, second = (round_medians(time) if time.rounds else np.asarray(time.samples_ns) for time in (a.time, b.time))
+    return len(first) == len(second) and bool(np.all(np.abs(first - second) <= ROUNDING_NS))
+
+
+def _shaky(records: Sequence[Ok]) -> str:
+    """Why these times are no ground to say that nothing changed; empty when they are."""
+    for record in records:
+        assert record.time is not None
+        interval = record.time.ci95_ns
+        half = None if interval is None else (interval[1] - interval[0]) / 2 / record.time.median_ns
+        if half is None or half > SHAKY:
+            known = "from one round" if half is None else f"known to ±{half:.0%}"
+            return f"{record.implementation} is only {known}: measure both again with more --budget, or compare refs"
+    return ""
+
+
+def _case(a: Record, b: Record, run_a: Sequence[Record], run_b: Sequence[Record], floor: float) -> Case:
+    if not (isinstance(a, Ok) and isinstance(b, Ok)):
+        return case_of(label(b), b.workload, _untimed(a, b, b.reason or a.reason or ""))
+    comparison = compare_records(a, b, run_a, run_b, floor)
+    case = case_of(label(b), b.workload, comparison)
+    if comparison.verdict is None and case.status == "not_measured" and (a.time or b.time):
+        # A gate must not pass over what the baseline timed, whatever keeps the two from being compared.
+        return replace(case, status="no_baseline" if a.time is None else "inconclusive")
+    if comparison.verdict != "slower":
+        return case
+    told = " and ".join(f"{one.ratio:.2f} by {name}" for name, one in comparison.estimates.items())
+    return replace(case, status="regression", reason=f"slower than the stored run: {told}")
+
+
+def _one_sided(a: Record | None, b: Record | None) -> Case:
+    record = a or b
+    assert record is not None
+    case = case_of(label(record), record.workload, None)
+    if isinstance(b, Incorrect):
+        return replace(case, status="wrong", reason=f"incorrect: {b.reason}")
+    if isinstance(b, Ok):
+        return replace(case, status="no_baseline", reason="not in the baseline run")
+    if isinstance(a, Ok):
+        return replace(case, status="missing", reason=MISSING)
+    return replace(case, reason="not in the current run" if b is None else b.reason)
+
+
+def _lacks(a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record]) -> str:
+    """Say which of the times is missing that a comparison needs; empty if all are there."""
+    for record, run, name in ((a, run_a, "baseline"), (b, run_b, "current")):
+        if record.time is None:
+            return f"verified but not timed in the {name} run"
+        found = {one.implementation for one in anchors_beside(record, run)}
+        if missing := [one for one in NAMES if one not in found]:
+            lacks = lacks_anchors(record, run, f"no times of {' and '.join(missing)} for this workload")
+            return f"the {name} run has {lacks}: measure it again"
+    return ""
+
+
+def _unlike(pairs: Sequence[tuple[Ok, Ok]]) -> str:
+    """Say which times are not of the same thing; empty if all are."""
+    for old, new in pairs:
+        if _kind(old) != _kind(new):
+            told = " and ".join(" ".join(str(part) for part in _kind(one)) for one in (old, new))
+            return f"{old.implementation} was not measured alike in both runs ({told}): measure the baseline again"
+    return ""
+
+
+def _kind(record: Ok) -> tuple[str, ...]:
+    """What must not differ for two times to be of the same thing: the clock, and for an anchor what made it how big."""
+    assert record.time is not None
+    if not _is_anchor(record):
+        return (record.time.clock,)
+    framework = record.environment.framework if record.environment else ""
+    return record.time.clock, framework, *(f"{name} {size}" for name, size in record.verified_at.shape.items())
+
+
+def _by_anchor(a: Ok, b: Ok, anchor_a: Ok, anchor_b: Ok) -> Ratio:
+    level = 1 - 2 * ALPHA
+    return combine([paired_ratio(anchor_b, b, level), paired_ratio(anchor_a, a, level)], [1, -1])
+
+
+def _verdict(ratios: Sequence[Ratio], floor: float) -> Verdict:
+    if all(one.low > 1 + floor for one in ratios):
+        return "slower"
+    if all(one.high < 1 / (1 + floor) for one in ratios):
+        return "faster"
+    widest = 1 + STORED_SAME + max(0.0, floor - STORED_FLOOR)
+    return "same" if all(1 / widest < one.low and one.high < widest for one in ratios) else "inconclusive"
+
+
+def _estimate(name: str, ratio: Ratio, a: Ok, b: Ok, floor: float) -> Estimate:
+    """A stored run is one launch: its interval comes from rounds, and there is no second one over launches."""
+    assert a.time is not None
+    assert b.time is not None
+    below, above = log(ratio.value / ratio.low) / Z, log(ratio.high / ratio.value) / Z
+    return Estimate(
+        metric=name,
+        ratio=ratio.value,
+        interval=(ratio.low, ratio.high),
+        t_interval=(ratio.low, ratio.high),
+        detectable=exp(log1p(floor) + SES_TO_DETECT * below) - 1,
+        p_slower=_p_above(log(ratio.value) - log1p(floor), below),
+        p_faster=_p_above(-log(ratio.value) - log1p(floor), above),
+        launches=1,
+        pairs=min(len(round_medians(a.time)), len(round_medians(b.time))),
+    )
+
+
+def _p_above(excess: float, se: float) -> float:
+    return erfc(excess / se / sqrt(2)) / 2 if se > 0 else float(excess <= 0)
+
+
+def _p_slower(comparison: Comparison) -> float:
+    """Both anchors must say so, hence the larger."""
+    return max(one.p_slower for one in comparison.estimates.values())
+
+
+def _untimed(a: Record, b: Record, reason: str) -> Comparison:
+    return Comparison(
+        a=label(a),
+        b=label(b),
+        workload=b.workload,
+        verdict=None,
+        reason=reason,
+        record_a=_without_times(a),
+        record_b=_without_times(b),
+        commit_a=a.environment.commit.removesuffix(DIRTY) if a.environment else "",
+        commit_b=b.environment.commit.removesuffix(DIRTY) if b.environment else "",
+        dirty_a=a.environment is not None and a.environment.is_dirty,
+        dirty_b=b.environment is not None and b.environment.is_dirty,
+    )
+
+
+def _without_times(record: Record) -> Record:
+    return replace(record, time=None, also={}, throughput=None) if isinstance(record, Ok) else record
+
+
+def _is_anchor(record: Record) -> bool:
+    return record.implementation.startswith(ANCHOR)
+
+
+def _named(anchors: Sequence[Ok], name: str) -> Ok:
+    return next(one for one in anchors if one.implementation == name)

@@ -1,0 +1,154 @@
+"""One comparison in words: who is faster, by how much, how sure, and how small a slowdown would have been seen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from attnbench.comparing.calibration import fine_print
+from attnbench.comparison import Comparison
+from attnbench.report import units
+
+Interval = tuple[float, float]
+MOST = 1000.0
+"""Ratios beyond this are no figures: they come of intervals over one or two launches."""
+STYLES = {"faster": "green", "slower": "red", "same": "green", "inconclusive": "yellow"}
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """A row per metric, what else must be said, and the answer last."""
+    console.print(f"[bold]{escape(comparison.workload.title)}[/bold]", highlight=False)
+    if comparison.estimates:
+        console.print(_table(comparison), highlight=False)
+    for note in comparison.notes:
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
+    console.print()
+    style = STYLES.get(comparison.verdict or "", "red")
+    if comparison.verdict in ("slower", "faster") and "cpu" in comparison.estimates:
+        console.print(f"[dim]{escape(fine_print())}[/dim]", highlight=False, soft_wrap=True)
+    console.print(f"[{style}]{escape(sentence(comparison))}[/{style}]", highlight=False, soft_wrap=True)
+
+
+def _table(comparison: Comparison) -> Table:
+    table = Table(box=None, header_style="bold", show_edge=False)
+    table.add_column("time by")
+    for heading in ("b / a", "interval", "by Student's t", "launches", "pairs", "could have seen"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for estimate in comparison.estimates.values():
+        table.add_row(
+            escape(estimate.metric),
+            ratio_text(estimate.ratio),
+            interval_text(estimate.interval),
+            interval_text(estimate.t_interval),
+            str(estimate.launches),
+            str(estimate.pairs),
+            _seen(estimate.detectable) or units.DASH,
+        )
+    return table
+
+
+def sentence(comparison: Comparison) -> str:
+    """The answer in one line; what could not be compared says why instead."""
+    a, b = arm_names(comparison)
+    if comparison.verdict is None:
+        return f"{b} was not compared with {a}: {comparison.reason or 'an arm could not be timed'}"
+    figures = "; ".join(
+        f"{one.metric} {ratio_text(one.ratio)}, {interval_text(one.interval)}" for one in comparison.estimates.values()
+    )
+    if not figures and comparison.ratio is not None:
+        figures = ratio_and_interval(comparison.ratio, comparison.interval)
+    claim = f"{_claim(comparison, a, b)} ({figures})" if figures else _claim(comparison, a, b)
+    return " · ".join(part for part in (claim, effort(comparison), comparison.reason) if part)
+
+
+def _claim(comparison: Comparison, a: str, b: str) -> str:
+    if comparison.verdict == "same":
+        return f"{b} is as fast as {a}"
+    if comparison.verdict == "inconclusive":
+        return f"whether {b} is slower than {a} cannot be told"
+    grounds = grounds_of(comparison)
+    if grounds is None:
+        return f"{b} is {comparison.verdict} than {a}"
+    by = f" by {grounds.metric} time" if grounds.metric else ""
+    return f"{b} is {_factor(grounds.ratio)} {comparison.verdict} than {a}{by}"
+
+
+def _factor(ratio: float) -> str:
+    """How many times as fast or slow, always above one."""
+    factor = max(ratio, 1 / ratio)
+    return f"{factor:.{3 if factor < 1.1 else 2 if factor < 10 else 1}f}x"
+
+
+class Grounds(NamedTuple):
+    """The figures a verdict stands on; the metric is empty where they are the published ones."""
+
+    metric: str
+    ratio: float
+    interval: Interval | None
+
+    def __str__(self) -> str:
+        return f"{self.metric} {ratio_and_interval(self.ratio, self.interval)}".strip()
+
+
+def grounds_of(comparison: Comparison) -> Grounds | None:
+    """The published ratio, unless only another metric clears the floor; None when nothing was timed."""
+    if comparison.ratio is None:
+        return None
+    published = Grounds("", comparison.ratio, comparison.interval)
+    others = (Grounds(one.metric, one.ratio, one.interval) for one in comparison.estimates.values())
+    if comparison.verdict not in ("slower", "faster") or _clears(comparison, published):
+        return published
+    return next((one for one in others if _clears(comparison, one)), published)
+
+
+def _clears(comparison: Comparison, grounds: Grounds) -> bool:
+    low, high = grounds.interval or (0.0, float("inf"))
+    if comparison.verdict == "slower":
+        return low > 1 + comparison.floor
+    return high < 1 / (1 + comparison.floor)
+
+
+def effort(comparison: Comparison) -> str:
+    """What it took, and what it was worth."""
+    launches = len(comparison.launches) or max((one.launches for one in comparison.estimates.values()), default=0)
+    parts = [f"{launches} launch{'' if launches == 1 else 'es'}"] if launches else []
+    if comparison.elapsed_s:
+        parts.append(units.duration(comparison.elapsed_s * 1e9))
+    if seen := _seen(comparison.smallest_slowdown):
+        parts.append(f"could have seen {seen}")
+    return ", ".join(parts)
+
+
+def _seen(slowdown: float | None) -> str:
+    """Nothing where no slowdown that anybody meets would have been seen."""
+    return "" if slowdown is None or slowdown > MOST else units.percent(slowdown)
+
+
+def arm_names(comparison: Comparison) -> tuple[str, str]:
+    """Both arms, with their commits where nothing else tells them apart."""
+    a, b = comparison.a, comparison.b
+    if a != b or comparison.commit_a == comparison.commit_b:
+        return a, b
+    return _at(a, comparison.commit_a), _at(b, comparison.commit_b)
+
+
+def _at(name: str, commit: str) -> str:
+    return f"{name} @ {commit[:12]}" if commit else name
+
+
+def ratio_and_interval(ratio: float, interval: Interval | None) -> str:
+    """1.063 (1.041-1.085)."""
+    return ratio_text(ratio) if interval is None else f"{ratio_text(ratio)} ({interval_text(interval)})"
+
+
+def ratio_text(ratio: float) -> str:
+    """A ratio with the digits that a few percent need."""
+    return f"{MOST:g}+" if ratio > MOST else f"{ratio:.{3 if ratio < 10 else 1}f}"
+
+
+def interval_text(interval: Interval) -> str:
+    """low-high."""
+    return f"{ratio_text(interval[0])}-{ratio_text(interval[1])}"

@@ -1,0 +1,114 @@
+"""Masks in the words of `jax.nn.dot_product_attention`, which tokamax speaks too: what they can say, and the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from attnbench.frameworks.jax_plain import log_weight, rows_that_see, visible
+from attnbench.masks import Causal, Documents, Full, Lengths, Mask, MaskShape, Window
+from attnbench.masks.combine import both
+from attnbench.masks.large_bias import has_large_bias
+from attnbench.spec import Workload
+
+
+def starts_together(part: Causal | Window, shape: MaskShape) -> bool:
+    """Whether query 0 stands at key 0: the only alignment that `is_causal` and `local_window_size` have."""
+    return part.align == "top-left" or shape.q_len == shape.kv_len
+
+
+@dataclass(frozen=True)
+class MaskArguments:
+    """A mask split into native arguments and `rest`, which goes in as an array."""
+
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    kv_lengths: np.ndarray | None = None
+    rest: Mask = field(default_factory=Full)
+    shows_blind_rows: bool = False
+    """Whether rows that see no key are shown all of them: their output is zeroed outside, and fused kernels would give
+    them NaN gradients (seen on cuDNN and tokamax)."""
+
+    @property
+    def needs_array(self) -> bool:
+        """Whether anything is left that only a T x S array can say."""
+        return not isinstance(self.rest, Full)
+
+    def keywords(self, workload: Workload, full_pairs: bool = False) -> dict[str, Any]:
+        """Keyword arguments, made inside the traced call; `full_pairs` broadcasts arrays to all batches and heads."""
+        import jax.numpy as jnp
+
+        words: dict[str, Any] = {}
+        if self.is_causal:
+            words["is_causal"] = True
+        if self.window is not None:
+            words["local_window_size"] = self.window
+        if self.kv_lengths is not None:
+            words["key_value_seq_lengths"] = jnp.asarray(self.kv_lengths, jnp.int32)
+        if not self.needs_array:
+            return words
+        shape = workload.mask_shape
+        seen = visible(self.rest, shape)
+        if self.shows_blind_rows:
+            seen = seen | ~seen.any(-1, keepdims=True)
+        words["mask"] = jnp.broadcast_to(seen, tuple(shape)) if full_pairs else seen
+        weight = log_weight(self.rest, shape, jnp.promote_types(workload.dtype, jnp.float32))
+        if weight is not None:
+            words["bias"] = jnp.broadcast_to(weight, (*weight.shape[:2], shape.q_len, shape.kv_len))
+        return words
+
+
+def mask_arguments(workload: Workload) -> MaskArguments:
+    """Split the mask. A window is native only with right = 0, and then always with is_causal: see jax.cudnn.
+
+    The mask stays whole beside a large bias: the largest that a row sees depends on all of it.
+    """
+    shape = workload.mask_shape
+    blind_rows = workload.needs_gradients and rows_that_see(workload.visible_mask, shape) is not None
+    if blind_rows or has_large_bias(workload.visible_mask):
+        return MaskArguments(rest=workload.visible_mask, shows_blind_rows=blind_rows)
+    causal, window, lengths, rest = False, None, None, []
+    for part in workload.visible_mask.split():
+        if isinstance(part, Causal) and starts_together(part, shape):
+            causal = True
+        elif isinstance(part, Window) and part.right == 0 and window is None and starts_together(part, shape):
+            left = shape.q_len if part.left is None else part.left
+            causal, window = True, (left, 0)
+        elif isinstance(part, Lengths) and lengths is None:
+            lengths = part.kv_lengths.array
+        else:
+            rest.append(part)
+    remaining: Mask = Full()
+    for part in rest:
+        remaining = both(remaining, part)
+    return MaskArguments(causal, window, lengths, remaining)
+
+
+def own_documents(workload: Workload) -> np.ndarray | None:
+    """[b, tokens] document ids, the same for queries and keys; None when the mask has no documents part."""
+    for part in workload.visible_mask.split():
+        if isinstance(part, Documents):
+            return np.broadcast_to(part.ids.array, (workload.batch, workload.kv_len))
+    return None
+
+
+def one_documents_part(workload: Workload) -> str | None:
+    """Reason to refuse documents where a library knows one id per token."""
+    found = [part for part in workload.visible_mask.split() if isinstance(part, Documents)]
+    if len(found) > 1:
+        return "takes one set of documents, not several"
+    if not found:
+        return None
+    if workload.q_len != workload.kv_len or found[0].q_ids is not None:
+        return "takes documents of self-attention only (one id per token, q_len = kv_len)"
+    return None
+
+
+def causal_alignment(workload: Workload) -> str | None:
+    """Reason to refuse a causal or window part that does not start at key 0."""
+    for part in workload.visible_mask.split():
+        if isinstance(part, Causal | Window) and not starts_together(part, workload.mask_shape):
+            return f"aligns {part.kinds[0]} top-left only, not bottom-right of {workload.q_len} x {workload.kv_len}"
+    return None

@@ -1,0 +1,40 @@
+"""jax.einsum: grouped einsum as openpi's Gemma does it, float32 logits and softmax, probabilities in the input dtype.
+
+Unlike openpi's, a row that sees no key is 0 and not the mean of V. Stores the T x S scores.
+"""
+
+from __future__ import annotations
+
+from attnbench.frameworks.jax_plain import plain_call
+from attnbench.spec import Call, Config, Environment, Implementation, Partial, Workload
+
+
+class Einsum(Implementation):
+    """Every mask, every dtype, any device XLA compiles for."""
+
+    name = "jax.einsum"
+    framework = "jax"
+    lse_gradient = True
+    materialises_scores = True
+    untested = ("rocm", "tpu")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """Everything."""
+        return None
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        """The plain call."""
+        return plain_call(workload)
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        """The same with LSE from the same logits."""
+        return plain_call(workload, with_lse=True)
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        """Written out, for masks without weights."""
+        from attnbench.impls.partial.jax_passes import plain_passes
+
+        return plain_passes(workload)
+
+
+EINSUM = Einsum()

@@ -1,0 +1,89 @@
+"""jax.flash-attn: flash-attn-jax's binding of FlashAttention 2.
+
+Traps handled here: only a bare assertion guards its dtypes and nothing its head groups; the scale must be a Python
+float; no mask array, no LSE. Which corner its causal mask is aligned to when q_len != kv_len was never run, so that
+case is refused. Its binary holds code for sm_80 only: newer GPUs compile it at load and get FlashAttention 2's speed.
+"""
+
+from __future__ import annotations
+
+from attnbench.impls.conditions import (
+    first_reason,
+    needs_capability,
+    needs_device,
+    needs_dtype,
+    needs_equal_dims,
+    needs_head_dim,
+    needs_mask,
+    needs_no_softcap,
+    needs_package,
+    needs_positive_scale,
+)
+from attnbench.masks import Causal, Window
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+
+NO_BOUND = -1
+
+
+class FlashAttn(Implementation):
+    """full, causal or one window."""
+
+    name = "jax.flash-attn"
+    framework = "jax"
+    process = "flash_attn_jax"
+    expects = (r"(?i)flash",)
+    untested = ("cuda",)
+
+    def available(self, environment: Environment) -> str | None:
+        """CUDA and the package."""
+        return first_reason(
+            needs_package("flash_attn_jax", "pip install flash-attn-jax einops (needs libcudart.so.12)"),
+            needs_device(environment, "cuda"),
+        )
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """16-bit floats on Ampere or newer."""
+        return first_reason(
+            needs_device(environment, "cuda"),
+            needs_capability(environment, (8, 0)),
+            needs_dtype(workload, "float16", "bfloat16"),
+            needs_mask(workload, "full", "causal", "window"),
+            _one_mask(workload),
+            needs_equal_dims(workload),
+            needs_head_dim(workload, 256, multiple_of=8),
+            needs_no_softcap(workload),
+            needs_positive_scale(workload),
+        )
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        """One library call."""
+        is_causal, window = _mask_words(workload)
+
+        def call(q: Array, k: Array, v: Array) -> Array:
+            from flash_attn_jax import flash_mha
+
+            return flash_mha(
+                q, k, v, softmax_scale=float(workload.softmax_scale), is_causal=is_causal, window_size=window
+            )
+
+        return call
+
+
+def _one_mask(workload: Workload) -> str | None:
+    parts = workload.visible_mask.split()
+    if len(parts) > 1:
+        return "takes one of causal or window, not both"
+    if workload.q_len != workload.kv_len and any(isinstance(part, Causal | Window) for part in parts):
+        return "has an unknown alignment for q_len != kv_len"
+    return None
+
+
+def _mask_words(workload: Workload) -> tuple[bool, tuple[int, int]]:
+    (part,) = workload.visible_mask.split()
+    if isinstance(part, Window):
+        left, right = (NO_BOUND if side is None else side for side in (part.left, part.right))
+        return False, (left, right)
+    return isinstance(part, Causal), (NO_BOUND, NO_BOUND)
+
+
+FLASH_ATTN = FlashAttn()

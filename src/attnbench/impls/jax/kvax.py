@@ -1,0 +1,233 @@
+"""jax.kvax: kvax's FlashAttention-2 in Triton, causal by position plus segments.
+
+Traps handled here: scale defaults to 1; its block sizes know "H100" by name only, so they are given; it needs a mesh
+and `attention_specs` even on one device; segment -1 means padding. kvax 0.1.0 needs two repairs: an attribute
+that newer JAX dropped, and module constants that newer Triton wants as constexpr.
+It attends to every block between the first and the last that a query block sees in full: the keys of a document, and
+those that are not padding, must lie together.
+It pads lengths to whole blocks in the forward pass only and refuses them in the backward pass: they are padded here.
+A scale of exactly 1 becomes a constant of jax-triton that its backward kernel cannot convert: half of it is given.
+"""
+
+from __future__ import annotations
+
+import importlib
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from attnbench.impls.conditions import (
+    first_reason,
+    needs_at_least,
+    needs_device,
+    needs_dtype,
+    needs_equal_dims,
+    needs_mask,
+    needs_no_softcap,
+    needs_package,
+    needs_positive_scale,
+)
+from attnbench.impls.jax._masks import one_documents_part, own_documents
+from attnbench.impls.jax._triton_cache import import_beside_torch
+from attnbench.masks import Causal
+from attnbench.masks.base import query_offset
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+
+HEAD_DIMS = (16, 32, 64, 128, 192, 256)
+AXES = (None, None, None, None)
+
+
+class Kvax(Implementation):
+    """causal, alone or with documents."""
+
+    name = "jax.kvax"
+    framework = "jax"
+    process = "kvax"
+    expects = (r"(?i)flash_attention",)
+    tunables = {"block_q": 128, "block_kv": 128, "warps": 8, "stages": 3}
+
+    def available(self, environment: Environment) -> str | None:
+        """CUDA and the three packages."""
+        return first_reason(
+            needs_package("kvax", "pip install --no-deps kvax==0.1.0"),
+            needs_package("jax_triton", "pip install jax-triton==0.3.1"),
+            needs_package("triton", "pip install triton==3.6.0"),
+            needs_device(environment, "cuda"),
+        )
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """16-bit floats, a closed list of head_dim."""
+        return first_reason(
+            needs_device(environment, "cuda"),
+            needs_at_least(environment, (8, 0)),
+            needs_mask(workload, "causal", "documents"),
+            _causal_part(workload),
+            needs_dtype(workload, "float16", "bfloat16"),
+            needs_equal_dims(workload),
+            needs_no_softcap(workload),
+            needs_positive_scale(workload),
+            _head_dim(workload),
+            one_documents_part(workload),
+            _document_ids(workload),
+        )
+
+    def configs(self, workload: Workload) -> Sequence[Config]:
+        """kvax's blocks for the H100, which also suit its successors; smaller ones for wide heads."""
+        wide = {"block_q": 64, "block_kv": 64, "warps": 4, "stages": 3}
+        narrow = {"block_q": 128, "block_kv": 128, "warps": 8, "stages": 3}
+        return (wide, narrow) if workload.head_dim > 128 else (narrow, wide)
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        """Mask tables are part of the call: kvax makes them from positions and segments every time."""
+        config = {**self.configs(workload)[0], **config}
+        q_positions, kv_positions = _positions(workload)
+        documents = own_documents(workload)
+        segments = [
+            np.zeros(p.shape, np.int32) if documents is None else documents.astype(np.int32)
+            for p in (q_positions, kv_positions)
+        ]
+
+        def call(q: Array, k: Array, v: Array) -> Array:
+            return attend(
+                q, k, v, (q_positions, segments[0], kv_positions, segments[1]),
+                scale=workload.softmax_scale,
+                config=config,
+                gradients=workload.needs_gradients,
+                sequential=workload.q_len == workload.kv_len,
+            )  # fmt: skip
+
+        return call
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    tokens: tuple[Array, Array, Array, Array],
+    *,
+    scale: float,
+    config: Config,
+    gradients: bool,
+    sequential: bool = False,
+) -> Array:
+    """kvax itself. `tokens`: positions and segments of queries, then of keys, [b, tokens] each, traced or not.
+
+    A query sees the keys of its own segment whose position is at most its own; `sequential` promises that positions
+    count up.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    ops, utils = _import_kvax()
+    forward, backward = _blocks(utils, config)
+    words = [jnp.asarray(x, jnp.int32) for x in tokens]
+    q_len = q.shape[1]
+    if scale == 1:
+        q, scale = q * 2, 0.5
+    if gradients:
+        q, k, v, words = _in_whole_blocks(q, k, v, words, max(forward.query_block_size, forward.kv_block_size))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
+    with utils.attention_specs(query_specs=AXES, kv_specs=AXES):
+        tables = ops.create_attention_mask(
+            *words, fwd_params=forward, bwd_params=backward, calc_bwd_mask=gradients, mesh=mesh
+        )
+        out = ops.flash_attention(
+            q, _rounded_gradient(k), _rounded_gradient(v), *words, tables,
+            scale=scale,
+            fwd_params=forward,
+            bwd_params=backward,
+            assume_sequential_positions=sequential,
+            permute_tokens_for_load_balance=False,
+            mesh=mesh,
+        )  # fmt: skip
+    return out[:, :q_len]
+
+
+def _in_whole_blocks(
+    q: Array, k: Array, v: Array, words: list[Array], block: int
+) -> tuple[Array, Array, Array, list[Array]]:
+    """Tokens added up to whole blocks: queries that see what the last one sees, keys that belong to no segment."""
+    import jax.numpy as jnp
+
+    def longer(array: Array, **how: Any) -> Array:
+        return jnp.pad(array, [(0, 0), (0, -array.shape[1] % block), *[(0, 0)] * (array.ndim - 2)], **how)
+
+    q_positions, q_segments, kv_positions, kv_segments = words
+    words = [
+        longer(q_positions, mode="edge"),
+        longer(q_segments, mode="edge"),
+        longer(kv_positions, mode="edge"),
+        longer(kv_segments, constant_values=-1),
+    ]
+    return longer(q), longer(k), longer(v), words
+
+
+def _rounded_gradient(array: Array) -> Array:
+    """The same array; its gradient, which kvax leaves in float32, comes back in the array's own dtype."""
+    import jax.numpy as jnp
+
+    return array.astype(jnp.float32).astype(array.dtype)
+
+
+def _causal_part(workload: Workload) -> str | None:
+    causal = [part for part in workload.visible_mask.split() if isinstance(part, Causal)]
+    if not causal:
+        return "is always causal"
+    return "cannot compute rows that see no key" if _positions(workload)[0].min() < 0 else None
+
+
+def _head_dim(workload: Workload) -> str | None:
+    if workload.head_dim in HEAD_DIMS:
+        return None
+    return f"takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {workload.head_dim}"
+
+
+def _document_ids(workload: Workload) -> str | None:
+    documents = own_documents(workload)
+    if documents is None:
+        return None
+    if documents.min() < 0:
+        return "takes negative document ids as padding"
+    runs = 1 + np.count_nonzero(np.diff(documents, axis=1), axis=1)
+    if any(len(np.unique(row)) < count for row, count in zip(documents, runs)):
+        return "takes documents of consecutive tokens only: it reads whatever lies between two parts of one"
+    return None
+
+
+def _positions(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """[b, tokens] each; kvax compares positions, so any alignment is an offset of the queries."""
+    offsets = [
+        query_offset(part.align, workload.mask_shape)
+        for part in workload.visible_mask.split()
+        if isinstance(part, Causal)
+    ]
+    q = np.arange(workload.q_len, dtype=np.int32) + min(offsets, default=0)
+    kv = np.arange(workload.kv_len, dtype=np.int32)
+    return np.tile(q, (workload.batch, 1)), np.tile(kv, (workload.batch, 1))
+
+
+def _blocks(utils: Any, config: Config) -> tuple[Any, Any]:
+    """Forward and backward parameters; backward takes half the queries per block, as kvax does on the H100."""
+    make = utils.FlashAttentionParamsConfig
+    q, kv, warps, stages = (int(config[name]) for name in ("block_q", "block_kv", "warps", "stages"))
+    return make(q, kv, warps, stages), make(max(q // 2, 16) if q > 64 else q, kv, warps, stages)
+
+
+def _import_kvax() -> tuple[Any, Any]:
+    """kvax.ops and kvax.utils (`import *` fails), repaired."""
+    shard_map = importlib.import_module("jax.experimental.shard_map")
+    if not hasattr(shard_map, "Specs"):
+        shard_map.Specs = typing.Any  # pyright: ignore[reportAttributeAccessIssue]
+    ops, utils = import_beside_torch("kvax.ops"), import_beside_torch("kvax.utils")
+    kernels = importlib.import_module("kvax.ops.flash_attention_triton")
+    constexpr = importlib.import_module("triton.language").constexpr
+    for name in ("LOG2_CONST", "NEG_INF"):
+        value = getattr(kernels, name)
+        if not isinstance(value, constexpr):
+            setattr(kernels, name, constexpr(value))
+    return ops, utils
+
+
+KVAX = Kvax()

@@ -1,0 +1,154 @@
+"""jax.tokamax-*: `tokamax.dot_product_attention` with exactly one implementation named, so that nothing falls back.
+
+Same call as jax.nn and the same traps (top-left causal, mean of V on rows without keys), and two of its own: padded
+query rows are not zero, and the soft cap is applied after the bias. float64 is true float64 under xla and xla_chunked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnbench.frameworks.jax_plain import rows_that_see, zero_blind_rows
+from attnbench.impls.conditions import (
+    first_reason,
+    needs_at_least,
+    needs_capability,
+    needs_cudnn_head_dim,
+    needs_device,
+    needs_dtype,
+    needs_equal_dims,
+    needs_no_softcap,
+    needs_package,
+    needs_positive_scale,
+)
+from attnbench.impls.jax._masks import mask_arguments
+from attnbench.impls.jax._triton_cache import import_beside_torch
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
+
+SIXTEEN_BITS = ("float16", "bfloat16")
+MASK_ROW_BYTES = 16
+LARGEST_FLOAT16_LOGIT = 11.0
+INSTALL = "pip install tokamax (Python 3.12 or newer)"
+
+
+class Tokamax(Implementation):
+    """One tokamax implementation."""
+
+    framework = "jax"
+    process = "tokamax"
+    untested = ("rocm", "tpu")
+
+    def __init__(self, backend: str, devices: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
+        self.backend = backend
+        self.name = f"jax.tokamax-{backend.replace('_', '-')}"
+        self.devices = devices
+        self.dtypes = dtypes
+        self.materialises_scores = backend == "xla"
+
+    def available(self, environment: Environment) -> str | None:
+        """The package, and a device this backend has kernels for."""
+        return first_reason(needs_package("tokamax", INSTALL), self._device(environment))
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """What this backend computes exactly."""
+        return first_reason(
+            self._device(environment),
+            needs_dtype(workload, *self.dtypes),
+            _softcap_before_bias(workload),
+            needs_positive_scale(workload) if self.devices else None,
+            self._backend_limits(workload, environment),
+        )
+
+    def _device(self, environment: Environment) -> str | None:
+        return needs_device(environment, *self.devices) if self.devices else None
+
+    def _backend_limits(self, workload: Workload, environment: Environment) -> str | None:
+        if self.backend == "mosaic":
+            return first_reason(
+                needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
+                _aligned_mask_rows(workload),
+                _exponentials_in_float16(workload),
+            )
+        if self.backend == "triton" and needs_at_least(environment, (8, 0)):
+            return needs_at_least(environment, (8, 0))
+        if self.backend == "triton" and workload.needs_gradients and workload.softcap is not None:
+            return "has no softcap in its backward pass"
+        if self.backend == "cudnn":
+            return first_reason(
+                needs_at_least(environment, (8, 0)),
+                needs_no_softcap(workload),
+                needs_equal_dims(workload),
+                needs_cudnn_head_dim(workload, environment),
+                "rounds the mask's weights to its dtype" if workload.visible_mask.weighted else None,
+                _no_backward_with_array(workload),
+            )
+        return None
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        """One library call, rows without keys set to 0."""
+        rows = rows_that_see(workload.visible_mask, workload.mask_shape)
+        arguments = mask_arguments(workload)
+
+        def call(q: Array, k: Array, v: Array) -> Array:
+            tokamax: Any = import_beside_torch("tokamax")
+            out = tokamax.dot_product_attention(
+                q, k, v,
+                scale=workload.softmax_scale,
+                logits_soft_cap=workload.softcap,
+                implementation=self.backend,
+                **arguments.keywords(workload),
+            )  # fmt: skip
+            return zero_blind_rows(out, rows)
+
+        return call
+
+    def passes(self, workload: Workload, config: Config) -> Passes:
+        """Mosaic's forward pass for full and causal masks, through the kernel behind the public function."""
+        arguments = mask_arguments(workload)
+        plain = not arguments.needs_array and arguments.window is None and arguments.kv_lengths is None
+        if self.backend != "mosaic" or not plain:
+            return None, None
+        mosaic: Any = import_beside_torch("tokamax._src.ops.attention.pallas_mosaic_gpu")
+        kernel = mosaic.PallasMosaicGpuFlashAttention()
+        words = {"logits_scale": workload.softmax_scale, "logits_soft_cap": workload.softcap}
+
+        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            import jax.numpy as jnp
+
+            out, (top, total) = kernel(q, k, v, is_causal=arguments.is_causal, return_residuals=True, **words)
+            return out, top + jnp.log(total)
+
+        return forward, None
+
+
+def _exponentials_in_float16(workload: Workload) -> str | None:
+    """Under a soft cap of at most 60 mosaic does not subtract a row's maximum before the exponential."""
+    if workload.dtype == "float16" and workload.softcap is not None and workload.softcap > LARGEST_FLOAT16_LOGIT:
+        return "computes exp(logit) in float16 under a soft cap, which overflows beyond a logit of 11"
+    return None
+
+
+def _aligned_mask_rows(workload: Workload) -> str | None:
+    if workload.kv_len % MASK_ROW_BYTES and mask_arguments(workload).needs_array:
+        return f"copies mask arrays in rows of {MASK_ROW_BYTES} keys, kv_len is {workload.kv_len}"
+    return None
+
+
+def _no_backward_with_array(workload: Workload) -> str | None:
+    if workload.needs_gradients and mask_arguments(workload).needs_array:
+        return "has no backward pass with a mask array"
+    return None
+
+
+def _softcap_before_bias(workload: Workload) -> str | None:
+    if workload.softcap is not None and workload.visible_mask.weighted:
+        return "caps the logits after adding the mask's weights"
+    return None
+
+
+EVERY_DTYPE = ("float64", "float32", *SIXTEEN_BITS)
+MOSAIC = Tokamax("mosaic", ("cuda",), SIXTEEN_BITS)
+TRITON = Tokamax("triton", ("cuda", "rocm"), ("float32", *SIXTEEN_BITS))
+CUDNN = Tokamax("cudnn", ("cuda",), SIXTEEN_BITS)
+XLA = Tokamax("xla", (), EVERY_DTYPE)
+XLA_CHUNKED = Tokamax("xla_chunked", (), EVERY_DTYPE)

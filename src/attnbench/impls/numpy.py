@@ -1,0 +1,60 @@
+"""NumPy: the float64 reference itself, and the same lines in float32 as the plain CPU baseline.
+
+Both work in blocks of query rows, so neither needs T x S memory. Gradients are written out (NumPy has no autograd): the
+call carries them as its `vjp`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attnbench import reference
+from attnbench.impls.conditions import first_reason, needs_dtype
+from attnbench.masks.large_bias import finite
+from attnbench.spec import Call, Config, Environment, Implementation, Workload
+
+
+class _NumpyCall:
+    """(q, k, v) -> out in a fixed working precision, with `vjp(q, k, v, dout) -> (dq, dk, dv)`."""
+
+    def __init__(self, workload: Workload, working: type, with_lse: bool) -> None:
+        self._workload, self._working, self._with_lse = workload, working, with_lse
+
+    def __call__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Any:
+        out, lse = reference.attention(self._workload, *(x.astype(self._working, copy=False) for x in (q, k, v)))
+        out = out.astype(q.dtype, copy=False)
+        if not self._with_lse:
+            return out
+        # A large bias may be beyond float32; -inf says that a row sees no key, and nothing else.
+        return out, np.where(lse == -np.inf, np.float32(-np.inf), finite(lse, np.float32))
+
+    def vjp(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Gradients in the dtype of the inputs."""
+        arrays = [x.astype(self._working, copy=False) for x in (q, k, v, dout)]
+        return tuple(g.astype(q.dtype, copy=False) for g in reference.attention_gradients(self._workload, *arrays))
+
+
+class NumpyAttention(Implementation):
+    """Blockwise attention in NumPy."""
+
+    framework = "numpy"
+
+    def __init__(self, name: str, working: type) -> None:
+        self.name = name
+        self._working = working
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        dtypes = ("float32", "float64") if self._working is np.float64 else ("float32",)
+        return first_reason(needs_dtype(workload, *dtypes))
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        return _NumpyCall(workload, self._working, with_lse=False)
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        return _NumpyCall(workload, self._working, with_lse=True)
+
+
+REFERENCE = NumpyAttention("numpy.reference", np.float64)
+FLOAT32 = NumpyAttention("numpy.float32", np.float32)

@@ -1,0 +1,150 @@
+"""A forward and a backward function made into one differentiable call. Imports torch: load it at the first use.
+
+Nothing but (q, k, v, out, lse) is kept between the two, so they need not come from one library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from attnbench.impls.partial.torch_once import Operation, once
+from attnbench.spec import Layout, Partial
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, Any]]
+FLOAT16_SAFE = 32768.0
+"""The largest gradient of an LSE that goes through a backward pass in float16 as it is."""
+Gradients = tuple[Any, Any, Any]
+
+
+def _forward(pair: Partial, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return tuple(pair[0](q, k, v))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    ctx.pair, ctx.layout, *arrays = inputs
+    ctx.save_for_backward(*arrays, *outputs)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    return None, None, *once(partial(_gradients, ctx.pair[1], ctx.layout), *ctx.saved_tensors, dout, dlse)
+
+
+def _gradients(
+    backward: Callable[..., Any],
+    layout: Layout,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+) -> Gradients:
+    return of_both(
+        lambda dout: backward(q, k, v, out, lse, _strided_as(out, dout)),
+        lambda dlse: through_lse(backward, layout, q, k, v, out, lse, dlse),
+        dout,
+        dlse,
+    )
+
+
+def of_both(
+    of_out: Callable[[torch.Tensor], Any],
+    of_lse: Callable[[torch.Tensor], Any],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+) -> Gradients:
+    """(dq, dk, dv) of a loss in the output, in the LSE, or in both; None where it is in neither."""
+    if dout is None:
+        return (None, None, None) if dlse is None else of_lse(dlse)
+    dq, dk, dv = of_out(dout)
+    if dlse is None:
+        return dq, dk, dv
+    more_dq, more_dk, _ = of_lse(dlse)
+    return dq + more_dq, dk + more_dk, dv
+
+
+def _strided_as(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """Kernels expect gradients that lie as their outputs do; autograd may hand in any view, an expanded one too."""
+    return dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout)
+
+
+def through_lse(
+    backward: Callable[..., Any],
+    layout: Layout,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor,
+    excess: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the LSE by one more backward pass, which is shown `dlse / excess` where float16 needs it.
+
+    That pass takes p * (<dout, v> - <dout, out>) as the logits' gradient, and p * dlse is wanted: values of 0, and an
+    `out` whose product with `dout` is -dlse, in two columns so that 16 bits lose little of it.
+    """
+    if out.dtype == torch.float16:
+        excess = beyond_float16(dlse) if excess is None else excess
+        dlse = dlse / excess
+    rows = (dlse if layout == "bhsd" else dlse.transpose(1, 2)).unsqueeze(-1)
+    lead = rows.to(out.dtype)
+    carrier, ones = torch.zeros_like(out), torch.zeros_like(out)
+    carrier[..., :1], ones[..., :2] = -lead, 1.0
+    if out.shape[-1] > 1:
+        carrier[..., 1:2] = (lead.to(rows.dtype) - rows).to(out.dtype)
+    dq, dk, _ = backward(q, k, torch.zeros_like(v), carrier, lse, ones)
+    if out.dtype == torch.float16:
+        dq, dk = ((x.float() * excess).to(x.dtype) for x in (dq, dk))
+    return dq, dk, torch.zeros_like(v)
+
+
+def beyond_float16(dlse: torch.Tensor) -> torch.Tensor:
+    """How many times too large the largest is, at least 1: a result that overflows in spite of it does so anyway."""
+    if not dlse.numel():  # a rank of a ring may hold no tokens
+        return dlse.new_ones(())
+    finite = dlse.abs().masked_fill(~dlse.isfinite(), 0.0)
+    return (finite.amax() / FLOAT16_SAFE).clamp(min=1.0)
+
+
+_ATTENTION = Operation(_forward, _keep, _backward)
+
+
+def differentiable(pair: Partial, layout: Layout = "bshd") -> Attention:
+    """`(q, k, v) -> (out, lse)` whose gradient is the pair's backward; the LSE's costs a second one."""
+    return lambda q, k, v: _ATTENTION(pair, layout, q, k, v)
+
+
+class _Turned:
+    """A function of a pair whose arrays have their tokens and heads swapped, without autograd."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    @torch.no_grad()
+    def __call__(self, *arrays: torch.Tensor) -> Any:
+        return tuple([_swapped(x) for x in self.function(*[_swapped(x) for x in arrays])])
+
+
+def _swapped(x: torch.Tensor) -> torch.Tensor:
+    """[b, s, h, d] as [b, h, s, d] and back; an LSE is [b, h, s] in either layout."""
+    return x.transpose(1, 2) if x.dim() == 4 else x
+
+
+def turned(pair: Partial) -> Partial:
+    """Functions on bhsd as functions on bshd, or the other way round; turned twice they are the same again.
+
+    Only those that are turned are without autograd by themselves.
+    """
+    forward, backward = pair
+    return _other_layout(forward), _other_layout(backward)
+
+
+def _other_layout(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.function if isinstance(function, _Turned) else _Turned(function)

@@ -1,0 +1,84 @@
+"""Plain attention in torch, operator by operator (`torch.eager`) and compiled as one graph (`torch.compiled`).
+
+Every mask, soft cap, grouped heads, V of another width; the T x S logits are stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnbench.frameworks.torch_plain import attend, log_sum_exp, mask_tensors, once_per_device, plain_call
+from attnbench.impls.partial.torch_plain import plain_partial
+from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
+from attnbench.masks.large_bias import has_large_bias
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+
+
+class Eager(Implementation):
+    """One operator after another."""
+
+    name = "torch.eager"
+    framework = "torch"
+    any_kv_len = True
+    lse_gradient = True
+    traceable = True
+    materialises_scores = True
+    untested = ("rocm", "xpu", "mps")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return _needs_float64(workload, environment)
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        return plain_call(workload)
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        masks = once_per_device(lambda device: mask_tensors(workload, device))
+        scale, softcap = workload.softmax_scale, workload.softcap
+
+        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            mask = masks(q.device)
+            out, logits = attend(q, k, v, mask, scale, softcap)
+            return out, log_sum_exp(logits, mask)
+
+        return call
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        return None if has_large_bias(workload.visible_mask) else plain_partial(workload)
+
+
+class Compiled(Implementation):
+    """The same lines through torch.compile."""
+
+    name = "torch.compiled"
+    framework = "torch"
+    traceable = True
+    compiles_each_plan = True
+    materialises_scores = True
+    untested = ("rocm", "xpu", "mps")
+    expects = (COMPILED_GRAPH,)
+    forbids = (r"^aten::_softmax", r"cunn_SoftMax")
+
+    def available(self, environment: Environment) -> str | None:
+        return needs_compiler(environment)
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return _needs_float64(workload, environment)
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        masks = once_per_device(lambda device: mask_tensors(workload, device))
+        scale, softcap = workload.softmax_scale, workload.softcap
+
+        def body(q: Array, k: Array, v: Array, mask: Any) -> Array:
+            return attend(q, k, v, mask, scale, softcap)[0]
+
+        compiled = compile_fresh(body)
+        return CompiledCall(lambda q, k, v: compiled(q, k, v, masks(q.device)))
+
+
+def _needs_float64(workload: Workload, environment: Environment) -> str | None:
+    lacks = environment.device == "mps" and workload.dtype == "float64"
+    return "mps has no float64" if lacks else None
+
+
+EAGER = Eager()
+COMPILED = Compiled()

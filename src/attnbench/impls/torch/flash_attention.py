@@ -1,0 +1,316 @@
+"""Tri Dao's flash-attention, three generations: `flash_attn` 2, FA3 (`flash_attn_interface` or the forward-only
+`fa3_fwd_interface`) and FA4 (`flash_attn.cute`).
+
+All take bshd, group heads contiguously, align causal and window bottom-right, and give 0 for a row that sees no key.
+Their traps: FA4 spells "no bound" None where the others spell it -1 (there (-1, 0) means full, not causal); FA2 writes
+an LSE of +inf for a row that sees no key; FA3 returns a tensor or a tuple by version, FA4 always a tuple; FA4 makes
+`flash_attn` a namespace package that others take for FA2. One process each, and the probes look at modules, not names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from attnbench.errors import Unsupported
+from attnbench.impls import conditions
+from attnbench.impls.conditions import first_reason
+from attnbench.impls.partial.torch_rows import dense_rows, of_dense_rows
+from attnbench.impls.torch import _fa3_build as fa3
+from attnbench.impls.torch._bounds import bounds, is_causal, is_windowed, natural_lse, needs_bottom_right, needs_bounds
+from attnbench.impls.torch._masks import may_have_dead_rows
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
+
+Options = dict[str, Any]
+FA4_CHIPS = (9, 10, 11)
+FA4_KNOWS = "has kernels for compute capability 9.x to 11.x"
+
+
+def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a function, also of one wrapped as a torch custom operator (which hides its own)."""
+    return inspect.signature(getattr(function, "_init_fn", function)).parameters
+
+
+def first_of(result: Any) -> Array:
+    """The output, whether the library returned it alone or as the head of a tuple."""
+    return result[0] if isinstance(result, tuple | list) else result
+
+
+class Flash(Implementation):
+    """What the three generations share: the mask as two bounds, the call, and the LSE beside it."""
+
+    framework = "torch"
+    any_kv_len = True
+    layout = "bshd"
+    not_deterministic = ("backward",)
+    unbounded: int | None = -1
+    """How the library spells a window side without bound."""
+    lse_flag = "return_attn_probs"
+
+    @abstractmethod
+    def function(self) -> Callable[..., Any]:
+        """The library's `flash_attn_func`, imported now."""
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return first_reason(
+            conditions.needs_dtype(workload, "float16", "bfloat16"),
+            needs_bounds(workload),
+            needs_bottom_right(workload),
+            conditions.needs_positive_scale(workload),
+        )
+
+    def window(self, workload: Workload) -> tuple[int | None, int | None]:
+        """The library's `window_size`; causal has a flag of its own and leaves both sides open here."""
+        sides = bounds(workload) if is_windowed(workload) else (None, None)
+        left, right = (self.unbounded if side is None else side for side in sides)
+        return left, right
+
+    def options(self, workload: Workload, config: Config) -> Options:
+        """Keywords of the public function: what is asked (older versions lack the rest), and the scale always."""
+        options: Options = {"softmax_scale": workload.softmax_scale, "causal": is_causal(workload)}
+        if is_windowed(workload):
+            options["window_size"] = self.window(workload)
+        if workload.softcap is not None:
+            options["softcap"] = workload.softcap
+        return options | dict(config)
+
+    def private_options(self, workload: Workload) -> Options:
+        """Keywords of the private pair: all of them, the window as two sides."""
+        left, right = self.window(workload)
+        return {
+            "softmax_scale": workload.softmax_scale,
+            "causal": is_causal(workload),
+            "softcap": workload.softcap or 0.0,
+            "window_size_left": left,
+            "window_size_right": right,
+        }
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        function, options = self.function(), self.options(workload, config)
+        return lambda q, k, v: first_of(function(q, k, v, **options))
+
+    def build_lse(self, workload: Workload, config: Config) -> Call | None:
+        function, options = self.function(), self.options(workload, config)
+        natural = self.natural(workload)
+        if self.lse_flag in parameters(function):
+            options[self.lse_flag] = True
+
+        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            result = function(q, k, v, **options)
+            if not isinstance(result, tuple | list) or result[1] is None:
+                raise Unsupported(f"{self.name}: this version returns no LSE; install a newer one.")
+            return result[0], natural(result[1])
+
+        return call
+
+    def passes(self, workload: Workload, config: Config) -> Passes:
+        """The forward pass also where there is no other: forward-only builds."""
+        forward = self._forward(workload, config)
+        return self.partial(workload, config) or (lambda *arrays: forward(*map(dense_rows, arrays)), None)
+
+    def natural(self, workload: Workload) -> Callable[[Array], Array]:
+        """Mends the library's LSE; costs nothing where every row sees a key."""
+        return natural_lse if may_have_dead_rows(workload) else lambda lse: lse
+
+    def _forward(self, workload: Workload, config: Config) -> Call:
+        """build_lse without autograd: what `partial` starts with."""
+        import torch
+
+        call = self.build_lse(workload, config)
+        assert call is not None
+        return torch.no_grad()(call)
+
+
+class FlashAttention2(Flash):
+    """`flash_attn` 2.x."""
+
+    name = "torch.flash-attn"
+    process = "flash-attn"
+    expects = (r"flash",)
+    untested = ("cuda", "rocm")
+
+    def available(self, environment: Environment) -> str | None:
+        # FA4 alone also answers to the name flash_attn: only this module tells them apart.
+        return first_reason(
+            conditions.needs_device(environment, "cuda", "rocm"),
+            conditions.needs_package("flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation"),
+            conditions.needs_capability(environment, (8, 0)) if environment.device == "cuda" else None,
+        )
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return first_reason(
+            super().supports(workload, environment),
+            conditions.needs_equal_dims(workload),
+            conditions.needs_head_dim(workload, 256),
+            conditions.needs_room_for_gradients(workload, environment),
+        )
+
+    def function(self) -> Callable[..., Any]:
+        return import_module("flash_attn.flash_attn_interface").flash_attn_func
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        """None before 2.7, and where the public function would pad head_dim: the private one does not."""
+        interface = import_module("flash_attn.flash_attn_interface")
+        private = getattr(interface, "_flash_attn_backward", None)
+        if private is None or workload.head_dim % 8 or "window_size_left" not in parameters(private):
+            return None
+        options = self.private_options(workload)
+
+        def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+            import torch
+
+            grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+            # Its own forward hands +inf to the backward for rows that see no key: exp(s - inf) = 0.
+            lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+            fixed = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": False}
+            private(dout, q, k, v, out, lse, *grads, **options, **fixed)
+            return grads
+
+        return of_dense_rows((self._forward(workload, config), backward))
+
+
+class FlashAttention3(Flash):
+    """FA3 for Hopper: the full build when it is there, else the forward-only `fa3-fwd` wheel."""
+
+    name = "torch.fa3"
+    process = "fa3"
+    expects = (r"flash|FlashAttn",)
+    tunables = {"num_splits": 1}
+
+    def available(self, environment: Environment) -> str | None:
+        newer = environment.capability is not None and environment.capability[0] > 9
+        return first_reason(
+            conditions.needs_device(environment, "cuda"),
+            None if fa3.module_name() else fa3.missing(),
+            conditions.needs_capability(environment, (9, 0)),
+            "is built for Hopper (compute capability 9.x) alone: use torch.fa4" if newer else None,
+        )
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        off = fa3.left_out()
+        without = "this build has no"
+        return first_reason(
+            super().supports(workload, environment),
+            f"{without} float16 kernels" if "FP16" in off and workload.dtype == "float16" else None,
+            f"{without} window" if "LOCAL" in off and is_windowed(workload) else None,
+            f"{without} softcap" if "SOFTCAP" in off and workload.softcap is not None else None,
+            f"{without} backward pass" if "BACKWARD" in off and workload.needs_gradients else None,
+            fa3.dims_reason(workload, off),
+        )
+
+    def configs(self, workload: Workload) -> Sequence[Config]:
+        """Splitting the keys over blocks (0: its own heuristic) pays when there are few queries."""
+        return ({}, {"num_splits": 0}) if workload.q_len <= 64 and not workload.needs_gradients else ({},)
+
+    def function(self) -> Callable[..., Any]:
+        return fa3.interface().flash_attn_func
+
+    def _forward(self, workload: Workload, config: Config) -> Call:
+        """The output lies in memory as q does: a backward pass of another library may be slower on mixed layouts.
+
+        Below the registered operator, which may not return what it was handed.
+        """
+        import torch
+
+        private = getattr(fa3.interface(), "_flash_attn_forward", None)
+        function = getattr(private, "_init_fn", None)
+        if function is None or "out_" not in parameters(private) or workload.value_dim != workload.head_dim:
+            return super()._forward(workload, config)
+        options, natural = self.private_options(workload) | dict(config), self.natural(workload)
+
+        @torch.no_grad()
+        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse = function(q, k, v, out_=torch.empty_like(q), **options)[:2]
+            return out, natural(lse)
+
+        return forward
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        """None for forward-only builds."""
+        if "BACKWARD" in fa3.left_out():
+            return None
+        private = getattr(fa3.interface(), "_flash_attn_backward", None)
+        if private is None or "window_size_left" not in parameters(private):
+            return None
+        options = self.private_options(workload)
+        if "is_causal" in parameters(private):
+            options["is_causal"] = options.pop("causal")
+
+        def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+            import torch
+
+            grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+            private(dout, q, k, v, out, lse, dq=grads[0], dk=grads[1], dv=grads[2], **options)
+            return grads
+
+        return of_dense_rows((self._forward(workload, config), backward))
+
+
+class FlashAttention4(Flash):
+    """FA4: `flash_attn.cute`, compiled by the CuTe DSL at the first call of a shape."""
+
+    name = "torch.fa4"
+    process = "fa4"
+    expects = (r"flash|Flash|kernel_cutlass",)
+    unbounded = None
+    lse_flag = "return_lse"
+
+    def available(self, environment: Environment) -> str | None:
+        chip = environment.capability
+        return first_reason(
+            conditions.needs_device(environment, "cuda"),
+            conditions.needs_package("flash_attn.cute", "pip install flash-attn-4==4.0.0b12 nvidia-cutlass-dsl==4.4.2"),
+            conditions.needs_package("cutlass", "pip install nvidia-cutlass-dsl==4.4.2"),
+            conditions.needs_capability(environment, (9, 0)),
+            None if chip is None or chip[0] in FA4_CHIPS else f"{FA4_KNOWS}, this is {chip[0]}.{chip[1]}",
+        )
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return first_reason(super().supports(workload, environment), _fa4_dims(workload, environment))
+
+    def function(self) -> Callable[..., Any]:
+        return import_module("flash_attn.cute").flash_attn_func
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        """Through the private pair: 4.0.0b12's forward returns 2 values, later ones more; out and LSE come first."""
+        import torch
+
+        interface = import_module("flash_attn.cute.interface")
+        forward = getattr(interface, "_flash_attn_fwd", None)
+        backward = getattr(interface, "_flash_attn_bwd", None)
+        if forward is None or backward is None or "return_lse" not in parameters(forward):
+            return None
+        options, natural = self.private_options(workload), self.natural(workload)
+
+        as_queries = "out" in parameters(forward) and workload.value_dim == workload.head_dim
+
+        def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            place = {"out": torch.empty_like(q)} if as_queries else {}  # in memory as q lies, see FlashAttention3
+            out, lse = forward(q, k, v, return_lse=True, **options, **config, **place)[:2]
+            return out, natural(lse)
+
+        def gradients(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+            dq, dk, dv = backward(q, k, v, out, dout, lse, **options)[:3]
+            return dq, dk, dv
+
+        return of_dense_rows((with_lse, gradients))
+
+
+def _fa4_dims(workload: Workload, environment: Environment) -> str | None:
+    """4.0.0b12's own rule: 8 to 256 on Hopper; on Blackwell 8 to 128, 192 with values of 128, or 256."""
+    dims = workload.head_dim, workload.value_dim
+    reason = conditions.needs_head_dim(workload, 256, multiple_of=8)
+    if reason is not None or dims == (192, 128):
+        return reason
+    blackwell = environment.capability is not None and environment.capability[0] in (10, 11)
+    if blackwell and max(dims) > 128 and dims != (256, 256):
+        return f"takes head_dim up to 128, 192/128 or 256 on Blackwell, not {dims[0]}/{dims[1]}"
+    return conditions.needs_equal_dims(workload)
+
+
+FA2 = FlashAttention2()
+FA3 = FlashAttention3()
+FA4 = FlashAttention4()

@@ -1,0 +1,129 @@
+"""`xformers.ops.memory_efficient_attention`: xFormers' own choice among FA2, cutlass and (if built) FA3 kernels.
+
+Layout bshd. Heads are not broadcast: grouped heads go in as five axes with K and V expanded, forward only. The causal
+class without "FromBottomRight" is aligned top-left. The LSE may be padded beyond q_len. Importing it dies when
+`flash_attn` is there without FA2 (FA4 installs such a package), hence the own process and the probe.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from attnbench.impls import conditions
+from attnbench.impls.conditions import find_module, first_reason
+from attnbench.impls.partial.torch_rows import of_dense_rows
+from attnbench.impls.torch._bounds import (
+    bounds,
+    is_causal,
+    is_top_left,
+    is_windowed,
+    natural_lse,
+    needs_bottom_right,
+    needs_bounds,
+    needs_visible_rows,
+)
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+
+
+class Xformers(Implementation):
+    """memory_efficient_attention with the bias class that says the mask."""
+
+    name = "torch.xformers"
+    framework = "torch"
+    layout = "bshd"
+    not_deterministic = ("backward",)
+    process = "xformers"
+    expects = (r"flash|fmha|cutlass|attention",)
+    untested = ("cuda", "rocm")
+
+    def available(self, environment: Environment) -> str | None:
+        return first_reason(
+            conditions.needs_device(environment, "cuda", "rocm"),
+            conditions.needs_package("xformers.ops", "pip install xformers"),
+            _poisoned(),
+        )
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        windowed = is_windowed(workload)
+        half = workload.dtype in ("float16", "bfloat16")
+        return first_reason(
+            # Only the flash kernels know windows, and they are 16-bit and take one head size.
+            conditions.needs_dtype(workload, "float16", "bfloat16", *(() if windowed else ("float32",))),
+            needs_bounds(workload),
+            needs_bottom_right(workload) if windowed else None,
+            needs_visible_rows(workload),
+            conditions.needs_no_softcap(workload),
+            conditions.needs_positive_scale(workload),
+            conditions.needs_equal_dims(workload) if windowed else None,
+            conditions.needs_head_dim(workload, 256 if windowed else 65536, multiple_of=8 if half else 4),
+            "has no backward pass for grouped heads" if workload.needs_gradients and workload.group > 1 else None,
+        )
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        return self._call(workload, "memory_efficient_attention", lambda result, shape: result.reshape(shape))
+
+    def build_lse(self, workload: Workload, config: Config) -> Call | None:
+        def unpack(result: tuple[Array, Array], shape: tuple[int, ...]) -> tuple[Array, Array]:
+            out, lse = result
+            lse = lse.reshape(workload.batch, workload.heads, -1)[..., : workload.q_len]
+            return out.reshape(shape), natural_lse(lse).float()
+
+        return self._call(workload, "memory_efficient_attention_forward_requires_grad", unpack)
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        """The library's two functions without autograd; its backward takes no grouped heads and pads the LSE itself."""
+        if workload.group > 1:
+            return None
+        import torch
+
+        private = import_module("xformers.ops").memory_efficient_attention_backward
+        forward, bias, scale = self.build_lse(workload, config), _bias(workload), workload.softmax_scale
+        assert forward is not None
+
+        def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+            return private(dout, out, lse, q, k, v, bias, 0.0, scale)
+
+        return of_dense_rows((torch.no_grad()(forward), torch.no_grad()(backward)))
+
+    def _call(self, workload: Workload, function_name: str, unpack: Any) -> Call:
+        function = getattr(import_module("xformers.ops"), function_name)
+        bias, scale = _bias(workload), workload.softmax_scale
+        shape = workload.batch, workload.q_len, workload.heads, workload.value_dim
+
+        def call(q: Array, k: Array, v: Array) -> Any:
+            return unpack(function(*_grouped(workload, q, k, v), attn_bias=bias, scale=scale), shape)
+
+        return call
+
+
+def _poisoned() -> str | None:
+    """xFormers takes any `flash_attn` for FA2 and imports its interface at once."""
+    if find_module("flash_attn") is None or find_module("flash_attn.flash_attn_interface") is not None:
+        return None
+    return "cannot be imported beside FA4's flash_attn package: take flash-attn-4 off the path"
+
+
+def _bias(workload: Workload) -> Any:
+    """None for full; else the class whose alignment is the mask's."""
+    left, right = bounds(workload)
+    if (left, right) == (None, None):
+        return None
+    classes = import_module("xformers.ops.fmha.attn_bias")
+    if is_causal(workload):
+        return classes.LowerTriangularMask() if is_top_left(workload) else classes.LowerTriangularFromBottomRightMask()
+    far = workload.q_len + workload.kv_len
+    left, right = (far if side is None else side for side in (left, right))
+    return classes.LocalAttentionFromBottomRightMask(window_left=left, window_right=right)
+
+
+def _grouped(workload: Workload, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """[b, s, kv_heads, group, d] with K and V expanded (not copied) where heads are grouped."""
+    if workload.group == 1:
+        return q, k, v
+    heads = workload.kv_heads, workload.group
+    k, v = (array.unsqueeze(3).expand(-1, -1, -1, workload.group, -1) for array in (k, v))
+    return q.unflatten(2, heads), k, v
+
+
+XFORMERS = Xformers()

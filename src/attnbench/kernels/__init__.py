@@ -1,0 +1,4 @@
+"""Attention that attnbench computes itself: dilated, block-sparse, ring and chunked.
+
+The lab reaches these kernels by name, through the registry, like everybody else's.
+"""

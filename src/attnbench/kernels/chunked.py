@@ -1,0 +1,151 @@
+"""torch.chunked: exact attention over very long sequences on one device, chunk by chunk of queries and of keys.
+
+Only a chunk's accumulators and one tile's temporaries live beside inputs and outputs, whatever the length: results are
+merged in float32 by their LSE, dK and dV summed in float32. Tiles are computed by any kernel with a partial form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Self
+
+from attnbench.errors import UsageError
+from attnbench.impls.conditions import first_reason, needs_device
+from attnbench.impls.partial.torch_merge import merge_, nothing_yet
+from attnbench.kernels.ring.kernels import Kernels
+from attnbench.kernels.ring.layouts import Run
+from attnbench.kernels.ring.settings import check_inner, needs_dense_mask, problem_of
+from attnbench.kernels.ring.tiles import Tile, block_tiles
+from attnbench.spec import Call, Config, Environment, Implementation, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+LEAST_CHUNKS = 4
+"""Short sequences are cut too, so that what is verified small is what runs large."""
+
+
+class Chunked(Implementation):
+    """`torch.chunked[chunk=32768,inner=torch.sdpa-flash]`."""
+
+    name = "torch.chunked"
+    framework = "torch"
+    tunables = {"chunk": 65536, "inner": "auto"}
+
+    def configured(self, config: Config) -> Self:
+        given = {**self.tunables, **config}
+        _check_chunk(given["chunk"])
+        check_inner(given["inner"])
+        return self
+
+    def available(self, environment: Environment) -> str | None:
+        return needs_device(environment, "cpu", "cuda")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return first_reason(self.available(environment), needs_dense_mask(workload))
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        plan = Plan(workload, {**self.tunables, **config})
+        return lambda q, k, v: _operation()(q, k, v, plan)[0]
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        plan = Plan(workload, {**self.tunables, **config})
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse = _operation()(q, k, v, plan)
+            return out, lse.float()
+
+        return call
+
+
+def _check_chunk(chunk: object) -> int:
+    if not isinstance(chunk, int) or chunk < 1:
+        raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}.")
+    return chunk
+
+
+class Plan:
+    """The tiles of a problem, query chunk by query chunk, and their kernels."""
+
+    def __init__(self, workload: Workload, config: Config) -> None:
+        chunk = _check_chunk(config["chunk"])
+        self._problem = problem_of(workload, 1, "contiguous")
+        self._chunk = min(chunk, -(-max(workload.q_len, workload.kv_len) // LEAST_CHUNKS))
+        self.kernels = lru_cache(lambda device: Kernels(workload, str(config["inner"]), device))
+
+    def chunks(self) -> Iterator[tuple[slice, list[Tile]]]:
+        """Rows of a query chunk, and its tiles with rows counted from the chunk's first."""
+        one = self._problem
+        for row in range(0, one.q_len, self._chunk):
+            queries, tiles = Run(row, min(self._chunk, one.q_len - row)), []
+            for key in range(0, one.kv_len, self._chunk):
+                keys = Run(key, min(self._chunk, one.kv_len - key))
+                found = block_tiles([queries], [keys], one.causal, one.shift)
+                tiles += [tile._replace(key=tile.key + key, key_end=tile.key_end + key) for tile in found]
+            yield slice(row, row + queries.size), tiles
+
+
+@lru_cache(maxsize=1)
+def _operation() -> Any:
+    """`(q, k, v, plan) -> (out, lse)`; the LSE carries no gradient."""
+    from attnbench.impls.partial.torch_once import Operation, once
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        *arrays, ctx.plan = inputs
+        ctx.save_for_backward(*arrays, *outputs)
+        ctx.mark_non_differentiable(outputs[1])
+
+    def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        return *once(partial(_backward, ctx.plan), *ctx.saved_tensors, dout), None
+
+    return Operation(_forward, keep, backward)
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    kernels = plan.kernels(q.device)
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide, device=q.device)
+    for rows, tiles in plan.chunks():
+        part = q[:, rows]
+        total, total_lse = nothing_yet((*part.shape[:3], v.shape[-1]), q.dtype, q.device)
+        for tile in tiles:
+            mine, keys = slice(tile.row, tile.row_end), slice(tile.key, tile.key_end)
+            found = kernels.at(tile)[0](part[:, mine], k[:, keys], v[:, keys])
+            merge_(total[:, mine], total_lse[:, :, mine], *found)
+        out[:, rows], lse[:, :, rows] = total, total_lse
+    return out, lse
+
+
+def _backward(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    import torch
+
+    kernels, wide = plan.kernels(q.device), lse.dtype
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    for rows, tiles in plan.chunks():
+        total = torch.zeros_like(q[:, rows], dtype=wide)
+        for tile in tiles:
+            mine = slice(rows.start + tile.row, rows.start + tile.row_end)
+            keys = slice(tile.key, tile.key_end)
+            whole = out[:, mine], lse[:, :, mine], dout[:, mine]
+            found = kernels.at(tile)[1](q[:, mine], k[:, keys], v[:, keys], *whole)
+            sums = total[:, tile.row : tile.row_end], dk[:, keys], dv[:, keys]
+            for one, part in zip(sums, found):
+                one.add_(part)
+        dq[:, rows] = total
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+CHUNKED = Chunked()

@@ -1,0 +1,238 @@
+"""jax.dilated: dilated attention as one pure function of jax.numpy, for jit, grad and vmap.
+
+Each branch is a reshape to [segments, kept, rate], a static choice of one residue a head, and dense attention in blocks
+of at most `BLOCK_PAIRS` logits; several blocks are recomputed in the backward. Grouped K and V are repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from attnbench import masks
+from attnbench.errors import UsageError
+from attnbench.frameworks.jax_plain import in_usual_promotion
+from attnbench.impls._arguments import check_causal, check_mix_grad, kind_of
+from attnbench.impls._arrays import workload_of
+from attnbench.impls.conditions import first_reason, needs_no_softcap
+from attnbench.kernels.dilated.conditions import needs_dilated, problem_of
+from attnbench.masks import Dilated
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+
+BLOCK_PAIRS = 1 << 27
+"""Logits computed at once."""
+
+
+class _Branch(NamedTuple):
+    """One branch's cut of n tokens: `segments` of `width`, of which each head keeps at most `kept`, one in `rate`."""
+
+    segments: int
+    width: int
+    kept: int
+    rate: int
+    offsets: np.ndarray
+    """First token of each head."""
+
+
+def dilated_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    causal: bool = False,
+    offset: Literal["mod", "group"] = "mod",
+    scale: float | None = None,
+    mix_grad: Literal["full", "detached"] = "full",
+    kv_lengths: Array | Sequence[int] | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """[b, s, h, d], and with `return_lse` also the LSE [b, h, s] in float32; k and v may have fewer heads."""
+    import jax
+    import jax.numpy as jnp
+
+    for x in (q, k, v):
+        if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
+            raise UsageError(
+                f"dilated_attention takes JAX arrays, not {kind_of(x)}: jax.numpy.from_dlpack(x) makes one."
+            )
+    pattern = masks.dilated(segment_lengths, dilation_rates, offset)
+    _check(q, k, v, pattern, causal, scale, mix_grad, kv_lengths)
+    lengths = jnp.full(q.shape[0], q.shape[1]) if kv_lengths is None else jnp.asarray(kv_lengths)
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    compute = partial(_compute, pattern=pattern, causal=causal, factor=factor, mix_grad=mix_grad)
+    mixed, lse = in_usual_promotion(partial(_on_any_mesh, compute))(q, k, v, lengths)
+    return (mixed, lse) if return_lse else mixed
+
+
+def _on_any_mesh(compute: Callable[..., Any], q: Array, *rest: Array) -> Any:
+    """Run it; under a mesh with explicit axes, leave to XLA how what lies between is sharded, and shard as q is."""
+    import jax
+    from jax.sharding import AxisType, PartitionSpec
+
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return compute(q, *rest)
+    batch, tokens, heads, dim = (*jax.typeof(q).sharding.spec, None, None, None, None)[:4]
+    out, lse = PartitionSpec(batch, tokens, heads, dim), PartitionSpec(batch, heads, tokens)
+    return jax.sharding.auto_axes(compute, out_sharding=(out, lse))(q, *rest)
+
+
+def _compute(
+    q: Array, k: Array, v: Array, lengths: Array, *, pattern: Dilated, causal: bool, factor: float, mix_grad: str
+) -> tuple[Array, Array]:
+    """Return the output and the LSE [b, h, s] in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    branches = [_cut(pattern, n, q.shape[1], q.shape[2]) for n in range(len(pattern.segment_lengths))]
+    results = [_attend(branch, q, k, v, lengths, causal, factor) for branch in branches]
+    out, lse = (jnp.stack(part) for part in zip(*results))
+    top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
+    seen = lse > -jnp.inf
+    # A gradient through exp(-inf - -inf) would be NaN even where it is not chosen.
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, lse - jnp.where(jnp.isfinite(top), top, 0.0), 0.0)), 0.0)
+    total = jnp.sum(weights, axis=0)
+    lse = jnp.where(
+        total > 0, jnp.where(jnp.isfinite(top), top, 0.0) + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf
+    )
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    weights = jax.lax.stop_gradient(weights) if mix_grad == "detached" else weights
+    mixed = jnp.sum(weights[..., None] * out, axis=0).astype(q.dtype)
+    return mixed, lse.transpose(0, 2, 1).astype(jnp.float32)
+
+
+def _check(
+    q: Array, k: Array, v: Array, pattern: Dilated, causal: Any, scale: Any, mix_grad: str, kv_lengths: Any
+) -> None:
+    """What cannot be meant; lengths that are traced are taken at their word, all but how many they are."""
+    from jax.core import Tracer
+
+    check_mix_grad(mix_grad)
+    check_causal(causal)
+    traced = isinstance(kv_lengths, Tracer)
+    if traced and kv_lengths.shape != q.shape[:1]:
+        raise UsageError(f"kv_lengths has one length a batch row, {q.shape[0]} in all, not {kv_lengths.shape}.")
+    asked = workload_of(q, k, v, mask=pattern, scale=None if isinstance(scale, Tracer) else scale)
+    if kv_lengths is not None and not traced:
+        masks.lengths(kv_lengths).check(asked.mask_shape)
+
+
+def _cut(pattern: Dilated, branch: int, tokens: int, heads: int) -> _Branch:
+    rate, width = pattern.dilation_rates[branch], min(pattern.segment_lengths[branch], tokens)
+    offsets = np.asarray(pattern.head_offset(np.arange(heads), rate, heads))
+    return _Branch(-(-tokens // width), width, -(-width // rate), rate, offsets)
+
+
+def _attend(
+    branch: _Branch, q: Array, k: Array, v: Array, lengths: Array, causal: bool, scale: float
+) -> tuple[Array, Array]:
+    """One branch's output [b, s, h, d] and LSE [b, s, h]; 0 and -inf where a head skips a token."""
+    import jax
+    import jax.numpy as jnp
+
+    batch, tokens, heads, _ = q.shape
+    inside = np.arange(branch.kept)[:, None] * branch.rate + branch.offsets
+    place = np.arange(branch.segments)[:, None, None] * branch.width + inside
+    exists = (inside < branch.width) & (place < tokens)
+    real = jnp.asarray(exists) & (jnp.asarray(place) < lengths[:, None, None, None])
+
+    def rows(x: Array) -> Array:
+        """[b, segments, kept, h, ...] -> [b * segments * h, kept, ...]"""
+        return jnp.moveaxis(x, 3, 2).reshape(-1, branch.kept, *x.shape[4:])
+
+    def one(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+        return _dense(*arrays, causal=causal, scale=scale)
+
+    given = (*(rows(_kept(branch, x)) for x in (q, k, v)), rows(real))
+    together = max(1, BLOCK_PAIRS // branch.kept**2)
+    if given[0].shape[0] <= together:
+        out, lse = jax.vmap(one)(given)
+    else:
+        out, lse = jax.lax.map(jax.checkpoint(one), given, batch_size=together)
+    split = (batch, branch.segments, heads, branch.kept)
+    out, lse = (jnp.moveaxis(x.reshape(*split, *x.shape[2:]), 2, 3) for x in (out, lse))
+    lse = jnp.where(jnp.asarray(exists), lse, -jnp.inf)
+    return _scattered(branch, out, tokens, 0.0), _scattered(branch, lse, tokens, -jnp.inf)
+
+
+def _kept(branch: _Branch, x: Array) -> Array:
+    """[b, s, h, d] -> [b, segments, kept, h, d], padded with zeros where a segment or the sequence ends early."""
+    import jax.numpy as jnp
+
+    batch, tokens, heads, dim = x.shape
+    x = jnp.pad(x, ((0, 0), (0, branch.segments * branch.width - tokens), (0, 0), (0, 0)))
+    x = x.reshape(batch, branch.segments, branch.width, heads, dim)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, branch.kept * branch.rate - branch.width), (0, 0), (0, 0)))
+    x = x.reshape(batch, branch.segments, branch.kept, branch.rate, heads, dim)
+    return x[:, :, :, branch.offsets, np.arange(heads)]
+
+
+def _scattered(branch: _Branch, x: Array, tokens: int, elsewhere: float) -> Array:
+    """[b, segments, kept, h, ...] -> [b, s, h, ...]"""
+    import jax.numpy as jnp
+
+    batch, segments, kept, heads, *rest = x.shape
+    whole = jnp.full((batch, segments, kept, branch.rate, heads, *rest), elsewhere, x.dtype)
+    whole = whole.at[:, :, :, branch.offsets, np.arange(heads)].set(x)
+    whole = whole.reshape(batch, segments, kept * branch.rate, heads, *rest)[:, :, : branch.width]
+    return whole.reshape(batch, segments * branch.width, heads, *rest)[:, :tokens]
+
+
+def _dense(q: Array, k: Array, v: Array, real: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
+    """One head of one segment: q, k [n, d], v [n, e], real [n] -> (out [n, e], lse [n]), both wide."""
+    import jax
+    import jax.numpy as jnp
+
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    logits = jnp.matmul(q, k.T, precision=precision, preferred_element_type=wide) * jnp.asarray(scale, wide)
+    seen = jnp.broadcast_to(real, logits.shape)
+    if causal:
+        n = logits.shape[0]
+        seen = seen & (jnp.arange(n)[:, None] >= jnp.arange(n))
+    some = seen.any(-1)
+    # Finite, so that a row without keys has gradients of 0 and not NaN.
+    logits = jnp.where(seen, logits, -0.7 * float(jnp.finfo(wide).max))
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.where(seen, jnp.exp(logits - lse[:, None]), 0.0).astype(v.dtype)
+    out = jnp.matmul(weights, v, precision=precision, preferred_element_type=wide)
+    return jnp.where(some[:, None], out, 0.0), jnp.where(some, lse, -jnp.inf)
+
+
+class DilatedJax(Implementation):
+    """The function above as an implementation."""
+
+    name = "jax.dilated"
+    framework = "jax"
+    lse_gradient = True
+    untested = ("cuda", "rocm", "tpu")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """One dilated mask, with causal and lengths."""
+        return first_reason(needs_dilated(workload), needs_no_softcap(workload))
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        """The function with the mask's parts as arguments."""
+        call = self.build_lse(workload, config)
+        return lambda q, k, v: call(q, k, v)[0]
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        """The same with LSE."""
+        problem, scale = problem_of(workload), workload.softmax_scale
+        pattern = problem.pattern
+
+        def call(q: Array, k: Array, v: Array) -> Any:
+            return dilated_attention(
+                q, k, v, pattern.segment_lengths, pattern.dilation_rates, causal=problem.causal, offset=pattern.offset,
+                scale=scale, kv_lengths=problem.lengths, return_lse=True,
+            )  # fmt: skip
+
+        return call
+
+
+DILATED = DilatedJax()

@@ -1,0 +1,81 @@
+"""torch.dilated (copies each branch's tokens) and torch.dilated-improved (strided views, fused merge).
+
+They take one mask, `dilated`, alone or with causal and lengths: each branch is a few dense calls of another kernel of
+this registry. A row that no branch holds gives 0. The LSE's gradient costs a second backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnbench.errors import UsageError
+from attnbench.impls.conditions import first_reason, needs_no_softcap
+from attnbench.kernels.dilated.conditions import needs_dilated, problem_of
+from attnbench.kernels.dilated.task import Task
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+
+
+class DilatedTorch(Implementation):
+    """One of the two engines."""
+
+    framework = "torch"
+    lse_gradient = True
+    untested = ("rocm", "xpu", "mps")
+
+    def __init__(self, name: str, engine: str) -> None:
+        self.name, self.engine = name, engine
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return first_reason(needs_dilated(workload), needs_no_softcap(workload))
+
+    def configs(self, workload: Workload) -> Sequence[Config]:
+        """Another kernel for the pieces; and for strided views, one call an offset instead of diagonals."""
+        kernels = ({}, {"kernel": "torch.sdpa-flash"})
+        return (*kernels, {"diagonal": False}) if self.engine == "strided" else kernels
+
+    def task(self, workload: Workload, config: Config) -> Task:
+        """The workload as a task; unknown options are refused."""
+        unknown = set(config) - {"kernel", "merge", "diagonal"}
+        if unknown:
+            raise UsageError(f"{self.name} takes kernel, merge and diagonal, not {', '.join(sorted(unknown))}.")
+        return Task(problem_of(workload), workload.softmax_scale)._replace(**config)
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        call = self.build_lse(workload, config)
+        return lambda q, k, v: call(q, k, v)[0]
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        from attnbench.kernels.dilated.torch_function import dilated
+
+        task = self.task(workload, config)
+
+        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse = dilated(q, k, v, self.engine, task)
+            return out, lse.float()
+
+        return call
+
+    def partial(self, workload: Workload, config: Config) -> Partial:
+        """The pattern over a part of the keys is again a part of a whole."""
+        import torch
+
+        from attnbench.kernels.dilated.torch_function import ENGINES
+        from attnbench.kernels.dilated.torch_views import readable
+
+        task, engine = self.task(workload, config), ENGINES[self.engine]
+
+        @torch.no_grad()
+        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse, _ = engine.forward(task, readable(q), readable(k), readable(v), False)
+            return out, lse.transpose(1, 2)
+
+        @torch.no_grad()
+        def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+            whole, rows, cotangent = out.to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous(), dout.contiguous()
+            return engine.backward(task, readable(q), readable(k), readable(v), whole, rows, cotangent, ())
+
+        return forward, backward
+
+
+GATHERED = DilatedTorch("torch.dilated", "gathered")
+STRIDED = DilatedTorch("torch.dilated-improved", "strided")

@@ -1,0 +1,130 @@
+"""What is said between the driver of a ring and its rank processes: a message, then the arrays that it announces."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.kernels.ring.schedule import Problem
+from attnbench.spec import Pass, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Open(Struct, tag="open"):
+    """Plan a problem and choose its kernels, under a number."""
+
+    number: int
+    problem: Problem
+    shape: Workload
+    inner: str
+    method: str = "ring"
+
+
+class Forward(Struct, tag="forward"):
+    """Compute; q, k, v follow. `kept` is a number to keep the state under for a backward pass, or -1."""
+
+    number: int
+    kept: int = -1
+
+
+class Backward(Struct, tag="backward"):
+    """Gradients from a kept state; dout follows."""
+
+    kept: int
+
+
+class Forget(Struct, tag="forget"):
+    """Kept states that nobody will ask for again."""
+
+    kept: list[int]
+
+
+class Inspect(Struct, tag="inspect"):
+    """Compute in slow motion: memory, kernels, where the time goes. q, k, v and dout follow."""
+
+    number: int
+    pass_: Pass
+
+
+Question = Open | Forward | Backward | Forget | Inspect
+
+
+class Ready(Struct, tag="ready"):
+    """Done, nothing to tell but the kernels that were chosen."""
+
+    inner: list[str] = []
+
+
+class Stepped(Struct, tag="stepped"):
+    """Computed between these times of the machine's monotonic clock; results follow."""
+
+    start_ns: int
+    end_ns: int
+
+
+class Inspected(Struct, tag="inspected"):
+    """One rank's facts."""
+
+    compute_ns: float | None
+    waiting_ns: float | None
+    communication_ns: float | None
+    peak_bytes: int | None
+    peak_reason: str | None
+    peak_method: str
+    kernels: list[str] | None
+    kernels_reason: str | None
+
+
+class Broke(Struct, tag="broke"):
+    """It raised. `kind`: unsupported, out_of_memory or failed."""
+
+    kind: str
+    reason: str
+    detail: str = ""
+
+
+Answer = Ready | Stepped | Inspected | Broke
+
+
+class Envelope(Struct):
+    """A message and the dtypes and shapes of the arrays that follow it."""
+
+    message: bytes
+    arrays: list[tuple[str, tuple[int, ...]]]
+
+
+decode_question = msgspec.msgpack.Decoder(Question).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_encode = msgspec.msgpack.Encoder().encode
+_open_envelope = msgspec.msgpack.Decoder(Envelope).decode
+
+
+def post(connection: Connection, message: Question | Answer, arrays: tuple[torch.Tensor, ...] = ()) -> None:
+    """Send a message and its arrays, from any device."""
+    import torch
+
+    plain = [array.detach().cpu().contiguous() for array in arrays]
+    told = [(str(array.dtype).rpartition(".")[2], tuple(array.shape)) for array in plain]
+    connection.send_bytes(_encode(Envelope(_encode(message), told)))
+    for array in plain:
+        if array.numel():
+            connection.send_bytes(array.view(-1).view(torch.uint8).numpy().data)
+
+
+def fetch(connection: Connection) -> tuple[bytes, list[torch.Tensor]]:
+    """The next message, still encoded, and its arrays on the CPU."""
+    import torch
+
+    envelope = _open_envelope(connection.recv_bytes())
+    arrays = []
+    for dtype, shape in envelope.arrays:
+        array = torch.empty(shape, dtype=getattr(torch, dtype))
+        if array.numel():
+            connection.recv_bytes_into(array.view(-1).view(torch.uint8).numpy())
+        arrays.append(array)
+    return envelope.message, arrays

@@ -1,0 +1,133 @@
+"""Masks as data: `attnbench.masks`. Each function makes one frozen mask; they combine with `&`.
+
+Inside torch.compile they may be made of numbers and lists; those of arrays are built outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from attnbench.errors import InvalidWorkload
+from attnbench.masks.base import LARGEST_SIZE, Align, Mask, MaskShape, Namespace, Predicate
+from attnbench.masks.combine import Both, Part
+from attnbench.masks.data import check_constant, freeze, integers, to_numpy, whole_number
+from attnbench.masks.dilated import Dilated
+from attnbench.masks.gridded import Blocks, Dense
+from attnbench.masks.keyed import BlockCausal, Documents, Lengths, Valid
+from attnbench.masks.positional import Causal, Full, Prefix, Window
+from attnbench.tracing import constant_when_traced
+
+AnyMask = Part | Both
+
+__all__ = [
+    "AnyMask", "Align", "LARGEST_SIZE", "Mask", "MaskShape", "Namespace", "Predicate",
+    "Full", "Causal", "Window", "Prefix", "BlockCausal", "Documents", "Lengths", "Valid", "Dilated", "Blocks", "Dense",
+    "Both",
+    "full", "causal", "window", "prefix", "block_causal", "documents", "lengths", "valid", "dilated", "blocks", "dense",
+]  # fmt: skip
+
+
+@constant_when_traced
+def full() -> Full:
+    """Every query sees every key."""
+    return Full()
+
+
+@constant_when_traced
+def causal(align: Align = "bottom-right") -> Causal:
+    """Query i sees keys up to itself; with q_len != kv_len the last query sees all keys, unless align="top-left"."""
+    return Causal(align)
+
+
+@constant_when_traced
+def window(left: int | None, right: int | None = 0, align: Align = "bottom-right") -> Window:
+    """Query i sees keys i - left ... i + right; None removes that bound."""
+    return Window(left, right, align)
+
+
+@constant_when_traced
+def prefix(n: int, align: Align = "bottom-right") -> Prefix:
+    """The first n keys are seen by all, the rest causally."""
+    return Prefix(n, align)
+
+
+@constant_when_traced
+def block_causal(ids: Any, q_ids: Any = None) -> BlockCausal:
+    """ids[j] <= q_ids[i]; ids is the running sum of openpi's mask_ar, [kv_len] or [batch, kv_len]."""
+    return BlockCausal(*_token_ids(ids, q_ids, "block_causal"))
+
+
+@constant_when_traced
+def documents(ids: Any, q_ids: Any = None) -> Documents:
+    """Tokens see their own document only; ids is [kv_len] or [batch, kv_len]."""
+    return Documents(*_token_ids(ids, q_ids, "documents"))
+
+
+@constant_when_traced
+def lengths(kv_lengths: Any) -> Lengths:
+    """Batch row b has kv_lengths[b] real keys, the rest is padding on the right."""
+    if to_numpy(kv_lengths, "kv_lengths").dtype == bool:
+        raise InvalidWorkload("kv_lengths are numbers of keys, not booleans: masks.valid takes those of which exist.")
+    frozen = integers(kv_lengths, "kv_lengths", (1,))
+    if frozen.array.min() < 0:
+        raise InvalidWorkload(f"key lengths cannot be negative: {frozen.array.min()}.")
+    return Lengths(frozen)
+
+
+@constant_when_traced
+def valid(mask_bj: Any) -> Valid:
+    """Keys that exist, [kv_len] or [batch, kv_len] booleans: holes anywhere."""
+    keys = to_numpy(mask_bj, "valid")
+    if keys.dtype != bool or keys.ndim not in (1, 2):
+        raise InvalidWorkload(
+            f"valid takes booleans [kv_len] or [batch, kv_len], not {keys.dtype} with {keys.ndim} axes."
+        )
+    return Valid(freeze(np.atleast_2d(keys)))
+
+
+@constant_when_traced
+def dilated(
+    segment_lengths: Sequence[int], dilation_rates: Sequence[int], offset: Literal["mod", "group"] = "mod"
+) -> Dilated:
+    """LongNet's pattern; a pair that meets in several branches counts as often as it meets."""
+    lists = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+    for name, values in lists.items():
+        if isinstance(values, str) or not hasattr(values, "__iter__"):
+            raise InvalidWorkload(f"{name} must be a list of whole numbers, not {values!r}.")
+    widths, rates = (tuple(whole_number(n, f"each of {name}") for n in values) for name, values in lists.items())
+    return Dilated(widths, rates, offset)
+
+
+@constant_when_traced
+def blocks(block_mask: Any, block_size: int) -> Blocks:
+    """Keep whole blocks: block_mask is boolean [q blocks, kv blocks], optionally with head and batch axes before."""
+    kept = to_numpy(block_mask, "block_mask")
+    if kept.dtype != bool or not 2 <= kept.ndim <= 4:
+        raise InvalidWorkload(f"block_mask must be booleans with 2 to 4 axes, not {kept.dtype} with {kept.ndim}.")
+    return Blocks(freeze(kept), whole_number(block_size, "block_size"))
+
+
+@constant_when_traced
+def dense(array: Any) -> Dense:
+    """Any boolean (True = visible) or additive array that broadcasts to [batch, heads, q_len, kv_len]: a constant."""
+    check_constant(array, "a mask")
+    values = to_numpy(array, "dense")
+    if values.ndim > 4 or values.size == 0:
+        raise InvalidWorkload(f"a dense mask has at most 4 axes and is not empty, not {values.shape}.")
+    if values.dtype.kind in "iu":
+        raise InvalidWorkload("an integer mask is ambiguous: pass booleans (visible) or floats (added to the logits).")
+    if values.dtype.kind not in "bf":
+        raise InvalidWorkload(f"a dense mask is boolean or floating, not {values.dtype}.")
+    if values.dtype.kind == "f" and (np.isnan(values).any() or (values == np.inf).any()):
+        raise InvalidWorkload("an additive mask may hold finite numbers and -inf, not NaN or +inf.")
+    return Dense(freeze(values if values.dtype == bool or values.dtype == np.float64 else values.astype(np.float32)))
+
+
+def _token_ids(ids: Any, q_ids: Any, name: str) -> tuple[Any, Any]:
+    keys = integers(np.atleast_2d(to_numpy(ids, f"{name} ids")), f"{name} ids", (2,))
+    if q_ids is None:
+        return keys, None
+    return keys, integers(np.atleast_2d(to_numpy(q_ids, f"{name} q_ids")), f"{name} q_ids", (2,))

@@ -1,0 +1,185 @@
+"""What every mask can do: say which pairs see each other, count them exactly, and become an array or a predicate.
+
+A mask is data. Its predicate `(b, h, q, kv) -> bool` uses only comparisons, `&` and indexing, so the same lines serve
+NumPy, JAX and FlexAttention: `predicate(shape, namespace)` is handed the namespace whose arrays it should capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from msgspec import Struct
+
+from attnbench.errors import InvalidWorkload
+
+Align = Literal["bottom-right", "top-left"]
+Index = Any
+Predicate = Callable[[Index, Index, Index, Index], Any]
+COUNT_BLOCK = 1 << 24
+"""Pairs looked at in one go where no closed form exists."""
+
+
+LARGEST_SIZE = (1 << 31) - 1
+"""Of an axis: what array libraries index with 32 bits."""
+
+
+class MaskShape(NamedTuple):
+    """The sizes a mask is evaluated over."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+
+
+class Namespace(Protocol):
+    """The three functions a predicate needs from a framework (NumPy and jax.numpy already have them)."""
+
+    def asarray(self, array: np.ndarray, /) -> Any: ...
+    def log(self, x: Any, /) -> Any: ...
+    def where(self, condition: Any, x: Any, y: Any, /) -> Any: ...
+
+
+class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
+    """Base of all masks; instances are made by the functions of `attnbench.masks`."""
+
+    name_and_fields: ClassVar[tuple[str, ...]] = ()
+    """Of the class, where torch.compile can read them."""
+
+    @property
+    def id(self) -> str:
+        """Readable, stable, part of the workload's id."""
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        """What people read: the id, or what it stands for where that is short."""
+        return self.id
+
+    def split(self) -> tuple[Mask, ...]:
+        """The masks that `&` joined; itself where none were."""
+        return (self,)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the parts ("causal", "lengths"): what `supports` looks at."""
+        return (str(type(self).__struct_config__.tag),)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether pairs carry log-weights besides visibility, so that a boolean array cannot express the mask."""
+        return False
+
+    @property
+    def per_batch(self) -> bool:
+        """Whether batch rows may differ."""
+        return False
+
+    @property
+    def per_head(self) -> bool:
+        """Whether heads may differ."""
+        return False
+
+    @property
+    def per_block(self) -> bool:
+        """Whether a whole block of pairs can be tested without looking at each pair."""
+        return True
+
+    def check(self, shape: MaskShape) -> None:
+        """Raise InvalidWorkload when the mask's data does not fit the shape."""
+        del shape
+
+    def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
+        """`(b, h, q, kv) -> bool`, also a FlexAttention mask_mod when the namespace is torch's."""
+        raise NotImplementedError
+
+    def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate | None:
+        """`(b, h, q, kv) -> float` added to the logits of visible pairs; None for unweighted masks."""
+        del shape, namespace
+        return None
+
+    def interval(self, shape: MaskShape) -> tuple[Int[np.ndarray, "b q"], Int[np.ndarray, "b q"]] | None:
+        """First and one-past-last visible key of each row ([b or 1, q]) when every row sees one run of keys."""
+        del shape
+        return None
+
+    def key_filter(self, shape: MaskShape) -> Bool[np.ndarray, "b kv"] | None:
+        """Keys ([b or 1, kv]) that are visible at all, for masks that look only at the key."""
+        del shape
+        return None
+
+    def pairs(self, shape: MaskShape) -> int:
+        """Exact number of visible pairs over all batches and heads."""
+        interval = self.interval(shape)
+        if interval is not None:
+            return _interval_pairs(interval, None, shape)
+        keys = self.key_filter(shape)
+        if keys is not None:
+            everything = (np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len))
+            return _interval_pairs(everything, keys, shape)
+        return self._count_pairs(shape)
+
+    def _count_pairs(self, shape: MaskShape) -> int:
+        visible = self.predicate(shape, np)
+        b, h, _, kv = self.indices(shape)
+        repeats = (shape.batch // len(b)) * (shape.heads // h.shape[1])
+        rows = max(1, COUNT_BLOCK // (len(b) * h.shape[1] * shape.kv_len))
+        full = (len(b), h.shape[1], 1, shape.kv_len)
+        total = 0
+        for start in range(0, shape.q_len, rows):
+            q = np.arange(start, min(start + rows, shape.q_len)).reshape(1, 1, -1, 1)
+            block = np.broadcast_to(visible(b, h, q, kv), (*full[:2], q.size, shape.kv_len))
+            total += int(np.count_nonzero(block))
+        return total * repeats
+
+    def indices(self, shape: MaskShape, rows: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+        """Broadcastable b, h, q, kv index arrays; batch and head axes have size 1 where the mask ignores them."""
+        b = np.arange(shape.batch if self.per_batch else 1).reshape(-1, 1, 1, 1)
+        h = np.arange(shape.heads if self.per_head else 1).reshape(1, -1, 1, 1)
+        q = (np.arange(shape.q_len) if rows is None else np.asarray(rows)).reshape(1, 1, -1, 1)
+        return b, h, q, np.arange(shape.kv_len).reshape(1, 1, 1, -1)
+
+    def array(self, shape: MaskShape, rows: np.ndarray | None = None) -> Bool[np.ndarray, "b h q kv"]:
+        """Boolean array, batch and head axes 1 where the mask ignores them; all rows or the given ones."""
+        index = self.indices(shape, rows)
+        return np.broadcast_to(self.predicate(shape, np)(*index), np.broadcast_shapes(*(i.shape for i in index)))
+
+    def bias(self, shape: MaskShape, rows: np.ndarray | None = None) -> Float[np.ndarray, "b h q kv"]:
+        """Additive float64 array: log-weight where visible, -inf elsewhere."""
+        visible = self.array(shape, rows)
+        weight = self.log_weight(shape, np)
+        value = 0.0 if weight is None else np.asarray(weight(*self.indices(shape, rows)), np.float64)
+        return np.where(visible, value, -np.inf)
+
+    def __and__(self, other: Mask) -> Mask:
+        from attnbench.masks.combine import both
+
+        return both(self, other)
+
+
+def query_offset(align: Align, shape: MaskShape) -> int:
+    """What is added to a query's row number to get its position among the keys."""
+    return shape.kv_len - shape.q_len if align == "bottom-right" else 0
+
+
+def check_align(align: str) -> None:
+    """Refuse a third alignment."""
+    if align not in ("bottom-right", "top-left"):
+        raise InvalidWorkload(f'align is "bottom-right" or "top-left", not "{align}".')
+
+
+def _interval_pairs(interval: tuple[np.ndarray, np.ndarray], keys: np.ndarray | None, shape: MaskShape) -> int:
+    low, high = (np.clip(edge, 0, shape.kv_len) for edge in interval)
+    high = np.maximum(low, high)
+    if keys is None:
+        counts = high - low
+    else:
+        seen = np.concatenate([np.zeros((len(keys), 1), np.int64), np.cumsum(keys, axis=1)], axis=1)
+        low, high = np.broadcast_arrays(low, high)
+        low, high = (np.broadcast_to(edge, (max(len(edge), len(seen)), shape.q_len)) for edge in (low, high))
+        seen = np.broadcast_to(seen, (len(low), shape.kv_len + 1))
+        counts = np.take_along_axis(seen, high, 1) - np.take_along_axis(seen, low, 1)
+    return int(counts.sum()) * (shape.batch // len(counts)) * shape.heads

@@ -1,0 +1,149 @@
+"""Masks combined with `&`: a pair is visible when every part sees it; log-weights add."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any, get_args
+
+import numpy as np
+
+from attnbench.errors import InvalidWorkload
+from attnbench.masks.base import Mask, MaskShape, Namespace, Predicate, _interval_pairs
+from attnbench.masks.dilated import Dilated
+from attnbench.masks.gridded import Blocks, Dense
+from attnbench.masks.keyed import BlockCausal, Documents, Lengths, Valid
+from attnbench.masks.literals import from_literal, literal
+from attnbench.masks.positional import Causal, Full, Prefix, Window
+from attnbench.tracing import constant_when_traced
+
+MOST_PARTS = 64
+Part = Full | Causal | Window | Prefix | BlockCausal | Documents | Lengths | Valid | Dilated | Blocks | Dense
+"""Every mask that is not made of others: what a run file may hold."""
+
+
+class Both(Mask, frozen=True, tag="both"):
+    """Two or more masks at once."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parts) > MOST_PARTS:
+            raise InvalidWorkload(f"a mask can join {MOST_PARTS} others at most, not {len(self.parts)}.")
+
+    def split(self) -> tuple[Mask, ...]:
+        return self.parts
+
+    @property
+    def id(self) -> str:
+        return "&".join(part.id for part in self.parts)
+
+    @property
+    def title(self) -> str:
+        return "&".join(part.title for part in self.parts)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(kind for part in self.parts for kind in part.kinds)
+
+    @property
+    def weighted(self) -> bool:
+        return any(part.weighted for part in self.parts)
+
+    @property
+    def per_batch(self) -> bool:
+        return any(part.per_batch for part in self.parts)
+
+    @property
+    def per_head(self) -> bool:
+        return any(part.per_head for part in self.parts)
+
+    @property
+    def per_block(self) -> bool:
+        return all(part.per_block for part in self.parts)
+
+    def check(self, shape: MaskShape) -> None:
+        for part in self.parts:
+            part.check(shape)
+
+    def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
+        tests = [part.predicate(shape, namespace) for part in self.parts]
+        return lambda b, h, q, kv: reduce(lambda seen, test: seen & test(b, h, q, kv), tests[1:], tests[0](b, h, q, kv))
+
+    def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate | None:
+        wide = _InFloat64(namespace) if sum(part.weighted for part in self.parts) > 1 else namespace
+        weights = [w for part in self.parts if (w := part.log_weight(shape, wide)) is not None]
+        if not weights:
+            return None
+
+        def total(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return reduce(lambda value, weight: value + weight(b, h, q, kv), weights[1:], weights[0](b, h, q, kv))
+
+        return total
+
+    def interval(self, shape: MaskShape) -> tuple[np.ndarray, np.ndarray] | None:
+        intervals = [part.interval(shape) for part in self.parts]
+        found = [interval for interval in intervals if interval is not None]
+        return _meet(found) if len(found) == len(intervals) else None
+
+    def pairs(self, shape: MaskShape) -> int:
+        whole = (np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len))
+        intervals, keys, rest = [whole], [], []
+        for part in self.parts:
+            if (interval := part.interval(shape)) is not None:
+                intervals.append(interval)
+            elif (allowed := part.key_filter(shape)) is not None:
+                keys.append(allowed)
+            else:
+                rest.append(part)
+        if not rest:
+            return _interval_pairs(_meet(intervals), reduce(np.logical_and, keys) if keys else None, shape)
+        low, high = _meet(intervals)
+        if len(rest) == 1 and isinstance(rest[0], Dilated) and not keys and not low.clip(min=0).any():
+            below = np.clip(high, 0, shape.kv_len)
+            one_row = shape._replace(batch=shape.batch // len(below))
+            return sum(rest[0].count(one_row, row) for row in below)
+        if len(rest) == 1 and isinstance(rest[0], Blocks) and not keys:
+            return rest[0].count(shape, np.clip(low, 0, shape.kv_len), np.clip(high, 0, shape.kv_len))
+        return self._count_pairs(shape)
+
+
+class _InFloat64:
+    """A namespace whose floating arrays are float64: a sum of float32 weights would be rounded for float64 inputs."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.log, self.where, self._asarray = namespace.log, namespace.where, namespace.asarray
+
+    def asarray(self, array: np.ndarray, /) -> Any:
+        """The array in the framework, float64 if it is floating."""
+        return self._asarray(array.astype(np.float64) if array.dtype.kind == "f" else array)
+
+
+def _meet(intervals: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    low = reduce(np.maximum, [low for low, _ in intervals])
+    high = reduce(np.minimum, [high for _, high in intervals])
+    return low, high
+
+
+KINDS: dict[str, type[Mask]] = {kind.__name__: kind for kind in (*get_args(Part), Both)}
+for _kind in KINDS.values():
+    _kind.name_and_fields = (_kind.__name__, *_kind.__struct_fields__)
+
+
+def both(a: Mask, b: Mask) -> Mask:
+    """`a & b`, flattened; `full()` is dropped."""
+    return _joined(literal(a), literal(b)) if isinstance(b, Mask) else NotImplemented
+
+
+@constant_when_traced
+def _joined(*literals: Any) -> Mask:
+    masks = [mask_of(one) for one in literals]
+    parts = [part for mask in masks for part in mask.split()]
+    parts = [part for part in parts if not isinstance(part, Full)]
+    if not parts:
+        return Full()
+    return parts[0] if len(parts) == 1 else Both(tuple(parts))
+
+
+def mask_of(plain: Any) -> Any:
+    """The mask (or None) that a literal stands for."""
+    return from_literal(plain, KINDS)

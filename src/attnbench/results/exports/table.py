@@ -1,0 +1,234 @@
+"""Runs -> one flat table, a row per record: what the formats for databases and spreadsheets write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.errors import UsageError
+from attnbench.measuring.host_limit import notes_of
+from attnbench.reading import INTEGERS
+from attnbench.results.run_file import Header
+from attnbench.spec import Environment, Ok, Record
+
+Type = Literal["text", "integer", "real", "boolean", "reals", "integers"]
+Row = dict[str, Any]
+"""Column -> value; None where the record has none."""
+PARTS = ("forward", "backward", "wall", "events", "kernel", "graph")
+"""Other clocks and parts whose medians have a column of their own."""
+TIMES = ("median", "min", "max", "p50", "p95", "p99", "mean", "std")
+ERRORS = ("forward", "backward", "lse")
+
+COLUMNS: Mapping[str, Type] = {
+    "run": "text",
+    "created": "text",
+    "suite": "text",
+    "attnbench": "text",
+    "status": "text",
+    "reason": "text",
+    "implementation": "text",
+    "config": "text",
+    "framework": "text",
+    "workload": "text",
+    "batch": "integer",
+    "q_len": "integer",
+    "kv_len": "integer",
+    "heads": "integer",
+    "kv_heads": "integer",
+    "head_dim": "integer",
+    "v_head_dim": "integer",
+    "dtype": "text",
+    "mask": "text",
+    "pass": "text",
+    "scale": "real",
+    "softcap": "real",
+    "inputs": "text",
+    "source": "text",
+    "tags": "text",
+    "approximate": "boolean",
+    "deterministic": "boolean",
+    "clock": "text",
+    **{f"{name}_ns": "real" for name in TIMES},
+    "ci95_low_ns": "real",
+    "ci95_high_ns": "real",
+    "outliers": "integer",
+    "samples": "integer",
+    "calls_per_sample": "integer",
+    **{f"{name}_median_ns": "real" for name in PARTS},
+    "compile_ns": "integer",
+    "first_call_ns": "integer",
+    "tokens_per_s": "real",
+    "calls_per_s": "real",
+    "samples_per_s": "real",
+    "peak_bytes": "integer",
+    "peak_reason": "text",
+    "theory_bytes": "integer",
+    "scores_bytes": "integer",
+    "kv_cache_bytes": "integer",
+    "reserved_bytes": "integer",
+    "fragmentation": "real",
+    "memory_method": "text",
+    "flops": "integer",
+    "least_bytes": "integer",
+    "tflops": "real",
+    "gb_per_s": "real",
+    "roofline": "real",
+    "bound": "text",
+    "roofline_reason": "text",
+    **{f"{name}_error": "real" for name in ERRORS},
+    "forward_error_allowed": "real",
+    "backward_error_allowed": "real",
+    "max_abs_error": "real",
+    "hidden_nan": "text",
+    "verified_share": "real",
+    "quality": "text",
+    "kernels": "text",
+    "notes": "text",
+    "isolation": "text",
+    "fingerprint": "text",
+    "device": "text",
+    "device_name": "text",
+    "device_memory_bytes": "integer",
+    "cpu": "text",
+    "cores": "integer",
+    "threads": "integer",
+    "python": "text",
+    "system": "text",
+    "driver": "text",
+    "framework_version": "text",
+    "packages": "text",
+    "harness": "text",
+    "commit": "text",
+    "samples_ns": "reals",
+    "rounds": "integers",
+}
+"""Every column, in order. `config`, `quality` and `packages` are JSON; `reals` and `integers` are lists."""
+
+
+class Source(Struct, frozen=True):
+    """A run to export: what it is called, its header, its records."""
+
+    name: str
+    header: Header
+    records: Sequence[Record]
+
+
+def rows(sources: Sequence[Source]) -> Iterator[Row]:
+    """A row per record, of every status, with every column."""
+    for source in sources:
+        header = {"run": source.name, "created": source.header.created, "suite": source.header.suite}
+        header["attnbench"] = source.header.attnbench
+        for record in source.records:
+            found = {**header, **_identity(record), **_where(record.environment), **_measured(record)}
+            yield {name: found.get(name) for name in COLUMNS}
+
+
+def rows_of_64_bits(sources: Sequence[Source]) -> Iterator[Row]:
+    """Return the same rows for a database; an integer that none of its columns can hold is a UsageError."""
+    for row in rows(sources):
+        for name, value in row.items():
+            if isinstance(value, int) and value not in INTEGERS:
+                cell = f"{row['implementation']} on {row['workload']}"
+                raise UsageError(
+                    f"{name} of {cell} in {row['run']} needs {value.bit_length()} bits and a column has 63: "
+                    "leave this cell out with --filter, or choose --format csv."
+                )
+        yield row
+
+
+def _identity(record: Record) -> Row:
+    w = record.workload
+    return {
+        **w.axes,
+        "status": record.status,
+        "reason": record.reason,
+        "implementation": record.implementation,
+        "config": _json(record.config),
+        "framework": record.implementation.partition(".")[0],
+        "workload": w.id,
+        "scale": w.scale,
+        "softcap": w.softcap,
+        "inputs": w.inputs,
+        "source": w.source,
+        "tags": ", ".join(w.tags),
+        "isolation": record.isolation,
+    }
+
+
+def _where(environment: Environment | None) -> Row:
+    if environment is None:
+        return {}
+    same = ("device", "device_name", "cpu", "cores", "threads", "python", "system", "driver", "harness", "commit")
+    return {
+        **{name: getattr(environment, name) for name in same},
+        **({"framework": environment.framework} if environment.framework else {}),
+        "fingerprint": environment.fingerprint,
+        "device_memory_bytes": environment.memory_bytes,
+        "framework_version": environment.packages.get(environment.framework),
+        "packages": _json(environment.packages),
+    }
+
+
+def _measured(record: Record) -> Row:
+    errors: Row = {}
+    if record.errors is not None:
+        errors = {f"{name}_error": getattr(record.errors, name) for name in ERRORS}
+        errors |= {
+            f"{name}_error_allowed": getattr(record.errors, f"{name}_allowed") for name in ("forward", "backward")
+        }
+        errors |= {"max_abs_error": record.errors.max_abs, "hidden_nan": record.errors.hidden_nan}
+    if not isinstance(record, Ok):
+        return errors
+    return {**errors, **_speed(record), **_resources(record)}
+
+
+def _speed(record: Ok) -> Row:
+    row: Row = {
+        "approximate": record.approximate,
+        "deterministic": record.deterministic,
+        "verified_share": record.verified_at.share,
+        "compile_ns": record.compile_ns,
+        "first_call_ns": record.first_call_ns,
+        "kernels": None if record.kernels is None else "; ".join(record.kernels),
+        "quality": _json(record.quality),
+        "notes": "; ".join(notes_of(record)),
+        **{f"{name}_median_ns": time.median_ns for name, time in record.also.items()},
+    }
+    if record.throughput is not None:
+        row |= msgspec.structs.asdict(record.throughput)
+    if record.time is not None:
+        time = record.time
+        low, high = time.ci95_ns or (None, None)
+        row |= {f"{name}_ns": getattr(time, f"{name}_ns") for name in TIMES}
+        row |= {"clock": time.clock, "ci95_low_ns": low, "ci95_high_ns": high, "outliers": time.outliers}
+        row |= {"samples": len(time.samples_ns), "calls_per_sample": time.calls_per_sample}
+        row |= {"samples_ns": list(time.samples_ns), "rounds": list(time.rounds)}
+    return row
+
+
+def _resources(record: Ok) -> Row:
+    memory, cost = record.memory, record.cost
+    return {
+        "peak_bytes": memory.peak_bytes,
+        "peak_reason": memory.reason,
+        "theory_bytes": memory.theory_bytes,
+        "scores_bytes": memory.scores_bytes,
+        "kv_cache_bytes": memory.kv_cache_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+        "fragmentation": memory.fragmentation,
+        "memory_method": memory.method,
+        "flops": cost.flops,
+        "least_bytes": cost.bytes,
+        "tflops": cost.tflops,
+        "gb_per_s": cost.gb_per_s,
+        "roofline": cost.roofline,
+        "bound": cost.bound,
+        "roofline_reason": cost.reason,
+    }
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value, order="sorted").decode()

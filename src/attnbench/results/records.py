@@ -1,0 +1,164 @@
+"""Facts about records that every reader needs: names, frameworks, clocks, and which of them may be compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeGuard
+
+from msgspec import structs
+
+from attnbench.spec import Cell, Environment, Ok, Record
+
+ANCHOR = "anchor."
+"""Prefix of the kernels that are timed beside a run to tell how fast its machine was; never ranked."""
+BASELINES = ("torch.eager", "jax.einsum", "numpy.float32")
+"""Plain implementation of each framework, the first that was timed being the baseline."""
+
+
+def label(record: Record | Cell) -> str:
+    """Return the name in tables: the implementation, with its tunables if they are not the default."""
+    config = ",".join(f"{k}={v}" for k, v in sorted(record.config.items()))
+    return f"{record.implementation}[{config}]" if config else record.implementation
+
+
+def framework_of(record: Record) -> str:
+    """Return the framework that a record ran in; a bare function does not say so in its name."""
+    environment = record.environment
+    return (environment.framework if environment else "") or record.implementation.partition(".")[0]
+
+
+def device_of(record: Record) -> str:
+    """Return the name of the device that a record was made on; empty if it is not known."""
+    return "" if record.environment is None else record.environment.device_name
+
+
+def is_timed(record: Record) -> TypeGuard[Ok]:
+    """Return whether a record has a speed."""
+    return isinstance(record, Ok) and record.time is not None
+
+
+def exact(records: Iterable[Record]) -> list[Ok]:
+    """Return the records with a speed that may be recommended: right answers, no declared error."""
+    return [record for record in records if is_timed(record) and not record.approximate]
+
+
+def median_ns(record: Ok) -> float:
+    """Return the median of a timed record."""
+    assert record.time is not None
+    return record.time.median_ns
+
+
+def same_kernel(a: Ok, b: Ok) -> bool:
+    """Return whether profiles of both records show the same kernels; without a profile nobody knows."""
+    return bool(a.kernels) and set(a.kernels or ()) == set(b.kernels or ())
+
+
+def matches(name: str, wanted: str) -> bool:
+    """Return whether an implementation is the one named, or one of the framework or family named."""
+    return name == wanted or name.startswith((f"{wanted}.", f"{wanted}-"))
+
+
+def by_workload(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Return workload id -> its records, in the order they were made, without the anchors."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if not record.implementation.startswith(ANCHOR):
+            groups.setdefault(record.workload.id, []).append(record)
+    return groups
+
+
+def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | None:
+    """Return the name of what the others are compared with: the one named by `against`, else the plain one of the
+    first framework that was timed."""
+    timed = {r.implementation for r in exact(records) if not r.implementation.startswith(ANCHOR)}
+    named = {name for name in timed if any(matches(name, one) for one in against)}
+    choices = named or timed
+    if len(choices) == 1 and named:
+        return choices.pop()
+    return next((name for name in BASELINES if name in choices), min(choices, default=None))
+
+
+def labelled(base: str | None, records: Sequence[Record]) -> str | None:
+    """Return the baseline as tables call it: the plain one, or the first with tunables if only such were timed."""
+    labels = [label(record) for record in records if is_timed(record) and record.implementation == base]
+    return base if base in labels else next(iter(labels), base)
+
+
+def on_one_clock(records: Iterable[Record]) -> list[Record]:
+    """Return the records of a workload by the clock that most of them hold, published or beside it; of several such
+    clocks by the one most published. A record that does not hold this clock stays as it is."""
+    kept = list(records)
+    published = Counter(map(clock_of, kept))
+    published.pop("", None)
+    if len(published) < 2:
+        return kept
+    held = Counter(name for record in kept for name in _clocks(record))
+    clock = max(sorted(held), key=lambda name: (held[name], published[name]))
+    return [_by(record, clock) for record in kept]
+
+
+def comparable(records: Iterable[Record]) -> list[Record]:
+    """Return the records of a workload that may be compared, with those that were not timed: by the clock, of the
+    machine and of the sitting that most were timed by, on and in, of several such sittings the last."""
+    kept = on_one_clock(records)
+    counts = Counter(map(clock_of, kept))
+    counts.pop("", None)
+    clock = max(counts, key=lambda name: counts[name], default="")
+    timed = [record for record in kept if clock and clock_of(record) == clock]
+
+    def beside(one: Record) -> list[Record]:
+        return [other for other in timed if sitting_of(other) == sitting_of(one) and is_one_machine(one, other)]
+
+    home = max(timed, key=lambda one: (len(beside(one)), sitting_of(one)), default=None)
+    together = {id(record) for record in (beside(home) if home else ())}
+    return [record for record in kept if not clock_of(record) or id(record) in together]
+
+
+def is_one_machine(a: Record, b: Record) -> bool:
+    """Return whether two records can be of one machine with as many threads; one that does not say where it was made
+    goes with none that does."""
+    if a.environment is None or b.environment is None:
+        return a.environment is b.environment
+    return not machine_differences(a.environment, b.environment, ("device_name", "cpu", "cores", "threads"))
+
+
+def machine_differences(
+    a: Environment, b: Environment, fields: Sequence[str] = ("device_name", "cpu", "cores")
+) -> list[str]:
+    """Return the fields in which two environments cannot be of one machine: known in both, and not the same. Devices of
+    two kinds may be in one machine, so that their names are not compared."""
+    asked = [name for name in fields if name != "device_name" or a.device == b.device]
+    return [name for name in asked if getattr(a, name) and getattr(b, name) and getattr(a, name) != getattr(b, name)]
+
+
+def sitting_of(record: Record) -> str:
+    """Return when a record took turns with others; empty if it was not timed, or by an attnbench that did not say."""
+    return record.time.sitting.partition("+")[0] if isinstance(record, Ok) and record.time is not None else ""
+
+
+def clock_of(record: Record) -> str:
+    """Return the clock that was published; empty if nothing was timed."""
+    return record.time.clock if isinstance(record, Ok) and record.time is not None else ""
+
+
+def _clocks(record: Record) -> set[str]:
+    if not isinstance(record, Ok) or record.time is None:
+        return set()
+    return {record.time.clock, *(name for name, time in record.also.items() if time.clock == name)}
+
+
+def _by(record: Record, clock: str) -> Record:
+    """Return the record with another clock's time as its own, and the rates that follow from it."""
+    if not isinstance(record, Ok) or record.time is None or record.time.clock == clock or clock not in _clocks(record):
+        return record
+    old, new = record.time, structs.replace(record.also[clock], sitting=record.time.sitting)
+    factor = old.median_ns / new.median_ns
+    rates = {name: rate * factor for name in ("tflops", "gb_per_s", "roofline") if (rate := getattr(record.cost, name))}
+    throughput = record.throughput
+    if throughput is not None:
+        faster = {name: getattr(throughput, name) * factor for name in throughput.__struct_fields__}
+        throughput = structs.replace(throughput, **faster)
+    also = {name: time for name, time in record.also.items() if name != clock} | {old.clock: old}
+    cost = structs.replace(record.cost, **rates)
+    return structs.replace(record, time=new, also=also, cost=cost, throughput=throughput)

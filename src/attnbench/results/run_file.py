@@ -1,0 +1,392 @@
+"""Run files: where records go the moment a workload is done, and where show, compare and resume read them again.
+
+JSON lines. The first is the header; an environment is written once and records point at it; records come in the order
+they were made, and a later record of the same cell replaces the earlier one. Anchors of several sittings are all kept.
+A resumed run that is asked for something else than the file was begun for adds a header of its own before its records.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec import Struct
+
+from attnbench.errors import BrokenFile, UsageError
+from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.measuring.anchors import anchors_beside
+from attnbench.reading import decode_json, read_lines
+from attnbench.results.times import impossible_times
+from attnbench.spec import Environment, Ok, Record, Time
+
+SCHEMA = 1
+KERNELS_ONLY = "kernels only"
+"""Clock of older records of JAX: device time without copies and fills, which a call does wait for."""
+LONGEST_SLUG = 80
+"""Characters of a device or suite name in a file's name, which may have 255."""
+
+
+class Header(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="line", tag="header"):
+    """What was asked, of which version, when."""
+
+    schema: int
+    attnbench: str
+    created: str
+    suite: str = ""
+    request: dict[str, Any] = {}
+    """The whole request: `run --resume RUN` goes on with it."""
+    seed: int | None = None
+    against: tuple[str, ...] = ()
+    """What the others are compared with, where that was said."""
+    sources: dict[str, str] = {}
+    """File or module of each function given by reference -> SHA-256 of its file."""
+
+
+class EnvironmentLine(Struct, frozen=True, tag_field="line", tag="environment"):
+    """One environment. `key` also covers soft facts and the framework, which `fingerprint` leaves out."""
+
+    key: str
+    fingerprint: str
+    environment: Environment
+
+
+class RecordLine(Struct, frozen=True, omit_defaults=True, tag_field="line", tag="record"):
+    """A record without its environment, which is the one of the key."""
+
+    record: Record
+    environment: str | None = None
+
+
+Line = Header | EnvironmentLine | RecordLine
+
+
+class Run(Struct, frozen=True):
+    """A run file, read."""
+
+    header: Header
+    environments: dict[str, Environment]
+    """By key."""
+    records: tuple[Record, ...]
+    warnings: tuple[str, ...] = ()
+    added: tuple[Header, ...] = ()
+    """Headers of resumed runs that were asked for something else than the first."""
+
+    @property
+    def headers(self) -> tuple[Header, ...]:
+        """Everything that the file was asked for, in order."""
+        return (self.header, *self.added)
+
+    @property
+    def against(self) -> tuple[str, ...]:
+        """What the others are compared with, as it was last said."""
+        return next((header.against for header in reversed(self.headers) if header.against), ())
+
+    @property
+    def done(self) -> frozenset[str]:
+        """Ids of the cells that need not run again: all but those for which no process could be started, and those
+        whose anchors are lost because the file was cut between them."""
+        anchored = any(record.implementation in ANCHORS for record in self.records)
+        return frozenset(
+            record.cell.id
+            for record in self.records
+            if not getattr(record, "unstarted", False) and not (anchored and self._lost_anchors(record))
+        )
+
+    def _lost_anchors(self, record: Record) -> bool:
+        if record.implementation in ANCHORS or not isinstance(record, Ok) or record.time is None:
+            return False
+        tried = any(
+            one.implementation in ANCHORS and one.status != "ok" and one.workload == record.workload
+            for one in self.records
+        )
+        return not tried and {one.implementation for one in anchors_beside(record, self.records)} != set(ANCHORS)
+
+
+def new_header(
+    version: str,
+    suite: str,
+    request: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    against: Sequence[str] = (),
+    sources: Mapping[str, str] | None = None,
+) -> Header:
+    """The header of a run that starts now."""
+    return Header(
+        schema=SCHEMA,
+        attnbench=version,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        suite=suite,
+        request=dict(request or {}),
+        seed=seed,
+        against=tuple(against),
+        sources=dict(sources or {}),
+    )
+
+
+class RunWriter:
+    """Appends to a run file; after `write` returns, the records survive `kill -9` and a power cut.
+
+    The file is locked until `close`, or until the process ends: a second writer is refused. A torn last line of an
+    earlier writer is cut off first, which `warning` then tells.
+    """
+
+    def __init__(self, path: Path, header: Header | None = None) -> None:
+        self.path = path
+        self._known: set[str] = set()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            _lock(path, self._file)
+            self.warning = _mend(path, self._file)
+        except BaseException:
+            self._file.close()
+            raise
+        if header is not None and self._file.tell() == 0:
+            self._append([header])
+
+    @classmethod
+    def create(cls, runs_dir: Path, machine: str, suite: str, header: Header | None = None) -> RunWriter:
+        """A new file runs_dir/<machine>/<timestamp>-<suite>-<id>.jsonl."""
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
+        name = f"{stamp}-{slug(suite)}-{secrets.token_hex(2)}.jsonl"
+        return cls(runs_dir / slug(machine) / name, header or new_header("", suite))
+
+    def add_header(self, header: Header) -> None:
+        """Say what else the records that follow were asked for."""
+        self._append([header])
+
+    def write(self, records: Sequence[Record]) -> None:
+        """All records of a workload in one write, on disk when this returns."""
+        lines: list[Line] = []
+        for record in records:
+            environment = record.environment
+            key = None if environment is None else environment_key(environment)
+            if environment is not None and key is not None and key not in self._known:
+                self._known.add(key)
+                lines.append(EnvironmentLine(key, environment.fingerprint, environment))
+            lines.append(RecordLine(_finite(msgspec.structs.replace(record, environment=None)), key))
+        self._append(lines)
+
+    def close(self) -> None:
+        """Close the file; nothing is left to flush but what a full disk refused, which was told."""
+        with suppress(OSError):
+            self._file.close()
+
+    def _append(self, lines: Sequence[Line]) -> None:
+        try:
+            self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Refuse at once, not after the first workload, when nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{secrets.token_hex(4)}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unwritable(folder, error, option) from error
+
+
+def environment_key(environment: Environment) -> str:
+    """The fingerprint, and six digits over everything else that the environment says."""
+    whole = msgspec.json.encode(environment, order="sorted")
+    return f"{environment.fingerprint}.{hashlib.sha256(whole).hexdigest()[:6]}"
+
+
+def slug(text: str) -> str:
+    """A folder name made of a device or suite name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:LONGEST_SLUG] or "unknown"
+
+
+def read_run(path: Path) -> Run:
+    """Read a run file; a torn last line is left out with a warning, anything else that is wrong is a BrokenFile."""
+    lines, torn = _split(path)
+    warnings = (_torn_warning(path, len(lines) + 1, torn),) if torn else ()
+    header, added = _read_header(path, lines[0] if lines else b""), []
+    environments: dict[str, Environment] = {}
+    records: dict[tuple[str, str], Record] = {}
+    for number, text in enumerate(lines[1:], start=2):
+        line = _decode(path, number, text)
+        if isinstance(line, Header):
+            added.append(line)
+        elif isinstance(line, EnvironmentLine):
+            environments[line.key] = line.environment
+        else:
+            record = _rejoin(path, number, line, environments)
+            key = record.cell.id, _anchor_sitting(record)
+            records.pop(key, None)
+            records[key] = record
+    return Run(header, environments, tuple(records.values()), warnings, tuple(added))
+
+
+def _anchor_sitting(record: Record) -> str:
+    """Return when a timed anchor was measured: each sitting of a resumed run has anchors of its own."""
+    if record.implementation in ANCHORS and isinstance(record, Ok) and record.time is not None:
+        return record.time.sitting
+    return ""
+
+
+def repair(path: Path) -> str | None:
+    """Cut a torn last line off, or finish it when only its newline is missing; returns the warning, if any."""
+    writer = RunWriter(path)
+    writer.close()
+    return writer.warning
+
+
+def _mend(path: Path, file: BinaryIO) -> str | None:
+    """Repair the last line through the file that holds the lock, so that nobody is in the middle of writing it."""
+    lines, torn = _split(path)
+    whole = b"".join(line + b"\n" for line in lines)
+    if not lines or path.stat().st_size == len(whole):
+        return None
+    try:
+        file.truncate(min(len(whole), path.stat().st_size))
+        if not torn:
+            file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return _torn_warning(path, len(lines) + 1, torn) if torn else None
+
+
+def _lock(path: Path, file: BinaryIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = _pid_of_writer(path)
+        who, stop = (
+            ("this process", "close it first") if pid == os.getpid() else (f"pid {pid}", f"`kill {pid}` if it hangs")
+        )
+        if pid is None:
+            who, stop = "a process that cannot be seen from here", "end it there"
+        raise UsageError(f"{path} is being written by another attnbench ({who}): wait for it, or {stop}.") from error
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _pid_of_writer(path: Path) -> int | None:
+    """Return a process that has the file open for writing, another one rather than this; None if none can be seen."""
+    import psutil
+
+    real, found = str(path.resolve()), None
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            files = [one for one in process.open_files() if one.path == real]
+            if process.pid != os.getpid() and files:
+                return process.pid
+            found = process.pid if len(files) > 1 else found
+    return found
+
+
+def _finite(record: Record) -> Record:
+    """JSON knows no infinity: an error that is NaN or infinite is written as the largest float."""
+    errors = record.errors
+    if errors is None:
+        return record
+    values = {name: getattr(errors, name) for name in errors.__struct_fields__}
+    odd = {name: sys.float_info.max for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return msgspec.structs.replace(record, errors=msgspec.structs.replace(errors, **odd)) if odd else record
+
+
+def _split(path: Path) -> tuple[list[bytes], bytes]:
+    """Whole lines, and what is left of a last line that was being written when the process died."""
+    try:
+        lines = read_lines(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
+    # One line alone is the header: a file without a readable header is no run file, torn or not.
+    if len(lines) > 1 and not _is_json(lines[-1]):
+        return lines[:-1], lines[-1]
+    return lines, b""
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        decode_json(text)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def _read_header(path: Path, text: bytes) -> Header:
+    why = "this is no attnbench run file (its first line is no header)."
+    try:
+        found = decode_json(text)
+    except msgspec.DecodeError as error:
+        raise BrokenFile(path, 1, why if text else "the file is empty.") from error
+    if not isinstance(found, dict) or found.get("line") != "header":
+        raise BrokenFile(path, 1, why)
+    schema = found.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise BrokenFile(
+            path,
+            1,
+            f"written by attnbench {found.get('attnbench', '?')} (schema {schema}; this one reads {SCHEMA}): upgrade.",
+        )
+    line = _decode(path, 1, text)
+    assert isinstance(line, Header)
+    return line
+
+
+def _decode(path: Path, number: int, text: bytes) -> Line:
+    try:
+        return decode_json(text, Line)
+    except (msgspec.DecodeError, UsageError) as error:
+        raise BrokenFile(path, number, f"not a line of a run file ({error}).") from error
+
+
+def _rejoin(path: Path, number: int, line: RecordLine, environments: Mapping[str, Environment]) -> Record:
+    problem = impossible_times(line.record)
+    if problem:
+        raise BrokenFile(path, number, f"{problem}: measure it again, or remove the line.")
+    if line.environment is None:
+        return line.record
+    if line.environment not in environments:
+        raise BrokenFile(path, number, f'its environment "{line.environment}" does not stand above it.')
+    environment = environments[line.environment]
+    return _with_true_clock(msgspec.structs.replace(line.record, environment=environment), environment)
+
+
+def _with_true_clock(record: Record, environment: Environment) -> Record:
+    """Rename the device time of JAX that attnbench wrote before its estimator had a number.
+
+    It left out copies and fills, which the clock of torch counted, so the two must not be ranked as one.
+    """
+    if environment.framework != "jax" or environment.device != "cuda" or "estimator" in environment.harness:
+        return record
+    if not isinstance(record, Ok) or record.time is None:
+        return record
+
+    def renamed(time: Time) -> Time:
+        return msgspec.structs.replace(time, clock=KERNELS_ONLY) if time.clock == "kernel" else time
+
+    also = {KERNELS_ONLY if name == "kernel" else name: renamed(time) for name, time in record.also.items()}
+    return msgspec.structs.replace(record, time=renamed(record.time), also=also)
+
+
+def _torn_warning(path: Path, number: int, torn: bytes) -> str:
+    return f"{path}, line {number}: the last line was cut off after {len(torn)} bytes and is left out."
+
+
+def _unwritable(path: Path, error: OSError, option: str = "--out") -> UsageError:
+    return UsageError(f"cannot write {path}: {error.strerror or error}. Choose another folder with {option}.")

@@ -1,0 +1,423 @@
+"""Who is fastest on a workload: the order, the ties, the names of one kernel, and which of several runs decides.
+
+Every output reads this file: terminal, `--json`, report page, Markdown, summaries, advice, gallery and `choose`.
+docs/method.md ("Who is faster?") describes the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from msgspec import Struct, structs
+
+from attnbench.results.ratios import ACROSS_RUNS, CONTENDER, RANK_LEVEL, TIE_LIMIT, Ratio, condensed, paired_ratio
+from attnbench.results.records import (
+    ANCHOR,
+    baseline,
+    by_workload,
+    clock_of,
+    comparable,
+    device_of,
+    exact,
+    framework_of,
+    is_one_machine,
+    is_timed,
+    label,
+    labelled,
+    median_ns,
+    on_one_clock,
+    same_kernel,
+    sitting_of,
+)
+from attnbench.results.run_file import KERNELS_ONLY
+from attnbench.spec import Ok, Record, Workload
+
+NOT_TIMED = "verified, not timed"
+"""Beginning of the note of a record that may be checked but not timed, such as one of an interpreter."""
+OTHER_CLOCK, OTHER_SITTING = "timed by another clock", "timed in another sitting"
+OTHER_MACHINE = "timed on another machine, or with other threads"
+NOT_COMPARED = (OTHER_CLOCK, OTHER_SITTING, OTHER_MACHINE)
+APPROXIMATE = "approximate: not ranked among exact ones"
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One line of a standing. `rank` is None if the row is not ranked: `reason` says why."""
+
+    implementation: str
+    record: Record
+    rank: int | None = None
+    tied: bool = False
+    """Whether it shares its rank with the row above: the row, or one below it that is certainly not slower, cannot be
+    told from all rows of that rank."""
+    behind: bool = False
+    """Whether it is certainly slower than the first row of its rank, which it shares only through another row."""
+    speedup: Ratio | None = None
+    """Time of the baseline / time of this row, at 95 %."""
+    reason: str = ""
+
+
+class Ratios:
+    """Ratios between timed records at the ranking's confidence, each worked out once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], Ratio] = {}
+        self._kept: list[Ok] = []
+
+    def of(self, a: Ok, b: Ok) -> Ratio:
+        """Return time of b / time of a."""
+        key = id(a), id(b)
+        if key not in self._found:
+            self._found[key] = paired_ratio(a, b, RANK_LEVEL)
+            self._kept += [a, b]
+        return self._found[key]
+
+
+class Standing:
+    """The rows of one workload, by records of one run: those that are ranked in order, then the others."""
+
+    def __init__(self, rows: Iterable[Row], ratios: Ratios | None = None) -> None:
+        self.rows = tuple(rows)
+        self._ratios = ratios or Ratios()
+
+    @property
+    def workload(self) -> Workload:
+        """The workload; a standing has one row at least."""
+        return self.rows[0].record.workload
+
+    @cached_property
+    def ranked(self) -> dict[str, Ok]:
+        """Name -> record of every row with a rank, the first row first."""
+        return {row.implementation: row.record for row in self.rows if row.rank is not None and is_timed(row.record)}
+
+    @cached_property
+    def times(self) -> dict[str, float]:
+        """Name -> median of every row with a rank."""
+        return {name: median_ns(record) for name, record in self.ranked.items()}
+
+    @property
+    def compared(self) -> list[Ok]:
+        """Records that took turns with each other: the ranked ones, then the approximate ones."""
+        return [r.record for r in self.rows if is_timed(r.record) and not r.reason.startswith(NOT_COMPARED)]
+
+    @cached_property
+    def unbeaten(self) -> tuple[str, ...]:
+        """Names of the first rank without those that are certainly slower than its first row."""
+        return tuple(row.implementation for row in self.rows if row.rank == 1 and not row.behind)
+
+    @cached_property
+    def kernels(self) -> list[list[Row]]:
+        """Ranked rows by kernel: names of one kernel together, the plainest (shortest) name first.
+
+        Kernels come in the order of their ranks, within a rank those that are not `behind` first, then by time.
+        """
+        groups: list[list[Row]] = []
+        for row in sorted((r for r in self.rows if r.rank is not None), key=lambda row: (row.rank, row.behind)):
+            home = next((g for g in groups if self.one_kernel(g[0].implementation, row.implementation)), None)
+            if home is None:
+                groups.append([row])
+            else:
+                home.append(row)
+        return [sorted(group, key=lambda row: (len(row.implementation), row.implementation)) for group in groups]
+
+    @property
+    def first(self) -> str | None:
+        """Plainest name of the fastest kernel; None if nothing is ranked."""
+        return self.kernels[0][0].implementation if self.kernels else None
+
+    @property
+    def close(self) -> bool:
+        """Whether another kernel is unbeaten beside the first: too close to call."""
+        return len(self.kernels) > 1 and any(row.implementation in self.unbeaten for row in self.kernels[1])
+
+    def one_kernel(self, a: str, b: str) -> bool:
+        """Return whether two ranked names are one kernel here: both launched the same kernels, share a rank, and
+        neither is certainly faster."""
+        if a == b or not same_kernel(self.ranked[a], self.ranked[b]):
+            return a == b
+        ranks = {row.rank for row in self.rows if row.implementation in (a, b)}
+        return len(ranks) == 1 and self.ratio(a, b).sign == 0
+
+    def ratio(self, a: str, b: str) -> Ratio:
+        """Return time of b / time of a at the ranking's confidence, of two ranked names."""
+        return self._ratios.of(self.ranked[a], self.ranked[b])
+
+    def only(self, keep: Callable[[Record], bool]) -> Standing:
+        """Return the standing of some of its rows: they keep their order and their ties, ranks are counted anew.
+
+        Rows that another clock or sitting kept from being ranked are ranked among themselves if no ranked row is left.
+        """
+        kept = [row for row in self.rows if keep(row.record)]
+        if len(kept) == len(self.rows):
+            return self
+        if all(row.rank is None for row in kept) and exact(row.record for row in kept):
+            return standing_of(row.record for row in kept)
+        rows: list[Row] = []
+        leader: Row | None = None
+        place = 0
+        for count, row in enumerate(kept, start=1):
+            if row.rank is None:
+                rows.append(row)
+                continue
+            tied = leader is not None and leader.rank == row.rank
+            if leader is None or not tied:
+                leader, place = row, count
+            behind = tied and self.ratio(leader.implementation, row.implementation).sign > 0
+            rows.append(structs.replace(row, rank=place, tied=tied, behind=behind))
+        return Standing(rows, self._ratios)
+
+
+def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
+    """Return the rows of one workload and run: exact and timed ones by time, then approximate ones, then the rest with
+    their reasons. `base` names what speed-ups are against."""
+    return list(standing_of(records, base).rows)
+
+
+def standing_of(records: Iterable[Record], base: str | None = None) -> Standing:
+    """Return the standing of the records of one workload and run; `base` names what speed-ups are against."""
+    shown = on_one_clock(r for r in records if not r.implementation.startswith(ANCHOR))
+    timed = sorted((r for r in comparable(shown) if is_timed(r)), key=lambda r: (median_ns(r), label(r)))
+    clock, sitting = (clock_of(timed[0]), sitting_of(timed[0])) if timed else ("", "")
+    named = [r for r in timed if label(r) == base] or [r for r in timed if r.implementation == base]
+    ratios = Ratios()
+
+    def row(record: Ok, **fields: Any) -> Row:
+        speedup = paired_ratio(record, named[0]) if named else None
+        return Row(implementation=label(record), record=record, speedup=speedup, **fields)
+
+    rows = [row(record, **place) for record, place in _places([r for r in timed if not r.approximate], ratios)]
+    rows += [row(record, reason=APPROXIMATE) for record in timed if record.approximate]
+    left: list[Row] = []
+    for record in shown:
+        if not is_timed(record):
+            left.append(Row(implementation=label(record), record=record, reason=_why_no_time(record)))
+        elif clock_of(record) != clock:
+            reason = f"{OTHER_CLOCK} ({clock_of(record)}; the others by {clock}): not compared"
+            rows.append(Row(implementation=label(record), record=record, reason=reason))
+        elif sitting_of(record) != sitting:
+            reason = f"{OTHER_SITTING}, so that it took no turns with the others: not compared"
+            rows.append(Row(implementation=label(record), record=record, reason=reason))
+        elif not is_one_machine(record, timed[0]):
+            rows.append(Row(implementation=label(record), record=record, reason=f"{OTHER_MACHINE}: not compared"))
+    return Standing([*rows, *left], ratios)
+
+
+def _why_no_time(record: Record) -> str:
+    if not isinstance(record, Ok):
+        return record.reason
+    return next((note for note in record.notes if note.startswith(NOT_TIMED)), NOT_TIMED)
+
+
+def _places(timed: Sequence[Ok], ratios: Ratios) -> Iterator[tuple[Ok, dict[str, Any]]]:
+    """Yield each record with its rank, in order of time.
+
+    A new rank opens with a record that is certainly slower than every record of the rank before, and than none after
+    it. Being too close to tell is not transitive: a ~ b and b ~ c with a certainly ahead of c. All three share a rank
+    then, since any line between them would part two that nobody can tell apart; c is `behind`. On a machine that drifts
+    medians and rounds may contradict each other: no line is drawn above what a later record certainly beats.
+    """
+
+    def slower(record: Ok, than: Ok) -> bool:
+        return ratios.of(than, record).sign > 0
+
+    peers: list[Ok] = []
+    for position, record in enumerate(timed, start=1):
+        opens = all(slower(record, peer) for peer in reversed(peers))
+        opens = opens and not any(slower(record, later) for later in timed[position:])
+        tied = bool(peers) and not opens
+        behind = tied and slower(record, peers[0])
+        peers = [*peers, record] if tied else [record]
+        yield record, {"rank": position + 1 - len(peers), "tied": tied, "behind": behind}
+
+
+def contenders(standing: Standing) -> list[str]:
+    """Return who may lead after another measurement: the fastest two and all within 1.5 times the fastest, by time."""
+    times = standing.times
+    order = sorted(times, key=lambda name: (times[name], name))
+    return [name for n, name in enumerate(order) if n < 2 or times[name] <= CONTENDER * times[order[0]]]
+
+
+def supersedes(new: Standing, old: Standing) -> bool:
+    """Return whether a newer run decides a workload in place of an older one.
+
+    A run by a clock that leaves out part of what a call waits for gives way to one that counts it all and ranks two
+    implementations at least. Else the newer run decides if it holds all contenders of the older, by name or by another
+    name of the same kernel; or if its fastest is over 1.1 times as fast as the older run's, each held against what both
+    runs have. Two runs that share no name are compared in plain time if their clock is the same; if that shows no
+    difference, the one with more ranked implementations decides.
+    """
+    whole_new, whole_old = (_clock(standing) != KERNELS_ONLY for standing in (new, old))
+    if whole_new != whole_old and len((new if whole_new else old).ranked) > 1:
+        return whole_new
+    shared = [name for name in old.ranked if name in new.ranked]
+    fastest_new, fastest_old = (min(standing.times.values()) for standing in (new, old))
+    if not shared:
+        ahead = fastest_old / fastest_new
+        if _clock(new) == _clock(old) and not 1 / ACROSS_RUNS <= ahead <= ACROSS_RUNS:
+            return ahead > 1
+        return len(new.ranked) > len(old.ranked)
+
+    def holds(name: str) -> bool:
+        leader = old.ranked[name]
+        return name in new.ranked or any(
+            same_kernel(leader, old.ranked[other])
+            and same_kernel(leader, new.ranked[other])
+            and old.ratio(name, other).high <= TIE_LIMIT
+            for other in shared
+        )
+
+    if all(map(holds, contenders(old))):
+        return True
+    link = min(shared, key=lambda name: (new.times[name], name))
+    return new.times[link] / fastest_new > ACROSS_RUNS * old.times[link] / fastest_old
+
+
+class Position(Struct, frozen=True):
+    """Where a ranked row stands among all rows of its workload that are shown together."""
+
+    row: Row
+    place: int
+    """Place in the order, from 0 on."""
+    tie: int
+    """Number that kernels share if they cannot be told apart; of two that are unbeaten it is the same."""
+    within: int
+    """Number that kernels share if they cannot be told apart among those of their framework alone."""
+    kernel: int
+    """Number that names of one kernel share."""
+    group: int
+    """Number of rows that were timed together; times of two groups do not compare."""
+
+
+class Standings:
+    """The standings of all workloads of some runs of one machine, each by the run that decides it.
+
+    A run decides a workload for each framework on its own: a framework may have had a run to itself. Frameworks are
+    ranked together if one run decides for all of them; else the framework whose run prevails stands for the workload.
+    """
+
+    def __init__(self, runs: Iterable[Iterable[Record]], against: Sequence[str] = ()) -> None:
+        """Rank every workload of each run; `runs` are the oldest first, `against` names the baseline."""
+        self.runs = [[r for r in run if not r.implementation.startswith(ANCHOR)] for run in runs]
+        self.against = tuple(against)
+        steps: dict[str, list[Record]] = {}
+        for record in (record for run in self.runs for record in run):
+            steps.setdefault(record.workload.step, []).append(record)
+        self.baselines = {step: labelled(baseline(members, against), members) for step, members in steps.items()}
+        """Step -> name of what speed-ups of its workloads are against."""
+        self.by_run = [
+            {key: standing_of(map(condensed, _last(group)), self.baselines[group[0].workload.step])
+             for key, group in by_workload(run).items()}
+            for run in self.runs
+        ]  # fmt: skip
+        """Run by run, workload id -> its standing."""
+
+    @cached_property
+    def _decided(self) -> dict[str, dict[str, tuple[int, Standing]]]:
+        """Workload id -> framework -> number and standing of the run that decides."""
+        found: dict[str, dict[str, tuple[int, Standing]]] = {}
+        for number, run in enumerate(self.by_run):
+            for key, whole in run.items():
+                homes = found.setdefault(key, {})
+                for name in dict.fromkeys(framework_of(row.record) for row in whole.rows):
+                    one = whole.only(lambda record, name=name: framework_of(record) == name)
+                    if one.ranked and (name not in homes or supersedes(one, homes[name][1])):
+                        homes[name] = number, one
+        return found
+
+    @cached_property
+    def frameworks(self) -> dict[str, dict[str, Standing]]:
+        """Framework -> workload id -> standing of its implementations, by the run that decides for it."""
+        found: dict[str, dict[str, Standing]] = {}
+        for key, homes in self._decided.items():
+            for name, (_, standing) in homes.items():
+                found.setdefault(name, {})[key] = standing
+        return found
+
+    @cached_property
+    def _overall(self) -> dict[str, tuple[int, Standing]]:
+        """Workload id -> number of the run that stands for it, and the standing of the frameworks it decides for."""
+        found: dict[str, tuple[int, Standing]] = {}
+        for key, homes in self._decided.items():
+            if not homes:
+                number = max(number for number, run in enumerate(self.by_run) if key in run)
+                found[key] = number, self.by_run[number][key]
+            for number in sorted({number for number, _ in homes.values()}):
+                others = {name for name, (home, _) in homes.items() if home != number}
+                one = self.by_run[number][key].only(lambda record, others=others: framework_of(record) not in others)
+                if key not in found or supersedes(one, found[key][1]):
+                    found[key] = number, one
+        return found
+
+    @cached_property
+    def overall(self) -> dict[str, Standing]:
+        """Workload id -> standing of all frameworks that one run decides for; of a workload that nobody was ranked on,
+        the newest standing, which has the reasons."""
+        return {key: standing for key, (_, standing) in self._overall.items()}
+
+    def apart(self, key: str) -> list[Standing]:
+        """Return the standings of a workload that were not timed together: that of `overall` first, then one for each
+        framework that another run or clock decides for."""
+        home, whole = self._overall[key]
+        others = [
+            one for number, one in self._decided[key].values()
+            if number != home or not any(name in whole.ranked for name in one.ranked)
+        ]  # fmt: skip
+        return [whole, *others]
+
+    def order(self, key: str) -> list[Position]:
+        """Return the ranked rows of a workload, one standing of `apart` after the other. Those that are unbeaten in a
+        further standing share the tie of the first row if they took at most 1.1 times as long by the same clock."""
+        found: list[Position] = []
+        own = {
+            row.implementation: _tie(names)
+            for _, standing in self._decided[key].values() for names in standing.kernels for row in names
+        }  # fmt: skip
+        for group, standing in enumerate(apart := self.apart(key)):
+            before, kernels = len(found), len({position.kernel for position in found})
+            near = group > 0 and _clock(standing) == _clock(apart[0])
+            near = near and min(standing.times.values()) <= ACROSS_RUNS * min(apart[0].times.values())
+            for number, names in enumerate(standing.kernels):
+                led = any(row.implementation in standing.unbeaten for row in names)
+                tie = found[0].tie if near and led else _tie(names) + 2 * before
+                places = [(row, len(found) + n, tie, own[row.implementation]) for n, row in enumerate(names)]
+                found += [Position(*place, kernel=kernels + number, group=group) for place in places]
+        return found
+
+    @cached_property
+    def shown(self) -> list[tuple[int, Record]]:
+        """One record of each cell and the number of its run, by one clock per workload and run: of the run that decides
+        for its framework if it was timed there, else of the newest."""
+        kept: dict[str, tuple[bool, int, Record]] = {}
+        for number, run in enumerate(self.runs):
+            for key, group in by_workload(run).items():
+                for record in on_one_clock(group):
+                    home, _ = self._decided[key].get(framework_of(record), (None, None))
+                    decides = is_timed(record) and home == number
+                    if decides or record.cell.id not in kept or not kept[record.cell.id][0]:
+                        kept[record.cell.id] = decides, number, record
+        return [(number, record) for _, number, record in kept.values()]
+
+    @property
+    def records(self) -> list[Record]:
+        """One record of each cell: those of `shown`."""
+        return [record for _, record in self.shown]
+
+    @property
+    def newest(self) -> list[Record]:
+        """The newest record of each cell, whichever run decides."""
+        return list({record.cell.id: record for run in self.runs for record in run}.values())
+
+
+def _last(records: Iterable[Record]) -> list[Record]:
+    """Return the last record of each cell on each device."""
+    return list({(device_of(record), record.cell.id): record for record in records}.values())
+
+
+def _tie(names: Sequence[Row]) -> int:
+    """Return a number for the names of one kernel: even by their rank, and one more if all of them are behind."""
+    return min(2 * (row.rank or 0) + row.behind for row in names)
+
+
+def _clock(standing: Standing) -> str:
+    return clock_of(next(iter(standing.ranked.values())))

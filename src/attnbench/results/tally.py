@@ -1,0 +1,153 @@
+"""Standings of several workloads together -> the one to recommend, and whether it is faster than another.
+
+A verdict uses the confidence of the ranking, so that no sentence is surer than the table beside it; the interval that
+is printed is the 95 % one, which lies within.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from math import log
+
+from msgspec import Struct
+
+from attnbench.results.ratios import RANK_LEVEL, Ratio, mean_log_ratio, paired_ratio
+from attnbench.results.standings import Standing
+from attnbench.spec import Ok
+
+
+class Verdict(Struct, frozen=True):
+    """Whether a is faster than b over some workloads, and how much."""
+
+    ratio: Ratio
+    """Geometric mean of time of b / time of a at 95 %; if nothing is certain, at the ranking's confidence."""
+    sign: int
+    """+1 if a is faster for certain, -1 if b is, else 0."""
+    each: tuple[Ratio, ...]
+    """Time of b / time of a on each workload, at the ranking's confidence."""
+    on_average: bool
+    """Whether the mean alone carries the sign; else it holds on every workload measured, and for these only."""
+
+    @property
+    def from_each(self) -> bool:
+        """Whether it was read from the workloads one by one and not from their mean."""
+        return not self.on_average and (bool(self.sign) or self.apart)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the two differ for certain on some workload."""
+        return any(ratio.sign for ratio in self.each)
+
+    @property
+    def certain(self) -> bool:
+        """Whether the two differ for certain, on average or on each workload, whoever is ahead there."""
+        return bool(self.sign) or all(ratio.sign for ratio in self.each)
+
+    @property
+    def never_behind(self) -> bool:
+        """Whether b is faster for certain on no workload."""
+        return min(ratio.sign for ratio in self.each) >= 0
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Least and largest of the ratios."""
+        values = [ratio.value for ratio in self.each]
+        return min(values), max(values)
+
+
+def judge(pairs: Sequence[tuple[Ok, Ok]], each: Sequence[Ratio] = ()) -> Verdict:
+    """Return the verdict on pairs of records (a, b), one per workload; `each` are their ratios at the ranking's
+    confidence, if they are known already."""
+    mean = mean_log_ratio(pairs)
+    ratios = tuple(each) or tuple(paired_ratio(a, b, RANK_LEVEL) for a, b in pairs)
+    overall, signs = mean.ratio(RANK_LEVEL).sign, {ratio.sign for ratio in ratios}
+    everywhere = signs.pop() if len(signs) == 1 else 0
+    found = overall or everywhere
+    return Verdict(mean.ratio() if found else mean.ratio(RANK_LEVEL), found, ratios, bool(overall))
+
+
+class Recommended(Struct, frozen=True):
+    """The implementation to use for some workloads."""
+
+    name: str
+    """Plainest name of its kernel: the one that ran most often, then the shortest."""
+    same: tuple[str, ...] = ()
+    """Other names of the same kernel."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the kernel."""
+        return self.name, *self.same
+
+    def __str__(self) -> str:
+        """Return the name, and what else the same kernel is called."""
+        return f"{self.name} (the same kernel as {', '.join(self.same)})" if self.same else self.name
+
+
+class Tally:
+    """The standings of several workloads, such as a family or all that one framework ran."""
+
+    def __init__(self, standings: Mapping[str, Standing]) -> None:
+        self.standings = {key: standing for key, standing in standings.items() if standing.ranked}
+
+    @cached_property
+    def names(self) -> set[str]:
+        """All that were ranked."""
+        return {name for standing in self.standings.values() for name in standing.ranked}
+
+    @cached_property
+    def recommended(self) -> Recommended:
+        """The one that is unbeaten on most workloads, of several the one with the least mean loss, by the plainest name
+        of its kernel."""
+        counts = Counter(name for standing in self.standings.values() for name in standing.unbeaten)
+        first = min(counts, key=lambda name: (-counts[name], self.mean_loss(name), name))
+        names = {first, *self.same_kernel(first)}
+        name = self.plainest(names)
+        return Recommended(name, tuple(sorted(names & {name, *self.same_kernel(name)} - {name})))
+
+    def next_best(self, but: Iterable[str] = ()) -> str | None:
+        """Return the one to compare the recommended one with: of those that ran where it ran most often the one with
+        the least mean loss, by the plainest name of its kernel; None if there is no other. `but` are left out."""
+        best = self.recommended
+        left = sorted(self.names - {*best.names, *but})
+        shared = {name: len(self.pairs(best.name, name)) for name in left}
+        most = max(shared.values(), default=0)
+        if not most:
+            return None
+        other = min((name for name in left if shared[name] == most), key=self.mean_loss)
+        return self.plainest({other, *self.same_kernel(other)} - {best.name})
+
+    def led(self, names: Iterable[str]) -> int:
+        """Return on how many workloads one of these is unbeaten: nobody is faster for certain."""
+        return sum(not set(names).isdisjoint(one.unbeaten) for one in self.standings.values())
+
+    def won(self, names: Iterable[str]) -> int:
+        """Return on how many workloads these alone are unbeaten: faster for certain than everybody else."""
+        return sum(set(names).issuperset(one.unbeaten) for one in self.standings.values())
+
+    def pairs(self, a: str, b: str) -> list[tuple[Ok, Ok]]:
+        """Return the records of both on every workload that has them."""
+        return [(one.ranked[a], one.ranked[b]) for one in self._with(a, b)]
+
+    def verdict(self, a: str, b: str) -> Verdict:
+        """Return whether a is faster than b over the workloads that both ran; one of them at least."""
+        return judge(self.pairs(a, b), [one.ratio(a, b) for one in self._with(a, b)])
+
+    def mean_loss(self, name: str) -> float:
+        """Return the mean logarithm of its time over the best time, over the workloads it ran on."""
+        losses = [log(one.times[name] / min(one.times.values())) for one in self._with(name)]
+        return sum(losses) / len(losses)
+
+    def same_kernel(self, name: str) -> list[str]:
+        """Return the others that are one kernel with it on every workload that both ran, of one workload at least."""
+        others = ((other, self._with(name, other)) for other in sorted(self.names - {name}))
+        return [other for other, shared in others if shared and all(one.one_kernel(name, other) for one in shared)]
+
+    def plainest(self, names: Iterable[str]) -> str:
+        """Return the name that ran most often, then the shortest: a rule that noise does not move."""
+        return min(names, key=lambda name: (-len(self._with(name)), len(name), name))
+
+    def _with(self, *names: str) -> list[Standing]:
+        return [one for one in self.standings.values() if all(name in one.ranked for name in names)]

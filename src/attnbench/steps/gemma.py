@@ -1,0 +1,246 @@
+"""Gemma's layers as a step, `gemma-stack`: its weights, and the float64 reference written apart from the models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from attnbench.spec import Workload
+from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
+
+BASE = 10_000.0
+Weights = Mapping[str, Any]
+Store = Callable[[Any], Any]
+Cache = tuple[Any, Any]
+
+
+def storing(rounded: Rounded) -> Store:
+    """What is rounded on the way is rounded on the way back too."""
+    import torch
+
+    class Stored(torch.autograd.Function):
+        """What an implementation writes to memory and reads again."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return torch.tensor(rounded(x.numpy()))
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return torch.tensor(rounded(gradients[0].numpy()))
+
+    return Stored.apply
+
+
+def in_float32(rounded: Rounded) -> Rounded:
+    """For what is held in float32 whatever the workload's precision; exact where `rounded` is."""
+    third = np.full(1, 1 / 3)
+    if np.array_equal(rounded(third), third):
+        return rounded
+    return lambda array: array.astype(np.float32).astype(np.float64)
+
+
+def tensors(values: Mapping[str, np.ndarray], leaves: Sequence[str] = ()) -> dict[str, Any]:
+    """float64, the leaves to be differentiated by; whole numbers stay whole."""
+    import torch
+
+    whole = {name: torch.tensor(one.astype(np.int64)) for name, one in values.items() if one.dtype.kind in "iu"}
+    rest = {name: torch.tensor(np.asarray(one, np.float64)) for name, one in values.items() if name not in whole}
+    for name in leaves:
+        rest[name].requires_grad_()
+    return whole | rest
+
+
+def visible(w: Workload) -> Any:
+    """[1, 1, q, kv] booleans of a mask that is the same for every row and head."""
+    import torch
+
+    places = [np.arange(size).reshape(shape) for size, shape in ((w.q_len, (1, 1, -1, 1)), (w.kv_len, (1, 1, 1, -1)))]
+    first = np.zeros((1, 1, 1, 1), np.int64)
+    return torch.tensor(np.asarray(w.visible_mask.predicate(w.mask_shape, np)(first, first, *places)))
+
+
+def normed(x: Any, scale: Any) -> Any:
+    """By the root of the mean square."""
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + scale)
+
+
+def turned(x: Any, first: int) -> Any:
+    """Half-split rotation by position, the first token standing at `first`; [b, t, n, h]."""
+    import torch
+
+    half = x.shape[-1] // 2
+    angles = (first + np.arange(x.shape[1]))[:, None] / BASE ** (np.arange(half) / half)
+    cos, sin = (torch.tensor(f(angles))[None, :, None] for f in (np.cos, np.sin))
+    low, high = x[..., :half], x[..., half:]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+def attended(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """Scaled queries [b, t, n, h] over k and v [b, s, k, h]."""
+    import torch
+
+    k, v = (one.repeat_interleave(q.shape[2] // one.shape[2], 2) for one in (k, v))
+    logits = torch.einsum("btnh,bsnh->bnts", q, k).masked_fill(~seen, -torch.inf)
+    return torch.einsum("bnts,bsnh->btnh", logits.softmax(-1), v)
+
+
+def joint_attention(
+    xs: Sequence[Any],
+    experts: Sequence[Weights],
+    seen: Any,
+    store: Store,
+    *,
+    first: int = 0,
+    cache: Cache | None = None,
+) -> tuple[list[Any], Cache]:
+    """Tokens of each expert with its own projections, one attention over all and the cache before them."""
+    import torch
+
+    q = torch.cat([store(torch.einsum("btd,ndh->btnh", x, one["q_einsum"])) for x, one in zip(xs, experts)], 1)
+    pairs = [store(torch.einsum("bsd,ckdh->cbskh", x, one["kv_einsum"])) for x, one in zip(xs, experts)]
+    k, v = torch.cat(pairs, 2)
+    q, k = store(turned(q, first) * q.shape[-1] ** -0.5), store(turned(k, first))
+    if cache is not None:
+        k, v = (torch.cat([old, new], 1) for old, new in zip(cache, (k, v)))
+    parts = store(attended(q, k, v, seen)).split([x.shape[1] for x in xs], 1)
+    outs = [store(torch.einsum("btnh,nhd->btd", part, one["attn_vec_einsum"])) for part, one in zip(parts, experts)]
+    return outs, (k, v)
+
+
+def fed(x: Any, weights: Weights, store: Store) -> Any:
+    """The gated feed-forward layer."""
+    import torch
+
+    gate, value = (store(x @ one) for one in weights["gating_einsum"])
+    return store(store(torch.nn.functional.gelu(gate, approximate="tanh") * value) @ weights["linear"])
+
+
+def joint_block(
+    xs: Sequence[Any],
+    experts: Sequence[Weights],
+    seen: Any,
+    store: Store,
+    *,
+    first: int = 0,
+    cache: Cache | None = None,
+) -> tuple[list[Any], Cache]:
+    """Attention and feed-forward with their norms and residuals."""
+    normal = [store(normed(x, one["pre_attention_norm"])) for x, one in zip(xs, experts)]
+    added, cache = joint_attention(normal, experts, seen, store, first=first, cache=cache)
+    xs = [store(x + more) for x, more in zip(xs, added)]
+    normal = [store(normed(x, one["pre_ffw_norm"])) for x, one in zip(xs, experts)]
+    return [store(x + fed(n, one, store)) for x, n, one in zip(xs, normal, experts)], cache
+
+
+PROJECTIONS = ("q_einsum", "kv_einsum", "attn_vec_einsum")
+FEED_FORWARD = ("gating_einsum", "linear")
+WEIGHTS = (*PROJECTIONS, *FEED_FORWARD)
+NORMS = ("pre_attention_norm", "pre_ffw_norm")
+EXPERTS = ("", "_1")
+"""The suffixes of pi0's two experts."""
+Normal = Callable[..., np.ndarray]
+
+
+def normals(seed: int) -> Normal:
+    """Numbers of variance 1 / fan_in for a shape."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int, fan_in: int = 1) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=np.float32) * np.float32(fan_in**-0.5)
+
+    return normal
+
+
+def drawn(
+    normal: Normal,
+    w: Workload,
+    width: int,
+    wide: int,
+    lead: tuple[int, ...],
+    suffix: str = "",
+    names: Sequence[str] = (*WEIGHTS, *NORMS),
+) -> dict[str, np.ndarray]:
+    """Of one expert, `lead` being the axis of layers or none: variance 1 / fan-in, norms near 1."""
+    inside = w.heads * w.head_dim
+    shapes = {
+        "q_einsum": ((w.heads, width, w.head_dim), width),
+        "kv_einsum": ((2, w.kv_heads, width, w.head_dim), width),
+        "attn_vec_einsum": ((w.heads, w.head_dim, width), inside),
+        "gating_einsum": ((2, width, wide), width),
+        "linear": ((wide, width), wide),
+        "pre_attention_norm": ((width,), 100),
+        "pre_ffw_norm": ((width,), 100),
+    }
+    return {name + suffix: normal(*lead, *shapes[name][0], fan_in=shapes[name][1]) for name in names}
+
+
+def of_layer(arrays: Mapping[str, Any], layer: int | None = None, suffix: str = "") -> dict[str, Any]:
+    """Name -> weight of one layer, without the expert's suffix; `layer` is None where there is no axis of layers."""
+    named = {name: arrays[name + suffix] for name in (*WEIGHTS, *NORMS) if name + suffix in arrays}
+    return named if layer is None else {name: array[layer] for name, array in named.items()}
+
+
+FORWARD, GRADIENTS = ("out",), ("dx", *(f"d_{name}" for name in WEIGHTS))
+CHECKED_TOKENS, CHECKED_GROUP = 64, 2
+
+
+class GemmaStack(StepKind):
+    """Weights are openpi's by name and shape, stacked over the layers."""
+
+    name = "gemma-stack"
+
+    def outputs(self, workload: Workload) -> tuple[str, ...]:
+        """The output; gradients of x and of the five products of the layers."""
+        return {"forward": FORWARD, "backward": GRADIENTS, "train": FORWARD + GRADIENTS}[workload.pass_]
+
+    def small(self, workload: Workload) -> Workload:
+        """Fewer heads and tokens, the same head_dim: that is what kernels differ by."""
+        kv_heads = 1 if workload.group > 1 else min(workload.kv_heads, CHECKED_GROUP)
+        heads = kv_heads * min(workload.group, CHECKED_GROUP)
+        tokens = min(workload.q_len, CHECKED_TOKENS)
+        sizes = {"batch": min(workload.batch, 2), "q_len": tokens, "kv_len": tokens}
+        return msgspec.structs.replace(workload, **sizes, heads=heads, kv_heads=kv_heads)
+
+    def draw(self, workload: Workload, seed: int) -> Values:
+        """Weights of variance 1 / fan-in, norms near 1."""
+        w, normal, width = workload, normals(seed), gemma_width(workload)
+        return {
+            "x": normal(w.batch, w.q_len, width),
+            **drawn(normal, w, width, 8 * width, (GEMMA_DEPTH,)),
+            "final_norm": normal(width, fan_in=100),
+            "dout": normal(w.batch, w.q_len, width),
+        }
+
+    def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
+        """Layer by layer in float64."""
+        import torch
+
+        leaves = ("x", *WEIGHTS) if workload.needs_gradients else ()
+        arrays = tensors(values, leaves)
+        store, seen, xs = storing(rounded), visible(workload), [arrays["x"]]
+        for layer in range(GEMMA_DEPTH):
+            xs, _ = joint_block(xs, [of_layer(arrays, layer)], seen, store)
+        out = store(normed(xs[0], arrays["final_norm"]))
+        found = {"out": out.detach().numpy()}
+        if not workload.needs_gradients:
+            return found
+        gradients = torch.autograd.grad(out, [arrays[name] for name in leaves], arrays["dout"])
+        found |= {name: rounded(one.numpy()) for name, one in zip(GRADIENTS, gradients)}
+        return found if workload.pass_ == "train" else {name: found[name] for name in GRADIENTS}
+
+
+GEMMA_STACK = GemmaStack()
+
+
+def why_no_stack(workload: Workload) -> str | None:
+    """Return why a stack cannot be made of a workload, or None."""
+    if workload.q_len != workload.kv_len or workload.value_dim != workload.head_dim:
+        return "takes self-attention with values as wide as keys"
+    if workload.visible_mask.kinds not in (("causal",), ("full",)) or workload.softcap or workload.scale is not None:
+        return "takes a causal or full mask, the usual scale and no softcap"
+    return None if workload.kv_heads < workload.heads else "takes grouped heads, as Gemma has them"

@@ -1,0 +1,357 @@
+"""The steps of Gemma, pi0 and pi0-FAST in JAX, by attnbench.models: openpi's einsum attention or a flash one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from attnbench.models.gemma_config import check_flash_choice
+from attnbench.spec import Array, Config, Environment, Workload
+from attnbench.steps.base import StepImplementation
+from attnbench.steps.gemma import EXPERTS, FEED_FORWARD, NORMS, PROJECTIONS, why_no_stack
+from attnbench.steps.pi0 import DENSE, TABLE, unsupported, whole
+from attnbench.workloads.steps import (
+    ACTION_DIM,
+    GEMMA_DEPTH,
+    SAMPLER_STEPS,
+    depth,
+    experts,
+    gemma_width,
+    parts,
+    vocabulary,
+)
+
+if TYPE_CHECKING:
+    from attnbench.models.gemma_config import Config as Sizes
+
+
+class JaxModelStep(StepImplementation):
+    """`jax.STEP` by the einsum, `jax.STEP-flash[impl=auto]` by a flash path."""
+
+    framework = "jax"
+    untested = ("rocm", "tpu")
+
+    def __init__(self, step: str, flash: bool) -> None:
+        self.name, self.step = f"jax.{step}{'-flash' if flash else ''}", step
+        self._flash, self.materialises_scores = flash, not flash
+        self.tunables = {"impl": "auto"} if flash else {}
+
+    def configured(self, config: Config) -> Self:
+        """Itself; raises for a flash path that is none."""
+        check_flash_choice(config.get("impl", "auto"))
+        return self
+
+    def available(self, environment: Environment) -> str | None:
+        """The models need flax, their reference torch."""
+        missing = [name for name in ("flax", "torch") if importlib.util.find_spec(name) is None]
+        return f'needs {" and ".join(missing)}: pip install "attnbench[models,torch]"' if missing else None
+
+    def path(self, config: Config) -> dict[str, Any]:
+        """The models' fields that choose the attention."""
+        if not self._flash:
+            return {}
+        return {"use_flash_attention": True, "flash_attention_impl": str(config.get("impl", "auto"))}
+
+
+ONE = ("",)
+"""The suffix of an expert that is alone."""
+
+
+def attention_tree(arrays: Mapping[str, Array], suffixes: Sequence[str]) -> dict[str, Any]:
+    """Of `gemma.Attention`."""
+    return {name + end: {"w": arrays[name + end]} for end in suffixes for name in PROJECTIONS}
+
+
+def block_tree(arrays: Mapping[str, Array], suffixes: Sequence[str]) -> dict[str, Any]:
+    """Of `gemma.Block`; with an axis of layers, of the scan over them."""
+    feed_forward = {f"mlp{end}": {name: arrays[name + end] for name in FEED_FORWARD} for end in suffixes}
+    norms = {name + end: {"scale": arrays[name + end]} for end in suffixes for name in NORMS}
+    return {"attn": attention_tree(arrays, suffixes), **feed_forward, **norms}
+
+
+def model_tree(arrays: Mapping[str, Array], suffixes: Sequence[str]) -> dict[str, Any]:
+    """Of `gemma.Module`, without its embedding."""
+    norms = {f"final_norm{end}": {"scale": arrays[f"final_norm{end}"]} for end in suffixes}
+    return {"layers": block_tree(arrays, suffixes), **norms}
+
+
+def projections_of(tree: Mapping[str, Any], suffixes: Sequence[str]) -> tuple[Array, ...]:
+    """The products of an attention's tree, expert by expert."""
+    return tuple(tree[name + end]["w"] for end in suffixes for name in PROJECTIONS)
+
+
+def products_of(tree: Mapping[str, Any], suffixes: Sequence[str]) -> tuple[Array, ...]:
+    """The products of a block's tree, expert by expert."""
+    return tuple(
+        one
+        for end in suffixes
+        for one in (*projections_of(tree["attn"], (end,)), *(tree[f"mlp{end}"][name] for name in FEED_FORWARD))
+    )
+
+
+class JaxGemmaStack(JaxModelStep):
+    """Blocks in a scan, each recomputed in the backward pass."""
+
+    untested = ("cuda", "rocm", "tpu")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """Causal or full self-attention."""
+        return why_no_stack(workload)
+
+    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
+        """(openpi's tree, x, the cotangent)"""
+        return model_tree(arrays, ONE), arrays["x"], arrays["dout"]
+
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        """One pass of the stack."""
+        import jax
+        import jax.numpy as jnp
+
+        from attnbench.models import gemma
+        from attnbench.models.masks import known
+
+        width = gemma_width(workload)
+        sizes = gemma.Config(width, GEMMA_DEPTH, 8 * width, workload.heads, workload.kv_heads, workload.head_dim)
+        model: Any = gemma.Module([sizes], workload.dtype, **self.path(config))
+        mask = known(workload.visible_mask, workload.q_len)
+
+        def forward(tree: Any, x: Array) -> Array:
+            positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+            return model.apply({"params": tree}, [x], positions, mask)[0][0]
+
+        def run(state: Any) -> tuple[Array, ...]:
+            tree, x, dout = state
+            if not workload.needs_gradients:
+                return (forward(tree, x),)
+            out, pull_back = jax.vjp(forward, tree, x)
+            d_tree, dx = pull_back(dout)
+            gradients = (dx, *products_of(d_tree["layers"], ONE))
+            return gradients if workload.pass_ == "backward" else (out, *gradients)
+
+        return run
+
+
+STANDARD = JaxGemmaStack("gemma-stack", flash=False)
+FLASH = JaxGemmaStack("gemma-stack", flash=True)
+
+
+class JaxPi0(JaxModelStep):
+    """One of pi0's or pi0-FAST's steps."""
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        """The form of mask that the step has in openpi."""
+        return unsupported(workload)
+
+
+def sizes(w: Workload) -> list[Sizes]:
+    """Both experts as the models take them."""
+    from attnbench.models.gemma_config import Config as Sizes
+
+    return [Sizes(one.width, depth(w), one.wide, w.heads, w.kv_heads, w.head_dim) for one in experts(w)]
+
+
+class JaxPi0Attention(JaxPi0):
+    """`gemma.Attention`; of a block, `gemma.Block`."""
+
+    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
+        """(openpi's tree, tokens of each expert, their cotangents)"""
+        tree = attention_tree if self.step == "pi0-attention" else block_tree
+        xs, douts = ([arrays[f"{name}{end}"] for end in EXPERTS] for name in ("x", "dout"))
+        return tree(arrays, EXPERTS), xs, douts
+
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        """One pass of the module."""
+        import jax
+        import jax.numpy as jnp
+
+        from attnbench.models import gemma
+        from attnbench.models.masks import in_blocks
+
+        alone = self.step == "pi0-attention"
+        module: Any = (gemma.Attention if alone else gemma.Block)(configs=sizes(workload), **self.path(config))
+        products = projections_of if alone else products_of
+        mask = in_blocks(parts(workload))
+
+        def forward(tree: Any, xs: Any) -> Any:
+            positions = jnp.broadcast_to(jnp.arange(workload.q_len), (workload.batch, workload.q_len))
+            given = (xs, positions, mask, None) if alone else (xs, None, positions, mask, [None, None])
+            return module.apply({"params": tree}, *given)[0]
+
+        def run(state: Any) -> tuple[Array, ...]:
+            tree, xs, douts = state
+            if not workload.needs_gradients:
+                return tuple(forward(tree, xs))
+            outs, pull_back = jax.vjp(forward, tree, xs)
+            d_tree, dxs = pull_back(douts)
+            return (*outs, *dxs, *products(d_tree, EXPERTS))
+
+        return run
+
+
+ATTENTION, ATTENTION_FLASH = (JaxPi0Attention("pi0-attention", flash) for flash in (False, True))
+BLOCK, BLOCK_FLASH = (JaxPi0Attention("pi0-block", flash) for flash in (False, True))
+
+
+class JaxPi0Model(JaxPi0):
+    """Blocks in a scan, each recomputed in the backward pass; actions and what is around them in float32."""
+
+    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
+        """(openpi's tree, the observation, what else the step is given)"""
+        import jax.numpy as jnp
+
+        from attnbench.models import pi0
+
+        arrays = whole(arrays, workload, jnp.tile)
+
+        def wide(name: str) -> Array:
+            return arrays[name].astype(jnp.float32)
+
+        around = {name: {"kernel": wide(name), "bias": wide(f"{name}_bias")} for name in DENSE}
+        tree = {"PaliGemma": {"llm": model_tree(arrays, EXPERTS)}, **around}
+        given = {name: wide(name) for name in ("noise", "actions", "time") if name in arrays}
+        return tree, pi0.Observation(image_tokens=arrays["prefix"], state=wide("state")), given
+
+    def model(self, workload: Workload, config: Config) -> Any:
+        """The whole pi0."""
+        from attnbench.models import pi0
+
+        large, small = sizes(workload)
+        return pi0.Pi0(
+            pi0.Pi0Config(
+                dtype=workload.dtype,
+                paligemma_variant=large,
+                action_expert_variant=small,
+                action_dim=ACTION_DIM,
+                action_horizon=parts(workload)[2],
+                **self.path(config),
+            )
+        )
+
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        """Velocity and loss, and the gradients of its mean."""
+        import jax
+        import jax.numpy as jnp
+
+        model = self.model(workload, config)
+
+        def losses(tree: Any, observation: Any, given: Any) -> tuple[Array, tuple[Array, Array]]:
+            noise, actions, share = given["noise"], given["actions"], given["time"][:, None, None]
+            noisy = share * noise + (1 - share) * actions
+            velocity = model.apply({"params": tree}, observation, noisy, given["time"], method="velocity")
+            loss = jnp.mean(jnp.square(velocity - (noise - actions)), axis=-1)
+            return loss.mean(), (velocity, loss)
+
+        def run(state: Any) -> tuple[Array, ...]:
+            if not workload.needs_gradients:
+                return losses(*state)[1]
+            d_tree, forward = jax.grad(losses, has_aux=True)(*state)
+            around = (d_tree[name]["kernel"] for name in DENSE)
+            return (*forward, *products_of(d_tree["PaliGemma"]["llm"]["layers"], EXPERTS), *around)
+
+        return run
+
+
+class JaxPi0Sampler(JaxPi0Model):
+    """`pi0.sample_actions`."""
+
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        """Ten Euler steps."""
+        import jax
+
+        from attnbench.models import pi0
+
+        model = self.model(workload, config)
+
+        def run(state: Any) -> tuple[Array, ...]:
+            tree, observation, given = state
+            unused = jax.random.key(0)
+            steps = {"num_steps": SAMPLER_STEPS, "noise": given["noise"]}
+            return (pi0.sample_actions(model, tree, unused, observation, **steps),)
+
+        return run
+
+
+MODEL, MODEL_FLASH = (JaxPi0Model("pi0-model", flash) for flash in (False, True))
+SAMPLER, SAMPLER_FLASH = (JaxPi0Sampler("pi0-sampler", flash) for flash in (False, True))
+
+
+class JaxPi0Fast(JaxPi0):
+    """What both steps have: the model and its tree."""
+
+    def tree(self, arrays: Mapping[str, Array]) -> dict[str, Any]:
+        """openpi's."""
+        return {"PaliGemma": {"llm": {**model_tree(arrays, ONE), "embedder": {TABLE: arrays[TABLE]}}}}
+
+    def model(self, workload: Workload, config: Config) -> Any:
+        """The whole pi0-FAST."""
+        from attnbench.models import pi0_fast
+
+        words = {"paligemma_variant": sizes(workload)[0], "vocab_size": vocabulary(workload)}
+        return pi0_fast.Pi0Fast(pi0_fast.Pi0FastConfig(dtype=workload.dtype, **words, **self.path(config)))
+
+
+class JaxPi0Prefill(JaxPi0Fast):
+    """`Pi0Fast.prefill`"""
+
+    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
+        """(openpi's tree, the prompt)"""
+        import jax.numpy as jnp
+
+        from attnbench.models import pi0_fast
+
+        prompt = pi0_fast.Observation(image_tokens=arrays["images"], tokens=arrays["tokens"])
+        return self.tree(whole(arrays, workload, jnp.tile)), prompt
+
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        """Logits of the last token, and the cache."""
+        model = self.model(workload, config)
+
+        def run(state: Any) -> tuple[Array, ...]:
+            tree, prompt = state
+            room = workload.kv_len - workload.q_len
+            logits, (_, keys, values), _ = model.apply({"params": tree}, prompt, room, method="prefill")
+            return logits, keys, values
+
+        return run
+
+
+class JaxPi0Decode(JaxPi0Fast):
+    """`Pi0Fast.decode`, the tokens being given instead of chosen."""
+
+    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
+        """(openpi's tree, the prompt's cache with room for the tokens, the tokens)"""
+        import jax.numpy as jnp
+
+        arrays = whole(arrays, workload, jnp.tile)
+        room = ((0, 0), (0, 0), (0, workload.q_len), (0, 0), (0, 0))
+        keys, values = (jnp.pad(arrays[name], room) for name in ("keys", "values"))
+        slot = jnp.full(keys.shape[:2], workload.kv_len - workload.q_len, jnp.int32)
+        return self.tree(arrays), (slot, keys, values), arrays["tokens"]
+
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        """One step after another."""
+        import jax
+        import jax.numpy as jnp
+
+        model, prompt = self.model(workload, config), workload.kv_len - workload.q_len
+
+        def run(state: Any) -> tuple[Array, ...]:
+            tree, cache, tokens = state
+
+            def step(cache: Any, given: tuple[Array, Array]) -> tuple[Any, Array]:
+                token, place = given
+                valid = jnp.broadcast_to(jnp.arange(workload.kv_len) <= place, (workload.batch, workload.kv_len))
+                places = jnp.full((workload.batch, 1), place)
+                logits, cache = model.apply({"params": tree}, token[:, None], places, cache, valid, method="decode")
+                return cache, logits[:, 0]
+
+            places = prompt + jnp.arange(workload.q_len)
+            _, logits = jax.lax.scan(step, cache, (tokens.T, places))
+            return (logits.swapaxes(0, 1),)
+
+        return run
+
+
+PREFILL, PREFILL_FLASH = (JaxPi0Prefill("pi0-fast-prefill", flash) for flash in (False, True))
+DECODE, DECODE_FLASH = (JaxPi0Decode("pi0-fast-decode", flash) for flash in (False, True))

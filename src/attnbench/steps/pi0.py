@@ -1,0 +1,345 @@
+"""The steps of pi0, with their references: attention and block of two experts, the flow-matching loss, the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from attnbench import masks
+from attnbench.spec import Workload
+from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.steps.gemma import (
+    EXPERTS,
+    NORMS,
+    PROJECTIONS,
+    WEIGHTS,
+    Normal,
+    drawn,
+    in_float32,
+    joint_attention,
+    joint_block,
+    normals,
+    normed,
+    of_layer,
+    storing,
+    tensors,
+    visible,
+)
+from attnbench.workloads.steps import (
+    ACTION_DIM,
+    SAMPLER_STEPS,
+    SMALL_DEPTH,
+    WHOLE_VOCABULARY,
+    block_sizes,
+    depth,
+    experts,
+    in_blocks,
+    parts,
+    vocabulary,
+)
+
+CHECKED_BATCH, CHECKED_GROUP, CHECKED_ACTIONS, CHECKED_STEPS = 2, 2, 5, 4
+CHECKED_PROMPT = 144
+"""Tokens: enough that a flash path does with them what it does with more (it leaves short blocks to XLA)."""
+
+
+def unsupported(w: Workload) -> str | None:
+    """Why this workload cannot be its step; None when it can."""
+    if w.value_dim != w.head_dim or w.softcap or w.scale is not None:
+        return "takes values as wide as keys, the usual scale and no softcap"
+    if w.dtype not in ("float32", "bfloat16"):
+        return f"takes float32 or bfloat16, not {w.dtype}"
+    if w.kv_heads == w.heads:
+        return "takes grouped heads, as Gemma has them"
+    if w.head_dim % 2 or w.heads * w.head_dim % 4:
+        return "takes an even head_dim and a width that 4 divides: half of it is the action expert's"
+    return _FORMS[w.step](w)
+
+
+def _joint(w: Workload) -> str | None:
+    if w.q_len != w.kv_len or not _is_pi0(w):
+        return "takes a block_causal mask of the blocks (prefix, 1, actions), all tokens of which are queries"
+    return None
+
+
+def _sampler(w: Workload) -> str | None:
+    blocks = block_sizes(w) if _is_pi0(w) else None
+    if blocks is None or w.q_len != w.kv_len - blocks[0]:
+        return "takes a block_causal mask of the blocks (prefix, 1, actions), state and actions of which are queries"
+    return _only_forward(w)
+
+
+def _prefill(w: Workload) -> str | None:
+    mask = w.visible_mask
+    in_cache = isinstance(mask, masks.Lengths) and bool((mask.kv_lengths.array == w.q_len).all())
+    if not in_cache and not (isinstance(mask, masks.Full) and w.q_len == w.kv_len):
+        return "takes a prompt of q_len tokens in a cache of kv_len: lengths of q_len in every row, or a full square"
+    return _only_forward(w)
+
+
+def _decode(w: Workload) -> str | None:
+    if w.visible_mask != masks.causal() or w.q_len >= w.kv_len:
+        return "takes a causal mask with q_len tokens to decode behind a prompt of kv_len - q_len"
+    return _only_forward(w)
+
+
+def _is_pi0(w: Workload) -> bool:
+    blocks = block_sizes(w)
+    return blocks is not None and len(blocks) == 3 and blocks[1] == 1
+
+
+def _only_forward(w: Workload) -> str | None:
+    return "is run forward only" if w.needs_gradients else None
+
+
+_FORMS: dict[str, Callable[[Workload], str | None]] = {
+    "pi0-attention": _joint,
+    "pi0-block": _joint,
+    "pi0-model": _joint,
+    "pi0-sampler": _sampler,
+    "pi0-fast-prefill": _prefill,
+    "pi0-fast-decode": _decode,
+}
+
+
+def small(w: Workload) -> Workload:
+    """Fewer heads, rows and tokens (and with them depth and vocabulary), the same head_dim."""
+    heads = min(w.group, CHECKED_GROUP)
+    return replace(w, heads=heads, kv_heads=1, batch=min(w.batch, CHECKED_BATCH), mask=masks.full())
+
+
+def small_in_blocks(w: Workload) -> Workload:
+    """The same of a workload in pi0's blocks."""
+    prefix, state, actions = parts(w)
+    blocks = min(prefix, CHECKED_PROMPT), state, min(actions, CHECKED_ACTIONS)
+    tokens = sum(blocks)
+    q_len = tokens if w.q_len == w.kv_len else tokens - blocks[0]
+    return replace(small(w), q_len=q_len, kv_len=tokens, mask=in_blocks(*blocks))
+
+
+def small_prompt(w: Workload) -> Workload:
+    """The same of a prompt in a cache, whose room is kept where it is little."""
+    prompt, room = min(w.q_len, CHECKED_PROMPT), min(w.kv_len - w.q_len, CHECKED_STEPS)
+    few = replace(small(w), q_len=prompt, kv_len=prompt + room)
+    return replace(few, mask=masks.lengths([prompt] * few.batch)) if room else few
+
+
+def small_decode(w: Workload) -> Workload:
+    """The same of some steps behind a prompt."""
+    steps, prompt = min(w.q_len, CHECKED_STEPS), min(w.kv_len - w.q_len, CHECKED_PROMPT)
+    return replace(small(w), q_len=steps, kv_len=prompt + steps, mask=masks.causal())
+
+
+DRAWN_LAYERS = SMALL_DEPTH
+LAYERED = (*(f"{name}{end}" for end in EXPERTS for name in (*WEIGHTS, *NORMS)), "keys", "values")
+TABLE = "input_embedding"
+TABLE_REPEATS = {WHOLE_VOCABULARY: 41}
+
+
+def drawn_rows(w: Workload) -> tuple[int, int]:
+    """Of the embedding table, and their width."""
+    return vocabulary(w) // TABLE_REPEATS.get(vocabulary(w), 1), experts(w)[0].width
+
+
+def repeats(name: str, w: Workload) -> int:
+    """How often a drawn array stands behind itself in the model."""
+    if name in LAYERED:
+        return depth(w) // DRAWN_LAYERS
+    return TABLE_REPEATS.get(vocabulary(w), 1) if name == TABLE else 1
+
+
+def whole(arrays: Mapping[str, Any], w: Workload, tile: Callable[..., Any]) -> dict[str, Any]:
+    """All layers and the whole table, by NumPy's or JAX's `tile`."""
+    times = {name: repeats(name, w) for name in arrays}
+    return {n: one if times[n] == 1 else tile(one, (times[n],) + (1,) * (one.ndim - 1)) for n, one in arrays.items()}
+
+
+OUTPUTS_OF_TWO = ("out", "out_1")
+
+
+class Pi0Joint(StepKind):
+    """One layer: weights are openpi's by name and shape, those of the action expert end in _1."""
+
+    def __init__(self, name: str, products: Sequence[str], norms: Sequence[str], compute: Any) -> None:
+        self.name, self._drawn, self._compute = name, (*products, *norms), compute
+        weights = [f"{one}{end}" for end in EXPERTS for one in products]
+        self._leaves = ("x", "x_1", *weights)
+        self.gradients = ("dx", "dx_1", *(f"d_{name}" for name in weights))
+
+    def outputs(self, workload: Workload) -> tuple[str, ...]:
+        """Each expert's output; gradients of its tokens and products."""
+        return OUTPUTS_OF_TWO + self.gradients if workload.needs_gradients else OUTPUTS_OF_TWO
+
+    def small(self, workload: Workload) -> Workload:
+        """Fewer heads and tokens, the same head_dim."""
+        return small_in_blocks(workload)
+
+    def draw(self, workload: Workload, seed: int) -> Values:
+        """Tokens of variance 1; weights of variance 1 / fan-in."""
+        w, normal = workload, normals(seed)
+        prefix, state, actions = parts(w)
+        values = {}
+        for end, tokens, expert in zip(EXPERTS, (prefix, state + actions), experts(w)):
+            values[f"x{end}"] = normal(w.batch, tokens, expert.width)
+            values[f"dout{end}"] = normal(w.batch, tokens, expert.width)
+            values |= drawn(normal, w, *expert, (), end, self._drawn)
+        return values
+
+    def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
+        """In float64, both experts' tokens in one attention."""
+        import torch
+
+        arrays = tensors(values, self._leaves if workload.needs_gradients else ())
+        xs, weights = [arrays[f"x{end}"] for end in EXPERTS], [of_layer(arrays, suffix=end) for end in EXPERTS]
+        outs, _ = self._compute(xs, weights, visible(workload), storing(rounded))
+        found = {name: out.detach().numpy() for name, out in zip(OUTPUTS_OF_TWO, outs)}
+        if not workload.needs_gradients:
+            return found
+        leaves = [arrays[name] for name in self._leaves]
+        gradients = torch.autograd.grad(outs, leaves, [arrays[f"dout{end}"] for end in EXPERTS])
+        return found | {name: rounded(one.numpy()) for name, one in zip(self.gradients, gradients)}
+
+
+PI0_ATTENTION = Pi0Joint("pi0-attention", PROJECTIONS, (), joint_attention)
+PI0_BLOCK = Pi0Joint("pi0-block", WEIGHTS, NORMS, joint_block)
+
+
+PRODUCTS = tuple(f"{name}{end}" for end in EXPERTS for name in WEIGHTS)
+DENSE = ("state_proj", "action_in_proj", "action_time_mlp_in", "action_time_mlp_out", "action_out_proj")
+OUTPUTS_OF_MODEL = ("velocity", "loss")
+GRADIENTS = tuple(f"d_{name}" for name in (*PRODUCTS, *DENSE))
+SHORTEST, LONGEST = 4e-3, 4.0
+
+
+class Pi0Model(StepKind):
+    """The velocity that the action expert predicts and its squared error; gradients of all products by its mean."""
+
+    name = "pi0-model"
+
+    def outputs(self, workload: Workload) -> tuple[str, ...]:
+        """[b, horizon, 32] and [b, horizon]; gradients of both experts' products and of the layers around them."""
+        return OUTPUTS_OF_MODEL + GRADIENTS if workload.needs_gradients else OUTPUTS_OF_MODEL
+
+    def small(self, workload: Workload) -> Workload:
+        """Fewer heads and tokens, two layers, the same head_dim."""
+        return small_in_blocks(workload)
+
+    def draw(self, workload: Workload, seed: int) -> Values:
+        """An observation, actions, noise, and times as openpi draws them."""
+        w, normal = workload, normals(seed)
+        times = np.random.default_rng(seed).beta(1.5, 1, w.batch) * 0.999 + 0.001
+        return {**drawn_model(normal, w), "actions": _actions(normal, w), "time": times.astype(np.float32)}
+
+    def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
+        """Prefix and suffix in one pass."""
+        import torch
+
+        arrays = tensors(whole(values, workload, np.tile), (*PRODUCTS, *DENSE) if workload.needs_gradients else ())
+        store, hold = storing(rounded), storing(in_float32(rounded))
+        share = arrays["time"][:, None, None]
+        noisy = hold(share * arrays["noise"] + (1 - share) * arrays["actions"])
+        xs = [arrays["prefix"], store(suffix_tokens(arrays, noisy, values["time"], rounded))]
+        for layer in range(depth(workload)):
+            weights = [of_layer(arrays, layer, end) for end in EXPERTS]
+            xs, _ = joint_block(xs, weights, visible(workload), store)
+        velocity = to_actions(arrays, xs[1], store, hold)
+        loss = hold((velocity - (arrays["noise"] - arrays["actions"])).square().mean(-1))
+        found = {"velocity": velocity.detach().numpy(), "loss": loss.detach().numpy()}
+        if not workload.needs_gradients:
+            return found
+        gradients = torch.autograd.grad(loss.mean(), [arrays[name] for name in (*PRODUCTS, *DENSE)])
+        return found | {name: rounded(one.numpy()) for name, one in zip(GRADIENTS, gradients)}
+
+
+class Pi0Sampler(StepKind):
+    """From noise to actions: the prefix once, state and actions ten times against its cache."""
+
+    name = "pi0-sampler"
+
+    def outputs(self, workload: Workload) -> tuple[str, ...]:
+        """[b, horizon, 32]"""
+        return ("actions",)
+
+    def small(self, workload: Workload) -> Workload:
+        """Fewer heads and tokens, two layers, the same head_dim."""
+        return small_in_blocks(workload)
+
+    def draw(self, workload: Workload, seed: int) -> Values:
+        """An observation and noise."""
+        return drawn_model(normals(seed), workload)
+
+    def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
+        """Euler's rule, time running from 1 to 0."""
+        arrays, prefix = tensors(whole(values, workload, np.tile)), parts(workload)[0]
+        store, hold = storing(rounded), storing(in_float32(rounded))
+        seen, xs, caches = visible(workload), [arrays["prefix"]], []
+        for layer in range(depth(workload)):
+            xs, cache = joint_block(xs, [of_layer(arrays, layer)], seen.new_ones(1), store)
+            caches.append(cache)
+        actions, times = arrays["noise"], np.ones(workload.batch)
+        for _ in range(SAMPLER_STEPS):
+            xs = [store(suffix_tokens(arrays, actions, times, rounded))]
+            for layer, cache in enumerate(caches):
+                weights = [of_layer(arrays, layer, EXPERTS[1])]
+                xs, _ = joint_block(xs, weights, seen, store, first=prefix, cache=cache)
+            actions = hold(actions - to_actions(arrays, xs[0], store, hold) / SAMPLER_STEPS)
+            times = in_float32(rounded)(times - 1 / SAMPLER_STEPS)
+        return {"actions": actions.numpy()}
+
+
+def drawn_model(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
+    """Weights of variance 1 / fan-in, prefix, state and noise of variance 1."""
+    prefix, (large, small) = parts(w)[0], experts(w)
+    fan_ins = (ACTION_DIM, ACTION_DIM, 2 * small.width, small.width, small.width)
+    values = {"prefix": normal(w.batch, prefix, large.width), "state": normal(w.batch, ACTION_DIM)}
+    values["noise"] = _actions(normal, w)
+    for end, expert in zip(EXPERTS, (large, small)):
+        values |= drawn(normal, w, *expert, (DRAWN_LAYERS,), end)
+        values[f"final_norm{end}"] = normal(expert.width, fan_in=100)
+    for name, fan_in in zip(DENSE, fan_ins):
+        width = ACTION_DIM if name == "action_out_proj" else small.width
+        values |= {name: normal(fan_in, width, fan_in=fan_in), f"{name}_bias": normal(width, fan_in=100)}
+    return values
+
+
+def _actions(normal: Normal, w: Workload) -> np.ndarray:
+    return normal(w.batch, parts(w)[2], ACTION_DIM)
+
+
+def suffix_tokens(arrays: dict[str, Any], noisy: Any, times: np.ndarray, rounded: Rounded) -> Any:
+    """State, and actions mixed with the time: [b, 1 + horizon, width]."""
+    import torch
+
+    hold = storing(in_float32(rounded))
+
+    def dense(name: str, x: Any) -> Any:
+        return hold(x @ arrays[name] + arrays[f"{name}_bias"])
+
+    actions = dense("action_in_proj", noisy)
+    when = torch.tensor(time_embedding(times, actions.shape[-1], in_float32(rounded)))
+    mixed = dense("action_time_mlp_in", torch.cat([actions, when[:, None].expand_as(actions)], -1))
+    mixed = dense("action_time_mlp_out", hold(torch.nn.functional.silu(mixed)))
+    return torch.cat([dense("state_proj", arrays["state"])[:, None], mixed], 1)
+
+
+def time_embedding(times: np.ndarray, width: int, held: Rounded) -> np.ndarray:
+    """Sines and cosines with periods from 0.004 to 4, powers being exponentials of products.
+
+    Angles reach 1570, so what float32 makes of them shows: it is most of the error that float32 is allowed here.
+    """
+    exponents = held(held(np.linspace(0.0, 1.0, width // 2)) * held(np.log(LONGEST / SHORTEST)))
+    periods = held(SHORTEST * held(np.exp(exponents)))
+    angles = held(np.asarray(times, np.float64)[:, None] * held(held(1 / periods) * 2 * np.pi))
+    return held(np.concatenate([np.sin(angles), np.cos(angles)], -1))
+
+
+def to_actions(arrays: dict[str, Any], x: Any, store: Any, hold: Any) -> Any:
+    """The action expert's tokens, without the state's, to velocities."""
+    out = store(normed(x, arrays["final_norm_1"]))[:, 1:]
+    return hold(out @ arrays["action_out_proj"] + arrays["action_out_proj_bias"])
+
+
+PI0_MODEL, PI0_SAMPLER = Pi0Model(), Pi0Sampler()

@@ -1,0 +1,519 @@
+"""Fresh random inputs of one workload on one device, and the truth about a sample of their outputs.
+
+All implementations of a workload in one worker share the draws, so that the float64 reference is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import array_api_compat
+import msgspec
+import numpy as np
+
+from attnbench import reference
+from attnbench.frameworks import Framework, Inputs
+from attnbench.masks.block_layout import split_blocks
+from attnbench.spec import DTYPE_BYTES, Array, Layout, Workload
+from attnbench.verifying import probes
+from attnbench.verifying.truths import Shelf, Truth, Whole
+from attnbench.workloads import inputs as drawing
+
+SETS = 2
+FORWARD_FLOPS = {"cpu": 4e8}
+BACKWARD_FLOPS = {"cpu": 3e9}
+DEVICE_FLOPS = 2e13
+HOST_HEAD_FLOPS = 2e10
+"""What the reference may cost per input set: NumPy on a CPU, the float64 port on an accelerator."""
+DEVICE_PAIRS = 1 << 32
+"""Pairs of all sampled heads there: the many passes over a mask of several parts cost more than the products."""
+MAX_HEADS, MAX_ROWS = 4, 16
+"""Sampled heads; of masks that differ between batch rows, so many rows are looked into."""
+ALL_HEADS = {"cpu": 64}
+COMPARED_VALUES = 1 << 22
+"""Of one output of an accelerator, what is compared in float64 on the host at most, but one head: all of it is compared
+on the device."""
+DEVICE_BLOCK_PAIRS = 1 << 27
+HOST_VALUES = 1 << 26
+"""Of each input, what the host draws for an accelerator at most."""
+WHOLE_PAIRS = {"cpu": (1 << 28, 1 << 27)}
+DEVICE_WHOLE_PAIRS = 1 << 34, 1 << 33
+"""Pairs of a query and a key that the comparison of whole outputs, and of whole gradients, may look at per input set:
+a few seconds in NumPy, and about as long as one call of a plain implementation takes. Half of that if it is done in
+float64."""
+PROOF = 8
+SCALED = "scaled by "
+"""How the name of a probe begins that is the first input set with Q, K and V multiplied by the number that follows."""
+EDGE_ROWS = (0, 1, 63, 64, 127, 128)
+Heads = tuple[tuple[int, int], ...]
+"""(batch, key/value head) pairs."""
+Mode = Literal["exact", "plain", "wide"]
+"""How a head is computed: in float64, as the plain implementation does in the dtype under test, or for whole outputs,
+in float32 if that is exact beside 16 bits, else in float64."""
+
+
+class Sample(NamedTuple):
+    """Which (batch, key/value head) pairs and which query rows are compared."""
+
+    heads: Heads
+    rows: np.ndarray
+    share: float
+
+
+class Draws:
+    """Input sets of one workload; arrays are made per layout on demand."""
+
+    def __init__(
+        self, framework: Framework, device: str, workload: Workload, seed: int, shared: Path | None = None
+    ) -> None:
+        self.framework, self.device, self.workload, self.seed = framework, device, workload, seed
+        self._shelf = Shelf(shared)
+        self._arrays: dict[Layout, list[Inputs]] = {}
+        self._sums: dict[Layout, list[bytes]] = {}
+        """Checksums of the arrays, from when they were made."""
+        self._probes: dict[str, Inputs] = {}
+        self._slopes: dict[tuple[Any, ...], list[tuple[np.ndarray, ...]]] = {}
+        self._truths: dict[tuple[int | str, bool], list[Truth]] = {}
+        self._wholes: dict[tuple[str, bool], list[Whole]] = {}
+        self._gaps: dict[int | str, tuple[np.ndarray, np.ndarray]] = {}
+        self._runs: dict[tuple[Any, ...], Callable[..., tuple[Array, ...]]] = {}
+
+    def inputs(self, layout: Layout) -> list[Inputs]:
+        """The input sets in a layout."""
+        if layout not in self._arrays:
+            self._arrays[layout] = [
+                Inputs(*(self.framework.transpose(x, "bshd", layout) for x in inputs)) for inputs in self._canonical
+            ]
+            self._sums.setdefault(layout, self._checksums(self._arrays[layout]))
+        return self._arrays[layout]
+
+    def scaled(self, layout: Layout, scale: float) -> Inputs:
+        """The first set with Q, K and V multiplied."""
+        return self._multiplied(self.inputs(layout)[0], scale)
+
+    def _multiplied(self, inputs: Inputs, scale: float) -> Inputs:
+        q, k, v = (self.framework.multiply(x, np.array(scale)) for x in (inputs.q, inputs.k, inputs.v))
+        return Inputs(q, k, v, inputs.dout)
+
+    def _put(self, values: np.ndarray, layout: Layout) -> Array:
+        array = self.framework.array(values, self.workload.dtype, self.device)
+        return self.framework.transpose(array, "bshd", layout)
+
+    @cached_property
+    def _canonical(self) -> list[Inputs]:
+        drawn = [self._drawn(SETS * self.seed + n) for n in range(SETS)]
+        self._sums["bshd"] = self._checksums(drawn)
+        return drawn
+
+    def input_set(self, which: int | str) -> Inputs:
+        """Return an input set, bshd: one of the drawn ones, or, from SETS on, other queries and another dO for the keys
+        and values of normal inputs; or a probe of this name."""
+        if isinstance(which, str):
+            return self._probe(which)
+        if which < SETS:
+            return self._canonical[which]
+        rng, w, like = np.random.default_rng([self.seed, 15, which]), self.workload, self._normal
+        drawn = (rng.standard_normal((w.batch, w.q_len, w.heads, n), np.float32) for n in (w.head_dim, w.value_dim))
+        q, dout = (self.framework.array(x, w.dtype, self.device) for x in drawn)
+        return Inputs(q, like.k, like.v, dout)
+
+    @cached_property
+    def _normal(self) -> Inputs:
+        """The first input set, or one of normal numbers if that is of another kind."""
+        if self.workload.inputs == "normal":
+            return self._canonical[0]
+        return self._drawn(SETS * self.seed, msgspec.structs.replace(self.workload, inputs="normal"))
+
+    def _checksums(self, sets: list[Inputs]) -> list[bytes]:
+        fw = self.framework
+        return [fw.checksum(array) for inputs in sets for array in inputs] if fw.overwrites else []
+
+    def intact(self, layout: Layout) -> bool:
+        """Whether the input sets in a layout, and as they were drawn, still hold what they held at first."""
+        layouts: set[Layout] = {"bshd", layout}
+        return all(self._checksums(self.inputs(one)) == self._sums[one] for one in layouts)
+
+    def _drawn(self, seed: int, workload: Workload | None = None) -> Inputs:
+        """One input set. On an accelerator the host draws one stretch of tokens only: the others are the same numbers,
+        each turned by an offset of its own, since drawing and sending gigabytes takes longer than all else."""
+        w = workload or self.workload
+        q_len, kv_len = (min(n, max(1, HOST_VALUES // width)) for n, width in zip((w.q_len, w.kv_len), _widths(w)))
+        whole = w.batch == 1 and (q_len, kv_len) == (w.q_len, w.kv_len)
+        if self.device == "cpu" or whole or w.inputs != "normal" or w.dtype == "float64":
+            return Inputs(*(self._put(x, "bshd") for x in drawing.draw(w, seed)))
+        drawn = drawing.draw(msgspec.structs.replace(w, batch=1, q_len=q_len, kv_len=kv_len, mask=None), seed)
+        rng = np.random.default_rng(seed)
+        return Inputs(*(self._turned(*one, rng) for one in zip(drawn, (w.q_len, w.kv_len, w.kv_len, w.q_len))))
+
+    def _turned(self, stretch: np.ndarray, tokens: int, rng: np.random.Generator) -> Array:
+        """[batch, tokens, ...] of one stretch of tokens: its flat values again and again, begun at random places."""
+        fw, size, batch = self.framework, stretch.size, self.workload.batch
+        flat = fw.array(stretch.ravel(), self.workload.dtype, self.device)
+        places = fw.array(np.arange(size), "int32", self.device)
+        whole, rest = divmod(tokens * (size // stretch.shape[1]), size)
+        lengths = [*[size] * whole, *([rest] if rest else [])] * batch
+        starts = fw.array(rng.integers(size, size=len(lengths)), "int32", self.device)
+        pieces = [flat[(places[:length] + starts[n]) % size] for n, length in enumerate(lengths)]
+        return array_api_compat.array_namespace(flat).concat(pieces).reshape(batch, tokens, *stretch.shape[2:])
+
+    @cached_property
+    def sample(self) -> Sample:
+        """Random heads and rows within the forward budget; everything when that fits."""
+        w, rng = self.workload, np.random.default_rng(self.seed)
+        heads = _choose_heads(w, rng, MAX_ROWS if w.visible_mask.per_batch and w.batch > MAX_HEADS else MAX_HEADS)
+        budget = FORWARD_FLOPS.get(self.device, DEVICE_FLOPS)
+        per_row = 2 * (w.head_dim + w.value_dim) * w.kv_len * w.group
+        if self._few_heads and per_row * w.q_len * w.batch * w.kv_heads <= budget:
+            heads = [(b, g) for b in range(w.batch) for g in range(w.kv_heads)]
+        values = self._compared_values / (w.group * w.value_dim)
+        most = min(budget / per_row, DEVICE_PAIRS / (w.kv_len * w.group), values)
+        count = max(1, int(most / len(heads)))
+        rows = np.arange(w.q_len)
+        if count < w.q_len:
+            edges = {row for row in (*EDGE_ROWS, w.q_len // 2, w.q_len - 1) if row < w.q_len}
+            rows = np.sort(np.array(list(edges | set(rng.choice(w.q_len, size=count, replace=False).tolist()))))
+        return Sample(tuple(heads), rows, len(heads) * len(rows) / (w.batch * w.kv_heads * w.q_len))
+
+    @property
+    def _few_heads(self) -> bool:
+        """Whether all heads may be compared: each costs a round trip to the device."""
+        return self.workload.batch * self.workload.kv_heads <= ALL_HEADS.get(self.device, MAX_HEADS)
+
+    @property
+    def _compared_values(self) -> int:
+        return 1 << 62 if self.device == "cpu" else COMPARED_VALUES
+
+    @cached_property
+    def gradient_heads(self) -> Heads:
+        """Heads whose gradients are compared in full; empty when not even one fits the budget."""
+        w = self.workload
+        per_head = 10 * (w.head_dim + w.value_dim) * w.kv_len * w.q_len * w.group
+        budget = BACKWARD_FLOPS.get(self.device, DEVICE_FLOPS)
+        if self._few_heads and per_head * w.batch * w.kv_heads <= budget:
+            return tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads))
+        most = min(MAX_HEADS, budget // per_head, DEVICE_PAIRS // (w.kv_len * w.q_len * w.group))
+        most = min(most, max(1, self._compared_values // (w.q_len * w.group * max(w.head_dim, w.value_dim))))
+        return tuple(_choose_heads(w, np.random.default_rng(self.seed), int(most)))
+
+    def truths(self, which: int | str, gradients: bool) -> list[Truth]:
+        """Truth of each head of the sample (or of `gradient_heads`) for an input set, or for a probe of this name."""
+        key = (which, gradients)
+        if key not in self._truths:
+            heads = self.gradient_heads if gradients else self.sample.heads
+            rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
+            inputs = self.input_set(which)
+            self._truths[key] = self._shelf.get(
+                f"{self.device}-{self.seed}-{which}-{gradients}-sampled",
+                np.stack([self._first_values(inputs, head) for head in heads]),
+                lambda: self._truths_of(inputs, heads, rows, gradients),
+            )
+        return self._truths[key]
+
+    def logit_gaps(self, which: int | str) -> tuple[np.ndarray, np.ndarray]:
+        """For the sampled rows of an input set: how far the largest logit is above the second, and the largest size of
+        one, [heads, members, rows] each, without a soft cap."""
+        if which not in self._gaps:
+            fw, w, sample = self.framework, self.workload, self.sample
+            wide = "float64" if w.dtype == "float64" else "float32"
+            q, k = (by_head(x, "bshd", n, sample.heads) for x, n in zip(self.input_set(which), (w.group, 1)))
+            namespace: Any = np if self.device == "cpu" else fw.namespace(self.device)
+            cast = (lambda x: fw.numpy(x).astype(wide)) if self.device == "cpu" else (lambda x: fw.cast(x, wide))
+            at = [namespace.asarray(x) for x in np.array(sample.heads, np.int64).T]
+            pairs = reference.BLOCK_PAIRS if self.device == "cpu" else DEVICE_BLOCK_PAIRS
+
+            def compute(q: Array, k: Array) -> list[tuple[Array, Array]]:
+                head = reference.Head(cast(q), cast(k)[:, 0], k[:, 0], *at)
+                blocks = reference.row_blocks(w, sample.rows, pairs, len(sample.heads))
+                return [
+                    reference.logit_gaps(w, head, some, namespace, _reached(w, self.reach, some)) for some in blocks
+                ]
+
+            found = (compute if self.device == "cpu" else fw.exact(compute))(q, k)
+            gaps, sizes = (np.concatenate(self._in_float64(parts), axis=2) for parts in zip(*found))
+            self._gaps[which] = gaps, sizes
+        return self._gaps[which]
+
+    def probe(self, name: str, layout: Layout) -> Inputs:
+        """The input set of attnbench.verifying.probes with that name."""
+        made = self._probe(name)
+        return Inputs(*(self.framework.transpose(x, "bshd", layout) for x in made))
+
+    def _probe(self, name: str) -> Inputs:
+        if self.device != "cpu":  # held only as long as it is used
+            return self._made_probe(name)
+        if name not in self._probes:
+            self._probes[name] = self._made_probe(name)
+        return self._probes[name]
+
+    def _made_probe(self, name: str) -> Inputs:
+        first = self._canonical[0]
+        if name.startswith(SCALED):
+            return self._multiplied(first, float(name.removeprefix(SCALED)))
+        if name in ("counted", "shifted"):
+            shifted = name == "shifted"
+            return probes.counted(self.framework, self.device, self.workload, first, self.seed, shifted)
+        if name == "steep":
+            return probes.steep(self.framework, self.device, self.workload, self.seed)
+        if name == "counted_pairs":
+            return probes.counted_pairs(self.framework, self.device, self.workload, self.reached_keys, self.seed)
+        return probes.pointed(self.framework, self.device, self.workload, self._normal, self.seed)
+
+    def covered(self, gradients: bool) -> Sample:
+        """Heads and rows of the comparison of whole outputs: all that fit the budget, of gradients only whole heads."""
+        return self._covered[gradients]
+
+    @cached_property
+    def _covered(self) -> tuple[Sample, Sample]:
+        forward, backward = self._fitting(False), self._fitting(True)
+        return (forward, forward if backward.share == 1 else backward)
+
+    def _fitting(self, gradients: bool) -> Sample:
+        w, rng = self.workload, np.random.default_rng([self.seed, 13])
+        per_head = max(1, int(self.reached_keys.sum())) * w.group
+        pairs = WHOLE_PAIRS.get(self.device, DEVICE_WHOLE_PAIRS)[gradients] // (1 if DTYPE_BYTES[w.dtype] == 2 else 2)
+        most = pairs // per_head
+        rows, total = np.arange(w.q_len), w.batch * w.kv_heads
+        if most >= total:
+            return Sample(tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads)), rows, 1.0)
+        if not most and gradients:
+            return Sample((), rows, 0.0)
+        if not most:
+            rows = np.sort(rng.permutation(w.q_len)[: max(1, int(pairs / per_head * w.q_len))])
+        heads = tuple(_choose_heads(w, rng, max(1, most)))
+        return Sample(heads, rows, len(heads) * len(rows) / (total * w.q_len))
+
+    def whole(self, name: str, gradients: bool) -> Iterator[tuple[Heads, Whole]]:
+        """Heads of `covered`, some at a time, and what is right of them, of the first input set ("first") or of a
+        probe: as NumPy on a CPU and on the device elsewhere."""
+        key, sample = (name, gradients), self.covered(gradients)
+        inputs = self._canonical[0] if name == "first" else self._probe(name)
+        chunks = self._chunks(sample.heads, len(sample.rows))
+        own = self._steep_heads(sample.heads) if name == "steep" else sample.heads
+        pieces = chunks if name != "steep" else self._chunks(tuple(dict.fromkeys(own)), len(sample.rows))
+        found = (self._whole(inputs, heads, sample.rows, gradients) for heads in pieces)
+        if self.device == "cpu" and sample.heads:
+            if key not in self._wholes:
+                proof = np.stack([self._first_values(inputs, head) for head in sample.heads])
+                self._wholes[key] = self._shelf.get(
+                    f"{self.device}-{self.seed}-{name}-{gradients}", proof, lambda: list(found), Whole
+                )
+            found = iter(self._wholes[key])
+        yield from zip(chunks, found) if name != "steep" else _repeated(chunks, own, list(found))
+
+    def _steep_heads(self, heads: Heads) -> Heads:
+        """Return for each head the first one that gives the same on `steep` inputs."""
+        mask = self.workload.visible_mask
+        return tuple((b if mask.per_batch else 0, g if mask.per_head else g % 2) for b, g in heads)
+
+    def _chunks(self, heads: Heads, rows: int) -> list[Heads]:
+        """Cut heads of so many rows so that the logits of one piece stay small."""
+        w = self.workload
+        pairs = reference.BLOCK_PAIRS if self.device == "cpu" else DEVICE_BLOCK_PAIRS
+        size = max(1, pairs // (w.group * w.kv_len * rows))
+        return [heads[n : n + size] for n in range(0, len(heads), size)]
+
+    def _whole(self, inputs: Inputs, heads: Heads, rows: np.ndarray, gradients: bool) -> Whole:
+        found = self._results(inputs, heads, rows, gradients, "wide")
+        return Whole(found[0], found[1], found[2], found[3:6] or None, found[6:] or None)
+
+    def shifted(self, which: int | str, gradients: bool, step: float, **changed: float) -> list[tuple[np.ndarray, ...]]:
+        """The derivative of each sampled head's exact (out, dq, dk, dv) by the logarithm of a parameter of the workload
+        (scale or softcap), as far as they are computed."""
+        key = (which, gradients, step, *changed.items())
+        if key in self._slopes:
+            return self._slopes[key]
+        other = msgspec.structs.replace(self.workload, **{name: (1 + step) * value for name, value in changed.items()})
+        heads = self.gradient_heads if gradients else self.sample.heads
+        rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
+        results = self._in_float64(self._results(self.input_set(which), heads, rows, gradients, "exact", other))
+        self._slopes[key] = [
+            tuple((a - b) / step for a, b in zip(moved, (truth.out, *(truth.grads or ()))))
+            for truth, *moved in zip(self.truths(which, gradients), results[0], *results[3:6])
+        ]
+        return self._slopes[key]
+
+    @cached_property
+    def reach(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and one-past-last key that a query row may see in any batch row, [q_len] each, by the parts of the mask
+        that leave a row one run of keys."""
+        w = self.workload
+        low, high = np.zeros(w.q_len, np.int64), np.full(w.q_len, w.kv_len)
+        for part in w.visible_mask.split():
+            if (interval := part.interval(w.mask_shape)) is not None:
+                low = np.maximum(low, np.clip(interval[0], 0, w.kv_len).min(axis=0))
+                high = np.minimum(high, np.clip(interval[1], 0, w.kv_len).max(axis=0))
+        return low, np.maximum(low, high)
+
+    @property
+    def reached_keys(self) -> np.ndarray:
+        """How many keys each row may see at most, [q_len], by `reach`."""
+        low, high = self.reach
+        return high - low
+
+    @cached_property
+    def without_blocks(self) -> Draws | None:
+        """The same inputs and sample under the mask without its `blocks` part; None when it has not exactly one."""
+        split = split_blocks(self.workload.visible_mask)
+        if split is None:
+            return None
+        other = Draws(self.framework, self.device, msgspec.structs.replace(self.workload, mask=split[1]), self.seed)
+        other._canonical = self._canonical
+        return other
+
+    def _first_values(self, inputs: Inputs, at: tuple[int, int]) -> np.ndarray:
+        """A few numbers of each input, to tell whether another worker drew the same."""
+        group = self.workload.group
+        corners = [x[at[0], :1, at[1] * n, :PROOF] for x, n in zip(inputs, (group, 1, 1, group))]
+        return np.concatenate([self.framework.numpy(corner).ravel() for corner in corners])
+
+    def _truths_of(self, inputs: Inputs, heads: Heads, rows: np.ndarray, gradients: bool) -> list[Truth]:
+        exact, plain = (
+            self._in_float64(self._results(inputs, heads, rows, gradients, mode)) for mode in ("exact", "plain")
+        )
+        return [
+            Truth(
+                exact[0][n], exact[1][n], plain[0][n], plain[1][n],
+                tuple(x[n] for x in exact[3:6]) or None, tuple(x[n] for x in plain[3:6]) or None,
+                tuple(x[n] for x in exact[6:]) or None,
+            )
+            for n in range(len(heads))
+        ]  # fmt: skip
+
+    def _in_float64(self, found: Sequence[Array]) -> tuple[np.ndarray, ...]:
+        """Return results as NumPy arrays of float64."""
+        return tuple((x if isinstance(x, np.ndarray) else self.framework.numpy(x)).astype(np.float64) for x in found)
+
+    def _results(
+        self,
+        inputs: Inputs,
+        heads: Heads,
+        rows: np.ndarray,
+        gradients: bool,
+        mode: Mode,
+        workload: Workload | None = None,
+    ) -> tuple[Array, ...]:
+        """Return (out, lse, top[, *Gradients]), each with one entry per head, in NumPy or on the device; of another
+        workload on the same inputs if one is given."""
+        fw, w = self.framework, workload or self.workload
+        group = self.workload.group
+        narrow = [by_head(x, "bshd", n, heads) for x, n in zip(inputs, (group, 1, 1, group))]
+        at = np.array(heads, np.int64).T
+        exact_beside = {"exact": 0, "plain": 4, "wide": 2}[mode]
+        wide = "float32" if DTYPE_BYTES[w.dtype] <= exact_beside else "float64"
+        if mode != "plain" and self._on_host(mode, len(rows), gradients):
+            arrays = [fw.numpy(x).astype(wide) for x in narrow]
+            return _results_of_heads(w, arrays, at, rows, self.reach, gradients, np, np.dtype(wide), terms=True)
+        place = fw.namespace(self.device).asarray
+        return self._compiled(rows, gradients, mode, w, wide)(*map(place, at), *narrow)
+
+    def _compiled(
+        self, rows: np.ndarray, gradients: bool, mode: Mode, w: Workload, wide: str
+    ) -> Callable[..., tuple[Array, ...]]:
+        """The same computation for every head, so that a framework that compiles does it once."""
+        fw, key = self.framework, (gradients, mode, w.scale, w.softcap, rows.tobytes())
+
+        def compute(batch: Array, index: Array, *own: Array) -> tuple[Array, ...]:
+            arrays = own if mode == "plain" else [fw.cast(x, wide) for x in own]
+            namespace, at, terms = fw.namespace(self.device), (batch, index), mode != "plain"
+            return _results_of_heads(w, arrays, at, rows, self.reach, gradients, namespace, fw.dtype(wide), terms)
+
+        if key not in self._runs:
+            self._runs[key] = fw.exact(compute)
+        return self._runs[key]
+
+    def _on_host(self, mode: Mode, rows: int, gradients: bool) -> bool:
+        """NumPy on a CPU, and of a reference for a small head where compiling the port would take longer."""
+        w = self.workload
+        flops = (10 if gradients else 2) * (w.head_dim + w.value_dim) * w.kv_len * rows * w.group
+        small = mode == "exact" and self.framework.compiles and flops < HOST_HEAD_FLOPS
+        return self.device == "cpu" or small
+
+
+def _widths(w: Workload) -> tuple[int, int]:
+    """Values per token: of Q or dO, whichever has more, and of K or V."""
+    dim = max(w.head_dim, w.value_dim)
+    return w.heads * dim, w.kv_heads * dim
+
+
+def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
+    """(batch, key/value head) pairs, no two of one batch row while there are others."""
+    w = workload
+    if count <= w.batch:
+        rows, heads = rng.permutation(w.batch)[:count], rng.integers(w.kv_heads, size=count)
+    else:
+        total = w.batch * w.kv_heads
+        rows, heads = np.divmod(rng.choice(total, size=min(count, total), replace=False), w.kv_heads)
+    return sorted((int(row), int(head)) for row, head in zip(rows, heads))
+
+
+def _repeated(chunks: list[Heads], own: Heads, found: list[Whole]) -> Iterator[tuple[Heads, Whole]]:
+    """Yield the heads of each piece with what is right of them, taken from what is right of the different ones in `own`
+    (for each head, the one that it is like)."""
+    places = {head: n for n, head in enumerate(dict.fromkeys(own))}
+    index = np.array([places[head] for head in own])
+
+    def joined(parts: Sequence[Any], piece: np.ndarray) -> Any:
+        if parts[0] is None or isinstance(parts[0], tuple):
+            return parts[0] and tuple(joined(some, piece) for some in zip(*parts))
+        return (parts[0] if len(parts) == 1 else array_api_compat.array_namespace(parts[0]).concat(parts))[piece]
+
+    start = 0
+    for heads in chunks:
+        piece = index[start : start + len(heads)]
+        start += len(heads)
+        yield heads, Whole(*(joined(parts, piece) for parts in zip(*found)))
+
+
+def by_head(array: Array, layout: Layout, members: int, heads: Heads) -> Array:
+    """[n, members, tokens, width] of the (batch, key/value head) pairs that are named, each with `members` heads."""
+    batch, index = np.array(heads, np.int64).T
+    if layout == "bshd":
+        rows, tokens, count, width = array.shape
+        return array.reshape(rows, tokens, count // members, members, width)[batch, :, index].swapaxes(1, 2)
+    rows, count, tokens, width = array.shape
+    return array.reshape(rows, count // members, members, tokens, width)[batch, index]
+
+
+def _results_of_heads(workload, arrays, at, rows, reach, gradients, namespace, wide, terms):  # noqa: ANN001, ANN202
+    """(out, lse, top) of the rows of n heads, and gradients over all, with `terms` what cancels in dq. `reach` bounds
+    the keys that each row may see.
+
+    q [n, g, t, d], k [n, 1, s, d], v [n, 1, s, e], dout [n, g, t, e], at ([n], [n])
+    """
+    q, k, v, dout = arrays
+    xp = array_api_compat.array_namespace(q)
+    head = reference.Head(q, k[:, 0], v[:, 0], *at)
+    pairs = reference.BLOCK_PAIRS if isinstance(q, np.ndarray) else DEVICE_BLOCK_PAIRS
+    blocks = reference.row_blocks(workload, rows, pairs, len(q))
+    keys = [_reached(workload, reach, block) for block in blocks]
+    parts = [reference.forward_rows(workload, head, block, namespace, wide, some) for block, some in zip(blocks, keys)]
+    found = tuple(xp.concat([part[n] for part in parts], axis=2) for n in range(3))
+    if not gradients:
+        return found
+    pieces = [
+        reference.backward_rows(workload, head, dout, block, namespace, wide, terms, some)
+        for block, some in zip(blocks, keys)
+    ]
+    dq, *cancelling = (xp.concat([piece[n] for piece in pieces], axis=2) for n in ((0, 3) if terms else (0,)))
+    sums = [xp.zeros_like(head.k), xp.zeros_like(head.v), *([xp.zeros_like(head.k[..., 0])] if terms else [])]
+    for piece, some in zip(pieces, keys):
+        sums = [_added(xp, whole, part, some) for whole, part in zip(sums, (piece.dk, piece.dv, piece.key_terms))]
+    dk, dv, *key_terms = sums
+    return *found, dq, dk, dv, *cancelling, *(xp.sqrt(x) for x in key_terms)
+
+
+def _reached(workload: Workload, reach: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> slice:
+    """Keys that one of the rows may see; any one where there is none."""
+    low = min(int(reach[0][rows].min()), workload.kv_len - 1)
+    return slice(low, max(int(reach[1][rows].max()), low + 1))
+
+
+def _added(xp: Any, whole: Array, part: Array, keys: slice) -> Array:
+    if isinstance(whole, np.ndarray):
+        whole[:, keys] += part
+        return whole
+    before, behind = whole[:, : keys.start], whole[:, keys.stop :]
+    return xp.concat([before, whole[:, keys] + part, behind], axis=1)

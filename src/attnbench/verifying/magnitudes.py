@@ -1,0 +1,154 @@
+"""Is it right for inputs of other sizes? Attention is linear in V and in dO, and the same for q * 2^n and k / 2^n:
+powers of two multiply its results exactly. Inputs ten and a hundred times as large have logits far beyond those of the
+other checks: a kernel that clamps, caps or overflows gives finite numbers there, and wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from attnbench.frameworks import OUTPUTS, Inputs
+from attnbench.spec import DTYPE_BYTES, Array
+from attnbench.verifying.batch_and_heads import head_norms
+from attnbench.verifying.draws import SCALED
+from attnbench.verifying.subject import Subject, Wrong, run
+from attnbench.verifying.tolerance import EPS, SLACK, Limits, rounded_terms, typical_row
+
+SCALES = (0.1, 1.0, 10.0, 100.0)
+COMPARED = (10.0, 100.0)
+"""Scales at which results are compared with the reference, not only required to be finite."""
+OUTLIER = 1e4
+LARGE_FACTOR, LARGE_FLOOR, LARGE_MOST = 4, {2: 0.35, 4: 0.02, 8: 0.02}, 0.6
+"""What the result of one head may be off by at these scales: times the plain implementation's error, plus a share by
+bytes of an element. Rounding a large logit exchanges keys that nearly tie, in few rows; a clamp changes most rows."""
+CLEAR_GAP, CLEAR_ROUNDED, CLEAR_ROW, CLEAR_ULPS = 10.0, 8, 5e-3, 4
+"""A row is clear if its largest logit is above the second by more than this and so many ulp of the largest one: no
+rounding of logits exchanges its keys. What it may be off by: a share of it or of a typical row, and ulp."""
+POWERS = ((20, -20, 10), (-20, 20, -10))
+FLOAT16_POWERS = ((4, 2, 2), (2, 4, -2))
+"""Powers of two for V, dO and Q (K gets the inverse), of each call: as far as the exponents of the dtype go."""
+
+
+def check(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits], thorough: bool) -> tuple[str, str]:
+    """Require results that are right at all scales, and return (scales that were tried, the property that holds).
+    `good` are the outputs on the first input set."""
+    held = "" if subject.declared_error is not None else _check_powers(subject, good, limits)
+    scales = SCALES if thorough else COMPARED
+    tried = [f"{scale:g}" for scale in scales if _check_scale(subject, scale)]
+    first, fw = subject.draws.inputs(subject.layout)[0], subject.framework
+    q, k = (fw.put(x, (0, 0, 0, 0), OUTLIER) for x in (first.q, first.k))
+    _require_finite(subject, run(subject.programs.main, first._replace(q=q, k=k)), f"one input of {OUTLIER:g}")
+    return "scales " + ", ".join([*tried, "outlier"]), held
+
+
+def _check_powers(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> str:
+    fw, w = subject.framework, subject.workload
+    first = subject.draws.inputs(subject.layout)[0]
+    for of_v, of_dout, of_q in FLOAT16_POWERS if w.dtype == "float16" else POWERS:
+        powers = (of_q, -of_q, of_v, of_dout)
+        inputs = Inputs(*(fw.multiply(x, np.array(2.0**n)) for x, n in zip(first, powers)))
+        if not all(fw.is_finite(x) for x in inputs):
+            continue
+        outputs = run(subject.programs.main, inputs)
+        fw.wait(outputs)
+        back = {"out": -of_v, "dq": of_q - of_v - of_dout, "dk": -of_q - of_v - of_dout, "dv": -of_dout}
+        for name, array in zip(OUTPUTS[w.pass_], outputs):
+            found = fw.multiply(array, np.array(2.0 ** back[name]))
+            if fw.same_bits(found, good[name]):
+                continue
+            wide = "float64" if w.dtype == "float64" else "float32"
+            right = fw.cast(good[name], wide)
+            size, off = (head_norms(subject, x) for x in (right, fw.cast(found, wide) - right))
+            allowed = SLACK * limits[name].relative * np.maximum(size, 0.1 * np.median(size)) + _rounded(subject, name)
+            if (over := ~(off <= allowed)).any():
+                batch, head = (int(n) for n in np.argwhere(over)[0])
+                raise Wrong(
+                    f"{name} does not follow its inputs: V times 2^{of_v}, dO times 2^{of_dout}, Q times 2^{of_q} and "
+                    f"K times 2^{-of_q} multiply it exactly, but batch {batch}, head {head} differs by "
+                    f"{off[batch, head]:.1e}, {allowed[batch, head]:.1e} allowed"
+                )
+    return "exact under powers of two"
+
+
+def _rounded(subject: Subject, name: str) -> float:
+    """Return what rounding may leave of the terms that cancel in the gradient of a whole head."""
+    draws = subject.draws
+    if name not in ("dq", "dk") or not draws.gradient_heads:
+        return 0.0
+    found = [truth.cancelling_grads for truth in draws.truths(0, True)]
+    terms = [grads[name == "dk"] for grads in found if grads is not None]
+    least = (rounded_terms(one, subject.workload.dtype, subject.workload.head_dim) for one in terms)
+    return max((float(np.linalg.norm(one)) for one in least), default=0.0)
+
+
+def _check_scale(subject: Subject, scale: float) -> bool:
+    """Return whether the scale could be tried: inputs that overflow say nothing."""
+    inputs = subject.draws.scaled(subject.layout, scale)
+    if not all(subject.framework.is_finite(x) for x in inputs):
+        return False
+    outputs = run(subject.programs.main, inputs)
+    _require_finite(subject, outputs, f"inputs scaled by {scale:g}")
+    if subject.declared_error is None and scale in COMPARED:
+        require_right(subject, scale, dict(zip(OUTPUTS[subject.workload.pass_], outputs)))
+    return True
+
+
+def _require_finite(subject: Subject, outputs: tuple[Array, ...], case: str) -> None:
+    if not all(subject.framework.is_finite(array) for array in outputs):
+        raise Wrong(f"unstable: NaN or Inf with {case}, where the reference is finite")
+
+
+def require_right(subject: Subject, scale: float, outputs: Mapping[str, Array]) -> None:
+    """Compare the sampled rows of the output, or the whole dV of a head if there is no output: clear rows one by one,
+    and all together as far as rounding lets keys that nearly tie change places."""
+    draws, w = subject.draws, subject.workload
+    name = "out" if "out" in outputs else "dv"
+    if name == "dv" and not draws.gradient_heads:
+        return
+    heads = draws.sample.heads if name == "out" else draws.gradient_heads
+    clear = _clear_rows(subject, f"{SCALED}{scale:g}") if name == "out" else None
+    for n, (at, truth) in enumerate(zip(heads, draws.truths(f"{SCALED}{scale:g}", name == "dv"))):
+        members = slice(at[1] * w.group, (at[1] + 1) * w.group) if name == "out" else slice(at[1], at[1] + 1)
+        got = subject.head_rows(outputs[name], at[0], members, draws.sample.rows if name == "out" else None)
+        if clear is not None:
+            exact, plain = truth.out, truth.plain_out
+            _require_clear_rows(subject, scale, at, clear[n], got, exact)
+        else:
+            assert truth.grads is not None
+            assert truth.plain_grads is not None
+            exact, plain = truth.grads[2][None], truth.plain_grads[2][None]
+        size, off, usual = (np.linalg.norm(x, axis=(1, 2)) for x in (exact, got - exact, plain - exact))
+        size = np.where(size > 0, size, 1.0)
+        usual = np.where(np.isfinite(usual), usual / size, 1.0)
+        allowed = np.minimum(LARGE_FACTOR * usual + LARGE_FLOOR[DTYPE_BYTES[w.dtype]], LARGE_MOST)
+        if (over := ~(off / size <= allowed)).any():
+            member = int(np.argmax(over))
+            raise Wrong(
+                f"{name} is wrong for inputs scaled by {scale:g} (large logits): batch {at[0]}, head "
+                f"{members.start + member} is off by {off[member] / size[member]:.1e}, {allowed[member]:.1e} allowed"
+            )
+
+
+def _clear_rows(subject: Subject, inputs: str) -> np.ndarray:
+    """Return which of the sampled rows are clear, [heads, members, rows]; with a soft cap, near which all tie, none."""
+    gap, largest = subject.draws.logit_gaps(inputs)
+    clear = gap > CLEAR_GAP + CLEAR_ROUNDED * EPS[subject.workload.dtype] * largest
+    return clear & (subject.workload.softcap is None)
+
+
+def _require_clear_rows(
+    subject: Subject, scale: float, at: tuple[int, int], clear: np.ndarray, got: np.ndarray, exact: np.ndarray
+) -> None:
+    """Require of one head's rows [members, rows, width] that those are right in which one key has all the weight."""
+    off, size = (np.linalg.norm(x, axis=-1) for x in (got - exact, exact))
+    share = np.where(clear, off / np.maximum(size, typical_row(size)), 0.0)
+    allowed = CLEAR_ROW + CLEAR_ULPS * EPS[subject.workload.dtype]
+    if (over := ~(share <= allowed)).any():
+        member, row = (int(n) for n in np.argwhere(over)[0])
+        raise Wrong(
+            f"out is wrong for inputs scaled by {scale:g} (large logits): {np.count_nonzero(over)} of "
+            f"{np.count_nonzero(clear)} rows in which one key has all the weight, first at batch {at[0]}, head "
+            f"{at[1] * subject.workload.group + member}, row {subject.draws.sample.rows[row]} (off by "
+            f"{share[member, row]:.1e}, {allowed:.1e} allowed)"
+        )

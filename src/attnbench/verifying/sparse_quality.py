@@ -1,0 +1,57 @@
+"""What sparse attention keeps of dense attention: achieved sparsity, recall of attention mass, error of the output.
+
+Two cases. A mask with a `blocks` part says itself what is dropped: it is compared with the same mask without it, on the
+sampled rows, in float64. An approximate implementation that selects is asked what it chose, and its LSE tells what it
+found: exp(its LSE - the true one) is the share of a row's attention mass that lies in what was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from attnbench.masks.block_layout import block_layout
+from attnbench.spec import Config, Errors, Implementation
+from attnbench.verifying import lse
+from attnbench.verifying.subject import Subject, Wrong
+from attnbench.verifying.tolerance import relative_error
+
+
+def quality_of(subject: Subject, implementation: Implementation, config: Config, errors: Errors) -> dict[str, float]:
+    """Figures by name; empty where nothing is dropped by blocks or by choice. Raises Wrong below a declared recall."""
+    if subject.workload.pass_ == "backward":
+        return {}
+    chosen = implementation.quality(subject.workload, config)
+    if chosen is None:
+        return _of_the_mask(subject)
+    inputs = subject.draws.inputs(subject.layout)[0]
+    figures = chosen(inputs.q, inputs.k, inputs.v)
+    if errors.forward is not None:
+        figures["output_error"] = errors.forward
+    if subject.lse is not None:
+        truths = subject.draws.truths(0, gradients=False)
+        figures["recall"] = _recall(lse.on_first_set(subject, subject.lse), [truth.lse for truth in truths])
+    least = implementation.declared_recall
+    if least is not None and not figures.get("recall", 0.0) >= least:
+        raise Wrong(f"recall of attention mass {figures.get('recall', 0.0):.3f} is less than the declared {least:.3f}")
+    return figures
+
+
+def _of_the_mask(subject: Subject) -> dict[str, float]:
+    dense = subject.draws.without_blocks
+    if dense is None:
+        return {}
+    layout = block_layout(subject.workload.visible_mask, subject.workload.mask_shape)
+    sparsity = {} if layout is None else {"sparsity": layout.sparsity}
+    kept, whole = subject.draws.truths(0, gradients=False), dense.truths(0, gradients=False)
+    recall = _recall([truth.lse for truth in kept], [truth.lse for truth in whole])
+    error = relative_error([truth.out for truth in kept], [truth.out for truth in whole])
+    return {**sparsity, "recall": recall, "output_error": error}
+
+
+def _recall(kept: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> float:
+    """Mean over rows that see a key in the whole."""
+    part, everything = (np.concatenate([lse.ravel() for lse in lses]) for lses in (kept, whole))
+    seen = np.isfinite(everything)
+    return float(np.exp(part[seen] - everything[seen]).mean()) if seen.any() else 1.0

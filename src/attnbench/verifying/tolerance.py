@@ -1,0 +1,236 @@
+"""When is a result right: its error against float64 may be a small multiple of the plain implementation's own error.
+
+Three norms, because each misses something: relative Frobenius (the whole), maximum (one element), worst row (a row of
+small values that is simply missing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+FLOOR_ULPS = {"float64": 64, "float32": 16, "float16": 2, "bfloat16": 2}
+"""Added to what one element or one row may be off by."""
+WHOLE_FLOOR_ULPS = {"float64": 32, "float32": 8, "float16": 0.5, "bfloat16": 0.25}
+"""Added to what the whole may be off by: rounding averages out there, so it explains less. The worst kernel recorded
+on an H200 in bfloat16 is off by 1.3 times the plain error; the factors alone leave it room."""
+SUMMED_ULPS = {"float64": 1.0, "float32": 1.0}
+"""Added for formats in which sums are kept as they are, times the square root of the number of terms of the longest
+sum: other orders of its terms round otherwise. (16-bit results are sums in float32, rounded once.)"""
+SMALL_ROW = 0.05
+"""A row smaller than this share of the median row is measured against it: rounding alone may double a tiny one."""
+ZERO_ROW = 1e-6
+"""A row smaller than this share should be 0 (such as dQ of a row that sees one key): what is there is rounding of the
+larger terms that cancel, so it is measured against a typical row."""
+TINY = 1e-30
+ROUNDED = 8
+"""A row of dQ or dK is measured against so many ulp of the terms that cancel in it, if it is smaller; in float32 these
+ulp do not count as an error. Without this a right flash kernel is now and then called wrong
+(tests/verifying/test_few_keys.py)."""
+ROW_FLOORS = 8
+FORWARD_FACTOR = 2.0
+BACKWARD_FACTOR = 3.0
+LSE_FLOOR = 1e-5
+SLACK = 4
+"""Times the allowed error, between two results of one call: both may be right at twice it; a wrong one is far off."""
+
+
+class Limits(NamedTuple):
+    """What was allowed in each norm, as shares that hold for other inputs of the same kind too."""
+
+    relative: float
+    largest: float
+    """Of one element, as a share of the largest one."""
+    row: float
+
+    def widened(self, factor: float) -> Limits:
+        """So many times as wide."""
+        return Limits(*(factor * limit for limit in self))
+
+    @staticmethod
+    def of_rounding(dtype: str) -> Limits:
+        """Where nothing was compared: what gradients may be off by when the plain ones are exact."""
+        floor = EPS[dtype] * FLOOR_ULPS[dtype]
+        return Limits(EPS[dtype], floor, ROW_FLOORS * floor).widened(BACKWARD_FACTOR)
+
+
+class Compared(NamedTuple):
+    """One result against the truth, over all compared heads. `fault` is empty when it is right."""
+
+    error: float
+    allowed: float
+    max_abs: float
+    fault: str
+    first_row: int | None = None
+    """Flat index of the first wrong row among all that were compared."""
+    bad: np.ndarray | None = None
+    """Which rows are wrong, flat."""
+    limits: Limits | None = None
+    """What was allowed, of a right result."""
+
+    def worse(self, other: Compared | None) -> Compared:
+        """The one with the larger error, and the wider limits of both; both are right."""
+        if other is None or other.limits is None or self.limits is None:
+            return self
+        limits = Limits(*(max(pair) for pair in zip(self.limits, other.limits)))
+        return (self if self.error > other.error else other)._replace(limits=limits)
+
+
+class _Norms(NamedTuple):
+    relative: float
+    max_abs: float
+    worst_row: float
+    rows: np.ndarray
+    total: float
+    """Of all rows that are right."""
+
+
+def relative_error(got: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
+    """Relative Frobenius norm of the difference of arrays [..., rows, width]."""
+    return _norms(got, exact).relative
+
+
+def _norms(
+    got: Sequence[np.ndarray],
+    exact: Sequence[np.ndarray],
+    least: np.ndarray | float = 0.0,
+    expected: float = 0.0,
+    dtype: str = "",
+) -> _Norms:
+    """Norms over arrays [..., rows, width]; a row that should be 0 is measured against a typical row, and the whole
+    against no less than `expected`. `least` is what rounding may leave in each row."""
+    differences = [g - e for g, e in zip(got, exact)]
+    size, off = (np.concatenate([_row_norms(x) for x in arrays]) for arrays in (exact, differences))
+    rows = row_errors(off, size, least, dtype)
+    total = max(float(np.linalg.norm(size)), expected)
+    relative = float(np.linalg.norm(off)) / (total if total > 0 else 1.0)
+    return _Norms(relative, max(float(np.abs(x).max()) for x in differences), float(rows.max()), rows, total)
+
+
+def typical_row(size: np.ndarray) -> float:
+    """The median of the rows that are not 0."""
+    return float(np.median(size[size > 0])) if np.any(size > 0) else 1.0
+
+
+def row_scales(size: np.ndarray) -> np.ndarray:
+    """What the error of each row is measured against, from the norms of the right rows."""
+    typical = typical_row(size)
+    return np.where(size < ZERO_ROW * typical, typical, np.maximum(size, SMALL_ROW * typical))
+
+
+def row_errors(
+    off: np.ndarray, size: np.ndarray, least: np.ndarray | float, dtype: str, scales: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the error of each row as a share of it, or of what rounding may leave of terms that cancel if that is
+    more; if sums are kept in the dtype itself, that does not count as an error at all."""
+    uncounted = least if dtype in SUMMED_ULPS else 0.0
+    return np.maximum(off - uncounted, 0.0) / np.maximum(row_scales(size) if scales is None else scales, least)
+
+
+def _row_norms(array: np.ndarray) -> np.ndarray:
+    rows = array.reshape(-1, array.shape[-1])
+    return np.sqrt(np.einsum("ij,ij->i", rows, rows))
+
+
+def rounded_terms(cancelling: np.ndarray, dtype: str, width: int) -> np.ndarray:
+    """Return what rounding may leave of terms of these sizes that cancel: sums over a row of so many elements are kept
+    in the dtype itself, or in a wider one."""
+    return ROUNDED * EPS[dtype] * (width**0.5 if dtype in SUMMED_ULPS else 1.0) * cancelling
+
+
+def compare(
+    what: str,
+    got: Sequence[np.ndarray],
+    exact: Sequence[np.ndarray],
+    plain: Sequence[np.ndarray],
+    dtype: str,
+    factor: float,
+    declared: float | None = None,
+    cancelling: Sequence[np.ndarray] | None = None,
+    summed: int = 0,
+    typical: float = 0.0,
+) -> Compared:
+    """Judge arrays [..., rows, width] of all compared heads; `declared` is the rule for approximate implementations,
+    `cancelling` [..., rows] the size of the terms that cancel in each row, `summed` the terms of the longest sum,
+    `typical` the size that an element has at least, but for chance: few elements may all be near 0."""
+    bad = np.concatenate([(~np.isfinite(g) & np.isfinite(e)).any(axis=-1).ravel() for g, e in zip(got, exact)])
+    if bad.any():
+        fault = f"{what}: {np.count_nonzero(bad)} rows hold NaN or infinite values"
+        return Compared(float("inf"), 0.0, float("inf"), fault, int(np.argmax(bad)), bad)
+    cancelled = np.zeros(1) if cancelling is None else np.concatenate([x.ravel() for x in cancelling])
+    least = rounded_terms(cancelled, dtype, exact[0].shape[-1])
+    own, expected = (
+        float(np.linalg.norm([np.linalg.norm(x) for x in exact])),
+        typical * sum(x.size for x in exact) ** 0.5,
+    )
+    if own < ZERO_ROW * np.linalg.norm(cancelled):  # it should be 0: what is there is rounding of these terms
+        expected = float(np.linalg.norm(cancelled))
+    mine, yardstick = (_norms(x, exact, least, expected, dtype) for x in (got, plain))
+    more = SUMMED_ULPS.get(dtype, 0.0) * summed**0.5
+    floor = EPS[dtype] * (FLOOR_ULPS[dtype] + more)
+    largest = max(typical, *(float(np.abs(e).max()) for e in exact))
+    if declared is not None:
+        fault = (
+            ""
+            if mine.relative <= declared
+            else f"{what}: error {mine.relative:.2e} is more than the declared {declared:.2e}"
+        )
+        limits = Limits(declared, float("inf"), float("inf"))
+        return Compared(mine.relative, declared, mine.max_abs, fault, limits=limits)
+    # What a rounded output leaves of terms that cancel counts beside what is left of them, which may be nothing.
+    terms = float(np.linalg.norm(least)) / (mine.total or 1.0)
+    allowed = factor * yardstick.relative + EPS[dtype] * (WHOLE_FLOOR_ULPS[dtype] + more) + terms
+    norms = {
+        "relative": (mine.relative, allowed),
+        "largest": (mine.max_abs, factor * yardstick.max_abs + floor * largest + float(least.max())),
+        "worst row's": (mine.worst_row, factor * yardstick.worst_row + ROW_FLOORS * floor),
+    }
+    row_limit = norms["worst row's"][1]
+    unwidened = row_limit if cancelling is None else factor * _norms(plain, exact).worst_row + ROW_FLOORS * floor
+    for name, (have, limit) in norms.items():
+        if not have <= limit:
+            first = (
+                int(np.argmax(mine.rows > row_limit)) if np.any(mine.rows > row_limit) else int(np.argmax(mine.rows))
+            )
+            times = f"{have / limit:.1f} x the {name} error allowed" if limit else f"no {name} error is allowed"
+            fault = f"{what}: {times} ({have:.2e} against {limit:.2e})"
+            return Compared(mine.relative, allowed, mine.max_abs, fault, first, mine.rows > row_limit)
+    # As shares of the result itself, whatever it was measured against here.
+    relative = allowed * mine.total / max(own, TINY * mine.total) if mine.total else allowed
+    limits = Limits(relative, norms["largest"][1] / (largest or 1.0), unwidened)
+    return Compared(mine.relative, allowed, mine.max_abs, "", limits=limits)
+
+
+def compare_large_lse(got: np.ndarray, exact: np.ndarray, plain: np.ndarray, sizes: np.ndarray, dtype: str) -> Compared:
+    """Judge the LSE of rows whose logits may be large, as a share of the size of the largest one (`sizes`, 1 at least):
+    a kernel may round logits as the plain implementation does. -inf must stand exactly where no key is seen."""
+    seen = np.isfinite(exact)
+    if not np.array_equal(seen, np.isfinite(got)) or not np.all(got[~seen] == -np.inf):
+        return Compared(
+            float("inf"), 0.0, float("inf"), "lse: not finite, or not -inf exactly on the rows that see no key"
+        )
+    scale = np.maximum(sizes[seen], 1.0)
+    off, usual = (float((np.abs(x[seen] - exact[seen]) / scale).max(initial=0.0)) for x in (got, plain))
+    usual = usual if np.isfinite(usual) else 0.0
+    allowed = FORWARD_FACTOR * usual + LSE_FLOOR + EPS[dtype]
+    fault = "" if off <= allowed else f"lse: off by {off:.2e} of the largest logit, {allowed:.2e} allowed"
+    return Compared(off, allowed, float(np.abs(got - exact)[seen].max(initial=0.0)), fault)
+
+
+def compare_lse(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> Compared:
+    """Judge LSE [g, rows] absolutely: -inf must stand exactly where no key is seen."""
+    mine, truth, yardstick = (np.concatenate([x.ravel() for x in arrays]) for arrays in (got, exact, plain))
+    seen = np.isfinite(truth)
+    if not np.array_equal(seen, np.isfinite(mine)) or not np.all(mine[~seen] == -np.inf):
+        return Compared(float("inf"), 0.0, float("inf"), "lse: not -inf exactly on the rows that see no key")
+    if not seen.any():
+        return Compared(0.0, 0.0, 0.0, "")
+    mine, truth, yardstick = mine[seen], truth[seen], yardstick[seen]
+    error = float(np.abs(mine - truth).max())
+    floor = LSE_FLOOR * (1 + float(np.abs(truth).max()))
+    allowed = FORWARD_FACTOR * float(np.abs(yardstick - truth).max()) + floor
+    fault = "" if error <= allowed else f"lse: off by {error:.2e}, {allowed:.2e} allowed"
+    return Compared(error, allowed, error, fault)

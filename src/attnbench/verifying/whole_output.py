@@ -1,0 +1,248 @@
+"""Every row of every head, not only the sampled ones: whole outputs and gradients against near-exact ones, on the first
+input set and on the probes (attnbench.verifying.probes), as far as the budget of `Draws.covered` goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from attnbench.frameworks import OUTPUTS
+from attnbench.spec import Array, Errors
+from attnbench.verifying import probes
+from attnbench.verifying.draws import Heads, by_head
+from attnbench.verifying.subject import Subject, Wrong, run
+from attnbench.verifying.tolerance import EPS, Limits, rounded_terms, row_errors, typical_row
+from attnbench.verifying.truths import Whole
+
+KEY_SHARE, KEY_ULPS, KEY_SUMS = 0.03, 2, 1e-7
+"""What a row of `counted` may be off by: a share of one key's weight, ulp of the row itself, and what sums in float32
+lose per key."""
+PAIR_SHARE, PAIR_ULPS, PAIR_NOISE = 0.2, 0.5, 3
+"""What an element of a gradient of `counted_pairs` may be off by: a share of one pair's weight, ulp of the element
+itself, and ulp of the root mean square of its row, since every pair is rounded before it is added."""
+POINTED_ULPS, POINTED_PER_LOGIT, POINTED_FLOOR, POINTED_ROW = 3, 0.25, 1e-3, 0.5
+"""What `pointed` results may be off by as a whole: ulp, more of them for larger logits, which a plain implementation
+rounds too; and one row of them, as a share of it or of a typical one, the same for its logits added."""
+POINTED_TERMS = 3
+"""Times what rounding may leave of terms that cancel: nearly all weight lies on one key, and a plain implementation
+rounds weights and their gradients too."""
+STEEP_ROW = 0.1
+"""What a row of dV of `steep` inputs may be off by, as a share of it or of their root mean square: float32 rounds
+an LSE near 65,000 to 0.004."""
+COUNTED = ("counted", "shifted", "steep")
+"""Inputs whose output is judged by the weight of one key."""
+MORE_ROWS, MISSING, LEAST_ROW = 2, 0.75, 5e-4
+"""Times what a sampled row may be off by, since the worst of many more rows is worse; a row that is off by most of
+itself is another one; and what any row may be off by."""
+SMALLEST_FLOAT16, UNDERFLOWS = 2.0**-24, 4
+LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
+
+
+class Rows(NamedTuple):
+    """Norms of the compared rows of one output, [heads, members, rows]."""
+
+    size: np.ndarray
+    off: np.ndarray
+    least: np.ndarray
+    """What a row's error is at least measured against."""
+
+
+def check_first(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> None:
+    """Hold the outputs on the first input set against near-exact ones, row by row."""
+    for name, rows in _compared(subject, "first", good).items():
+        allowed = max(min(MORE_ROWS * limits[name].row, MISSING), LEAST_ROW)
+        share = row_errors(rows.off, rows.size, rows.least, subject.workload.dtype)
+        _require(subject, f"{LONG_NAMES[name]} (all rows)", name, share, np.full_like(share, allowed))
+
+
+def check_counted(subject: Subject) -> tuple[str, ...]:
+    """Require of `counted` inputs that no row is off by more than a share of one key's weight."""
+    if subject.workload.pass_ == "backward":
+        return ()
+    for name, words in (("counted", "keys counted"), ("shifted", "keys counted, logits of 0 and below")):
+        outputs = run(subject.programs.main, subject.draws.probe(name, subject.layout))
+        subject.framework.wait(outputs)
+        same = name == "counted" or subject.workload.softcap is None
+        require_counted(subject, outputs[0], f"output ({words})", "counted" if same else name)
+    return ("one key more or less",)
+
+
+def check_steep(subject: Subject) -> tuple[str, ...]:
+    """Require of `steep` inputs that no row of the output is off by more than a share of one key's weight, and no row
+    of dV by a tenth; nothing is required if a soft cap leaves nothing of them."""
+    w, draws = subject.workload, subject.draws
+    if not probes.can_be_steep(w):
+        return ()
+    outputs = dict(zip(OUTPUTS[w.pass_], run(subject.programs.main, draws.probe("steep", subject.layout))))
+    subject.framework.wait(tuple(outputs.values()))
+    if not all(subject.framework.is_finite(array) for array in outputs.values()):
+        raise Wrong("unstable: NaN or Inf if all logits lie far below 0, where the reference is finite")
+    words = "(all logits far below 0)"
+    for name, rows in _compared(subject, "steep", {n: outputs[n] for n in ("out", "dv") if n in outputs}).items():
+        if name == "out":
+            _require_keys(subject, rows, f"output {words}")
+            continue
+        mean = float(np.sqrt(np.mean(rows.size * rows.size))) or 1.0
+        share = rows.off / np.maximum(rows.size, mean)
+        _require(subject, f"{LONG_NAMES[name]} {words}", name, share, np.full_like(share, STEEP_ROW))
+    return ("logits far below 0",)
+
+
+def require_counted(subject: Subject, out: Array, what: str, inputs: str = "counted") -> None:
+    """Judge an output of inputs whose keys can be counted."""
+    _require_keys(subject, _compared(subject, inputs, {"out": out})["out"], what)
+
+
+def _require_keys(subject: Subject, rows: Rows, what: str) -> None:
+    """Require that no row is off by more than a share of one key's weight."""
+    unit = np.where(rows.least > 0, rows.least, 1.0)
+    sums = KEY_SUMS * subject.workload.kv_len
+    allowed = KEY_SHARE + sums + KEY_ULPS * EPS[subject.workload.dtype] * rows.size / unit
+    _require(subject, what, "out", rows.off / unit, allowed, " of one key's weight")
+
+
+def check_counted_pairs(subject: Subject) -> tuple[str, ...]:
+    """Require of `counted_pairs` inputs that no element of a gradient is off by the weight of one pair; nothing is
+    required if the pass has no gradients, none fit the budget, or head_dim is 1."""
+    w, draws = subject.workload, subject.draws
+    if not w.needs_gradients or not draws.covered(True).heads or w.head_dim < 2 or not w.softmax_scale:
+        return ()
+    outputs = dict(zip(OUTPUTS[w.pass_], run(subject.programs.main, draws.probe("counted_pairs", subject.layout))))
+    subject.framework.wait(tuple(outputs.values()))
+    weight, ulp = probes.pair_weight(draws.reached_keys), EPS[w.dtype]
+    shares: dict[str, list[np.ndarray]] = {name: [] for name in ("dq", "dk", "dv")}
+    for heads, truth in draws.whole("counted_pairs", True):
+        assert truth.grads is not None
+        for (name, found), right in zip(shares.items(), truth.grads):
+            mine = _heads(subject, outputs[name], name, heads)
+            right = _host(subject, right) if isinstance(mine, np.ndarray) else right
+            right = right if name == "dq" else right[:, None]
+            xp = array_api_compat.array_namespace(mine)
+            size = xp.abs(right)
+            noise = xp.sqrt(2 * xp.mean(size * size, axis=-1, keepdims=True))
+            allowed = PAIR_SHARE * weight + ulp * (PAIR_ULPS * size + PAIR_NOISE * noise)
+            found.append(_host(subject, xp.max(xp.abs(mine - right) / allowed, axis=-1)))
+    for name, found in shares.items():
+        share = np.concatenate(found)
+        of = " times what rounding explains"
+        _require(subject, f"{LONG_NAMES[name]} (pairs counted)", name, share, np.ones_like(share), of)
+    return ("one pair more or less",)
+
+
+def check_pointed(subject: Subject) -> tuple[str, ...]:
+    """Require of `pointed` inputs, each row of which hangs on one pair, that gradients are right in every row; None are
+    where the pass has no gradients or none fit the budget."""
+    if not subject.draws.covered(True).heads or not subject.workload.needs_gradients:
+        return ()
+    outputs = run(subject.programs.main, subject.draws.probe("pointed", subject.layout))
+    subject.framework.wait(outputs)
+    ulp = EPS[subject.workload.dtype]
+    logits = POINTED_PER_LOGIT * ulp * probes.pointed_logit(subject.workload)
+    limit = POINTED_FLOOR + POINTED_ULPS * ulp + logits
+    for name, rows in _compared(subject, "pointed", dict(zip(OUTPUTS[subject.workload.pass_], outputs))).items():
+        what = f"{LONG_NAMES[name]} (queries that point at edges)"
+        terms = POINTED_TERMS * rows.least
+        share = rows.off / np.maximum(np.maximum(rows.size, typical_row(rows.size)), terms)
+        _require(subject, what, name, share, np.full_like(share, POINTED_ROW + logits))
+        size = float(np.linalg.norm(rows.size)) or 1.0
+        relative, allowed = (float(np.linalg.norm(x)) / size for x in (rows.off, terms))
+        if not relative <= limit + allowed:
+            times = relative / (limit + allowed)
+            raise Wrong(
+                f"{what}: {times:.1f} x the relative error allowed ({relative:.2e} against {limit + allowed:.2e})",
+                Errors(backward=relative, backward_allowed=limit + allowed),
+            )
+    return ("gradients at edges",)
+
+
+def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> dict[str, Rows]:
+    """Norms of all covered rows, of each output of which some are covered."""
+    found: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in outputs}
+    backward = [name for name in outputs if name != "out"]
+    together = not backward or subject.draws.covered(True) == subject.draws.covered(False)
+    passes = [(bool(backward), list(outputs))] if together else [(False, ["out"]), (True, backward)]
+    for gradients, names in passes:
+        sample = subject.draws.covered(gradients)
+        names = [name for name in names if name in outputs]
+        for heads, truth in subject.draws.whole(inputs, gradients) if names else ():
+            for name in names:
+                mine = _heads(subject, outputs[name], name, heads)
+                if name == "out" and len(sample.rows) < subject.workload.q_len:
+                    mine = mine[:, :, sample.rows]
+                found[name].append(_norms(subject, name, mine, truth, inputs))
+    return {name: Rows(*(np.concatenate(parts) for parts in zip(*norms))) for name, norms in found.items() if norms}
+
+
+def _heads(subject: Subject, array: Array, name: str, heads: Heads) -> Array:
+    """[n, members, rows, width] of key/value heads: NumPy on a CPU and in float64, else on the device."""
+    members = subject.workload.group if name in ("out", "dq") else 1
+    part = by_head(array, subject.layout, members, heads)
+    if subject.device == "cpu" or subject.workload.dtype == "float64":
+        return _host(subject, part)
+    return subject.framework.cast(part, "float32")
+
+
+def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) -> tuple[np.ndarray, ...]:
+    if name == "out":
+        right, least = truth.out, None
+    else:
+        assert truth.grads is not None
+        assert truth.cancelling_grads is not None
+        right = truth.grads[("dq", "dk", "dv").index(name)]
+        terms: dict[str, Any] = dict(zip(("dq", "dk"), truth.cancelling_grads))
+        least = terms.get(name)
+        if name != "dq":
+            right, least = right[:, None], None if least is None else least[:, None]
+    right = _host(subject, right) if isinstance(mine, np.ndarray) else right
+    size, off = (_host(subject, _row_norms(x)) for x in (right, mine - right))
+    if least is not None:
+        floor = rounded_terms(_host(subject, least), subject.workload.dtype, right.shape[-1])
+    elif name == "out" and inputs in COUNTED:
+        floor = _host(subject, truth.top) * subject.workload.value_dim**0.5
+    else:
+        floor = np.zeros_like(size)
+    return size, off, floor if name == "out" else np.maximum(floor, _underflow(subject, name, inputs))
+
+
+def _underflow(subject: Subject, name: str, inputs: str) -> float:
+    """Return what a row of a gradient may lose because float16 has no smaller numbers: each weight of the sum that the
+    row is, and each element of the row itself, is a multiple of the smallest one."""
+    w, draws = subject.workload, subject.draws
+    if w.dtype != "float16":
+        return 0.0
+    given = draws.input_set(0) if inputs == "first" else draws.probe(inputs, "bshd")
+    other, terms, scale = {
+        "dq": (given.k, w.kv_len, w.softmax_scale),
+        "dk": (given.q, w.q_len * w.group, w.softmax_scale),
+        "dv": (given.dout, w.q_len * w.group, 1.0),
+    }[name]
+    size = float(np.sqrt(np.mean(np.square(_host(subject, other).astype(np.float32)))))
+    return UNDERFLOWS * SMALLEST_FLOAT16 * other.shape[-1] ** 0.5 * (abs(scale) * size * terms**0.5 + 1)
+
+
+def _row_norms(array: Array) -> Array:
+    xp = array_api_compat.array_namespace(array)
+    return xp.sqrt(xp.sum(array * array, axis=-1))
+
+
+def _host(subject: Subject, array: Array) -> np.ndarray:
+    return (array if isinstance(array, np.ndarray) else subject.framework.numpy(array)).astype(np.float64)
+
+
+def _require(subject: Subject, what: str, name: str, share: np.ndarray, allowed: np.ndarray, of: str = "") -> None:
+    over = ~(share <= allowed)
+    if not over.any():
+        return
+    which, member, row = place = tuple(int(n) for n in np.unravel_index(int(np.argmax(over)), over.shape))
+    sample = subject.draws.covered(share.shape[0] != len(subject.draws.covered(False).heads))
+    members = subject.workload.group if name in ("out", "dq") else 1
+    batch, index = sample.heads[which]
+    token = int(sample.rows[row]) if name == "out" else row
+    raise Wrong(
+        f"{what}: {np.count_nonzero(over)} of {over.size} rows are wrong, first at batch {batch}, "
+        f"{'head' if name in ('out', 'dq') else 'key/value head'} {index * members + member}, row {token} "
+        f"(off by {share[place]:.1e}{of}, {allowed[place]:.1e} allowed)"
+    )

@@ -1,0 +1,51 @@
+"""The search for the first slow commit."""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+import pytest
+
+from attnbench.comparing.bisect import find_first_slower
+
+COMMITS = [f"c{n:02d}" for n in range(20)]
+
+
+@pytest.mark.parametrize("first", range(20))
+def test_the_first_slow_one_in_few_steps(first: int):
+    found = find_first_slower(COMMITS, lambda commit: commit >= COMMITS[first])
+    assert (found.first, found.suspects) == (COMMITS[first], (COMMITS[first],))
+    assert len(found.tried) <= ceil(log2(len(COMMITS)))
+    assert COMMITS[-1] not in found.tried
+
+
+def test_one_commit_needs_no_search():
+    found = find_first_slower(["only"], lambda commit: pytest.fail("asked for nothing"))
+    assert (found.first, found.tried) == ("only", {})
+
+
+def test_none_is_a_mistake_of_the_caller():
+    with pytest.raises(ValueError, match="no commit"):
+        find_first_slower([], lambda commit: True)
+
+
+def test_what_cannot_be_judged_is_stepped_over():
+    broken = {"c08", "c09", "c10"}
+    found = find_first_slower(COMMITS, lambda commit: None if commit in broken else commit >= "c14")
+    assert found.first == "c14"
+    assert all(found.tried[commit] is None for commit in broken & found.tried.keys())
+
+
+def test_the_first_slow_one_among_those_that_cannot_be_judged():
+    broken = {"c08", "c09", "c10"}
+    found = find_first_slower(COMMITS, lambda commit: None if commit in broken else commit >= "c09")
+    assert found.first is None
+    assert found.suspects == ("c08", "c09", "c10", "c11")
+    assert sum(answer is None for answer in found.tried.values()) == 3
+
+
+def test_nothing_can_be_judged():
+    found = find_first_slower(COMMITS, lambda commit: None)
+    assert found.first is None
+    assert found.suspects == tuple(COMMITS)
+    assert len(found.tried) == len(COMMITS) - 1

@@ -1,0 +1,96 @@
+"""Steps in synthetic series whose truth is known."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("asv")
+
+from attnbench.comparing.level_changes import LEAST_POINTS, find_levels
+
+
+def noise(points: int, seed: int, spread: float = 0.01) -> np.ndarray:
+    return 1.3 + spread * np.random.default_rng(seed).standard_normal(points)
+
+
+def with_step(points: int, seed: int, ratio: float, at: int) -> np.ndarray:
+    series = noise(points, seed)
+    series[at:] += np.log(ratio)
+    return series
+
+
+def test_no_step_in_noise():
+    found = [seed for seed in range(50) if len(find_levels(noise(30, seed))) != 1]
+    assert found == []
+
+
+@pytest.mark.parametrize("ratio", [1.05, 1 / 1.05])
+def test_a_step_of_5_percent_is_found_in_its_place(ratio: float):
+    missed, more = [], []
+    for seed in range(50):
+        levels = find_levels(with_step(30, seed, ratio, at=14))
+        near = [pair for pair in pairwise(levels) if abs(pair[1].start - 14) <= 1]
+        if not near or abs(near[0][1].value - near[0][0].value - np.log(ratio)) > 0.015:
+            missed.append(seed)
+        if len(levels) > 2:
+            more.append(seed)
+    assert missed == []
+    assert len(more) <= 1  # noise that happens to look like a step of its own
+
+
+def test_a_step_below_the_threshold_is_none():
+    assert all(len(find_levels(with_step(60, seed, 1.01, at=30))) == 1 for seed in range(20))
+
+
+@pytest.mark.parametrize("place", [0, 7, 15, 29])
+def test_an_outlier_is_no_step(place: int):
+    for seed in range(20):
+        series = noise(30, seed)
+        series[place] += 0.5
+        assert len(find_levels(series)) == 1
+
+
+def test_an_outlier_beside_a_step_belongs_to_neither_level():
+    series = with_step(30, 3, 1.10, at=15)
+    series[15] += 2
+    before, after = find_levels(series)
+    assert before.stop <= 15 < after.start == 16
+
+
+def test_up_and_down_again_are_three_levels():
+    series = noise(45, 5)
+    series[15:30] += np.log(1.08)
+    assert [(round(level.start / 15), round(level.stop / 15)) for level in find_levels(series)] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+    ]
+
+
+def test_short_and_empty_series_have_one_level_or_none():
+    assert find_levels([]) == ()
+    (level,) = find_levels([0.0] * (LEAST_POINTS - 3) + [1.0, 1.0])
+    assert (level.start, level.stop) == (0, LEAST_POINTS - 1)
+    (level,) = find_levels([0.5] * 20)
+    assert level.value == 0.5
+
+
+def test_where_otava_is_installed_both_must_agree(monkeypatch: pytest.MonkeyPatch):
+    """The other detector's vote, played by a module of its name."""
+    points: list[SimpleNamespace] = []
+    package, analysis = ModuleType("otava"), ModuleType("otava.analysis")
+    analysis.compute_change_points = lambda series, window_len, max_pvalue: (points, None)  # pyright: ignore
+    package.__spec__ = SimpleNamespace()  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "otava", package)
+    monkeypatch.setitem(sys.modules, "otava.analysis", analysis)
+    series = with_step(30, 1, 1.08, at=14)
+    assert len(find_levels(series)) == 1
+    points.append(SimpleNamespace(index=20))
+    assert len(find_levels(series)) == 1
+    points.append(SimpleNamespace(index=15))
+    assert len(find_levels(series)) == 2
