@@ -52,6 +52,9 @@ OPTIMIZE_LITTLE = "jax_disable_most_optimizations"
 
 
 def pytest_collection_modifyitems(items):
+    long = [item.nodeid[:200] for item in items if len(item.nodeid) > 600]
+    if long:  # an array as text can have megabytes, and every process of pytest-xdist sends and keeps each id
+        raise pytest.UsageError(f"the ids of these tests are too long, name their parameters: {long}")
     items.sort(key=lambda item: _turn(item.path))
     have_gpu = _have_gpu() if any("gpu" in item.keywords for item in items) else False
     for item in items:
