@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import standing_workers
 
 from attnbench import registry
 from attnbench.run.instructions import isa_cap
+from attnbench.run.remote import Remote
 
 os.environ.update(isa_cap())  # before torch is first imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -70,6 +72,16 @@ def _registry_restored():
     """A test that registers an implementation must not change which names the next test sees."""
     with registry.restored():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _workers_are_forked(request):
+    """Importing a framework takes seconds. Tests marked `interpreter` start each worker as users do."""
+    real = Remote.__dict__["start"]
+    if sys.platform == "linux" and request.node.get_closest_marker("interpreter") is None:
+        Remote.start = classmethod(standing_workers.start)
+    yield
+    Remote.start = real
 
 
 @pytest.fixture(autouse=True)

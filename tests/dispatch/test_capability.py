@@ -150,7 +150,7 @@ class TestNoCompilationForOneCall:
         {"mask": ab.masks.dense(np.random.default_rng(0).standard_normal((8, 512, 512)).astype(np.float32))},
         {"mask": ab.masks.lengths([300]), "softcap": 30.0, "pass_": "train"},
     ], ids=[
-        "decode-even", "decode-odd", "few-queries", "causal", "decode-float32", "lengths", "documents", "dense", "train",
+        "even", "odd", "few queries", "causal", "float32", "lengths", "documents", "dense", "train",
     ])  # fmt: skip
     def test_the_fixed_order(self, chip, fields):
         name = picked(shape(**{"dtype": "bfloat16", **fields}))
