@@ -1,8 +1,8 @@
 """The workers of a run, one per group, started when first needed and replaced when they die.
 
 A user function is loaded in its own worker only, which is stopped while nothing is asked of it: threads that spin and
-processes that it has started would otherwise take the processor from its rivals. The anchors and the ceilings are measured in a clean worker of each
-framework, one that loads nothing but attnbench's own implementations.
+processes that it has started would otherwise take the processor from its rivals. The anchors and the ceilings are
+measured in a clean worker of each framework, one that loads nothing but attnbench's own implementations.
 """
 
 from __future__ import annotations
