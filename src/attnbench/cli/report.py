@@ -131,7 +131,7 @@ def _history(sources: Sequence[Source]) -> History:
 
 def _annotate(page: Page) -> None:
     """On GitHub, mark the job; on stderr, where GitHub reads as well."""
-    from attnbench.comparing.annotations import record_commands
+    from attnbench.comparing.ci_files import record_commands
 
     if os.environ.get("GITHUB_ACTIONS") == "true":
         titled = len(page.parts) > 1
