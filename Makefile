@@ -66,4 +66,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache site
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache site

@@ -32,10 +32,16 @@ if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     # process. Whole commands and the tests of how workers run are without it: cli_process.py, run/conftest.py.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 HERE = Path(__file__).parent
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(HERE.parent / ".pytest_cache" / "jax"))
+COMPILED = HERE.parent / ".cache" / "tests"
+for variable, folder in {
+    "JAX_COMPILATION_CACHE_DIR": "jax",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+}.items():
+    os.environ.setdefault(variable, str(COMPILED / folder))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-"""What JAX compiles is kept between test processes and between runs of the suite: most programs are the same."""
+"""What frameworks compile is kept between test processes and between runs of the suite: most programs are the same."""
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 os.environ["ATTNBENCH_CACHE"] = str(HERE.parent / ".pytest_cache" / f"attnbench-{WORKER}")
 """Of its own for each test process: who tests side by side must not find the other's lock."""
