@@ -11,13 +11,22 @@ from typing import Any, Literal
 import numpy as np
 
 from attnbench.errors import InvalidWorkload
-from attnbench.masks.base import LARGEST_SIZE, Align, Mask, MaskShape, Namespace, Predicate
+from attnbench.masks.arrays import BlockCausal, Blocks, Dense, Documents, Lengths, Valid
+from attnbench.masks.base import (
+    LARGEST_SIZE,
+    Align,
+    Mask,
+    MaskShape,
+    Namespace,
+    Predicate,
+    check_constant,
+    freeze,
+    integers,
+    to_numpy,
+    whole_number,
+)
 from attnbench.masks.combine import Both, Part
-from attnbench.masks.data import check_constant, freeze, integers, to_numpy, whole_number
-from attnbench.masks.dilated import Dilated
-from attnbench.masks.gridded import Blocks, Dense
-from attnbench.masks.keyed import BlockCausal, Documents, Lengths, Valid
-from attnbench.masks.positional import Causal, Full, Prefix, Window
+from attnbench.masks.positional import Causal, Dilated, Full, Prefix, Window
 from attnbench.tracing import constant_when_traced
 
 AnyMask = Part | Both

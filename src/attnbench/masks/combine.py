@@ -1,4 +1,4 @@
-"""Masks combined with `&`: a pair is visible when every part sees it; log-weights add."""
+"""Masks combined with `&`: every part must allow a pair, and log-weights add up; masks as plain nested tuples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any, get_args
 import numpy as np
 
 from attnbench.errors import InvalidWorkload
-from attnbench.masks.base import Mask, MaskShape, Namespace, Predicate, _interval_pairs
-from attnbench.masks.dilated import Dilated
-from attnbench.masks.gridded import Blocks, Dense
-from attnbench.masks.keyed import BlockCausal, Documents, Lengths, Valid
-from attnbench.masks.literals import from_literal, literal
-from attnbench.masks.positional import Causal, Full, Prefix, Window
+from attnbench.masks.arrays import BlockCausal, Blocks, Dense, Documents, Lengths, Valid
+from attnbench.masks.base import FrozenArray, Mask, MaskShape, Namespace, Predicate, _interval_pairs
+from attnbench.masks.positional import Causal, Dilated, Full, Prefix, Window
 from attnbench.tracing import constant_when_traced
 
 MOST_PARTS = 64
@@ -147,3 +144,24 @@ def _joined(*literals: Any) -> Mask:
 def mask_of(plain: Any) -> Any:
     """The mask (or None) that a literal stands for."""
     return from_literal(plain, KINDS)
+
+
+def literal(value: Any) -> Any:
+    """A mask, or a field of one, in numbers, strings, bytes and tuples that begin with a name."""
+    if isinstance(value, Mask):
+        name, *fields = value.name_and_fields
+        return (name, *[literal(getattr(value, field)) for field in fields])
+    if isinstance(value, FrozenArray):
+        return ("FrozenArray", value.shape, value.dtype, value.data)
+    return ("tuple", *[literal(one) for one in value]) if isinstance(value, tuple) else value
+
+
+def from_literal(value: Any, kinds: dict[str, type[Mask]]) -> Any:
+    """What `literal` was given, from the mask classes by name."""
+    if not isinstance(value, tuple):
+        return value
+    name, *fields = value
+    if name == "FrozenArray":
+        return FrozenArray(*fields)
+    parts = [from_literal(field, kinds) for field in fields]
+    return tuple(parts) if name == "tuple" else kinds[name](*parts)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attnbench.masks.arrays import Dense
 from attnbench.masks.base import COUNT_BLOCK, Mask, MaskShape
-from attnbench.masks.gridded import Dense
 
 LARGE = 64.0
 """Up to here float32 rounds a logit by less than 1e-5, and rows are left as they are."""

@@ -13,7 +13,7 @@ import numpy as np
 from attnbench import masks
 from attnbench.errors import InvalidWorkload, UnknownName
 from attnbench.masks import AnyMask, Mask, MaskShape
-from attnbench.masks.data import whole_number
+from attnbench.masks.base import whole_number
 from attnbench.workloads.block_patterns import BLOCK_SIZE, sparse_mask
 
 FORMS = (

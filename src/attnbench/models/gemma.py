@@ -1,7 +1,7 @@
 """Gemma of pi0 and pi0.5: several experts' tokens, each with its own weights, in one attention.
 
 Constructor, call and parameter tree are openpi's; `use_flash_attention`, `flash_attention_impl`, `fallback` and
-`fully_masked` are ours (see `attnbench.models.attend`). Everywhere openpi takes a boolean mask array, a
+`fully_masked` are ours (see `attnbench.models.attention`). Everywhere openpi takes a boolean mask array, a
 `masks.TokenMask` is welcome too, and the flash path needs no T x S array with it.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from attnbench.errors import UsageError
-from attnbench.models.attend import FlashChoice, FullyMasked, attend, flash_fields, path_of
+from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config, Variant, get_config
 from attnbench.models.layers import Embedder, RMSNorm
 from attnbench.models.lora import Einsum, FeedForward

@@ -16,7 +16,7 @@ from jax import Array
 
 from attnbench.errors import UnknownName, UsageError
 from attnbench.models import gemma_config
-from attnbench.models.attend import FlashChoice, FullyMasked, attend, flash_fields, path_of
+from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
 from attnbench.models.layers import Embedder, RMSNorm
 from attnbench.models.lora import Einsum, FeedForward, LoRAConfig
 from attnbench.models.masks import TokenMask, prepared

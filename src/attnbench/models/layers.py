@@ -1,10 +1,15 @@
-"""Normalisation and embedding, shared by both Gemmas."""
+"""Parts that the JAX models share: normalisation, token embedding, and checks of observations."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
+
+from attnbench.errors import UsageError
+from attnbench.models.masks import truths
 
 
 class RMSNorm(nn.Module):
@@ -42,3 +47,47 @@ class Embedder(nn.Module):
     def decode(self, x: Array) -> Array:
         """[B, T, D] -> [B, T, vocabulary]"""
         return jnp.dot(x, self.input_embedding_table.T)
+
+
+def check_tokens(observation: Any, width: int) -> None:
+    """Raises unless image tokens are [B, P, width] and text, where there is some, is [B, L] whole numbers."""
+    images, text = observation.image_tokens, observation.tokens
+    if images.ndim != 3 or images.shape[2] != width:
+        raise UsageError(f"image_tokens are [batch, tokens, {width}], not {list(images.shape)}.")
+    if text is None:
+        return
+    if text.ndim != 2 or text.shape[0] != images.shape[0]:
+        raise UsageError(f"tokens are [batch, length], here [{images.shape[0]}, length], not {list(text.shape)}.")
+    if not jnp.issubdtype(text.dtype, jnp.integer):
+        raise UsageError(f"tokens are whole numbers, not {text.dtype}.")
+
+
+def check_shape(name: str, array: Array, wanted: tuple[int, ...], axes: str) -> None:
+    """Raises for an array of another shape, in the words of its axes."""
+    if array.shape != wanted:
+        raise UsageError(f"{name} are [{axes}], here {list(wanted)}, not {list(array.shape)}.")
+
+
+def which_are_there(observation: Any) -> Array | None:
+    """Image and text tokens that are there, [B, P + L]; None where no mask was given."""
+    parts = [(observation.image_tokens, "image_mask")]
+    if observation.tokens is not None:
+        parts.append((observation.tokens, "token_mask"))
+    if all(getattr(observation, name) is None for _, name in parts):
+        return None
+    found = []
+    for tokens, name in parts:
+        mask = token_mask(observation, name, tokens.shape[:2])
+        found.append(jnp.ones(tokens.shape[:2], bool) if mask is None else mask)
+    return jnp.concatenate(found, axis=1)
+
+
+def token_mask(observation: Any, name: str, wanted: tuple[int, ...]) -> Array | None:
+    """One of the masks as booleans with a value for every token; None where it was not given."""
+    mask = getattr(observation, name)
+    if mask is None:
+        return None
+    if mask.shape != wanted:
+        hint = "; repeat the value of a camera for all of its tokens" if name == "image_mask" else ""
+        raise UsageError(f"{name} has a value for every token, here {list(wanted)}, not {list(mask.shape)}{hint}.")
+    return truths(name, mask)

@@ -16,8 +16,8 @@ from flax import struct
 from jax import Array
 
 from attnbench.errors import UsageError
-from attnbench.models import gemma, observations
-from attnbench.models.attend import FlashChoice, FullyMasked, flash_fields
+from attnbench.models import gemma, layers
+from attnbench.models.attention import FlashChoice, FullyMasked, flash_fields
 from attnbench.models.masks import TokenMask, in_blocks
 
 Params = Any
@@ -104,8 +104,8 @@ class Pi0(nn.Module):
 
     def embed_prefix(self, observation: Observation) -> tuple[Array, Array | None]:
         """Image and text tokens [B, P, D], and which of them are there."""
-        observations.check_tokens(observation, gemma.get_config(self.config.paligemma_variant).width)
-        parts, valid = [observation.image_tokens.astype(self.config.dtype)], observations.which_are_there(observation)
+        layers.check_tokens(observation, gemma.get_config(self.config.paligemma_variant).width)
+        parts, valid = [observation.image_tokens.astype(self.config.dtype)], layers.which_are_there(observation)
         if observation.tokens is not None:
             parts.append(self.PaliGemma.embed(observation.tokens))
         tokens = jnp.concatenate(parts, axis=1)
@@ -128,7 +128,7 @@ class Pi0(nn.Module):
         if observation.state is None:
             raise UsageError("pi0 needs the state: Observation(state=[B, action_dim]); only pi0.5 has it in its text.")
         wanted = (actions.shape[0], self.config.action_dim)
-        observations.check_shape("states", observation.state, wanted, "batch, action_dim")
+        layers.check_shape("states", observation.state, wanted, "batch, action_dim")
         when = jnp.broadcast_to(when[:, None], actions.shape)
         mixed = self.action_time_mlp_in(jnp.concatenate([actions, when], axis=-1))
         mixed = self.action_time_mlp_out(nn.swish(mixed))
@@ -194,7 +194,7 @@ def _positions(prefix: Array, valid: Array | None) -> Array:
 
 def _check_actions(name: str, actions: Array, config: Pi0Config, observation: Observation) -> None:
     wanted = (observation.image_tokens.shape[0], config.action_horizon, config.action_dim)
-    observations.check_shape(name, actions, wanted, "batch, action_horizon, action_dim")
+    layers.check_shape(name, actions, wanted, "batch, action_horizon, action_dim")
 
 
 def _started(noise: Array, config: Pi0Config, observation: Observation) -> Array:

@@ -20,8 +20,8 @@ from jax import Array
 from jax.core import Tracer
 
 from attnbench.errors import UsageError
-from attnbench.models import gemma_fast, observations
-from attnbench.models.attend import FlashChoice, FullyMasked, flash_fields
+from attnbench.models import gemma_fast, layers
+from attnbench.models.attention import FlashChoice, FullyMasked, flash_fields
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config
 from attnbench.models.masks import TokenMask, in_blocks, up_to_own_id
 from attnbench.models.pi0 import PaliGemma
@@ -80,13 +80,13 @@ class Pi0Fast(nn.Module):
     def embed_inputs(self, observation: Observation) -> tuple[Array, Array, Array | None]:
         """Tokens [B, T, D], which of them are there [B, T], their autoregressive mask [B, T] or None."""
         width = gemma_fast.get_config(self.config.paligemma_variant)["width"]
-        observations.check_tokens(observation, width)
+        layers.check_tokens(observation, width)
         images = observation.image_tokens.astype(self.config.dtype)
         tokens = jnp.concatenate([images, self.PaliGemma(observation.tokens, embed_only=True)], axis=1)
-        ar = observations.token_mask(observation, "token_ar_mask", observation.tokens.shape)
+        ar = layers.token_mask(observation, "token_ar_mask", observation.tokens.shape)
         if ar is not None:
             ar = jnp.pad(ar.astype(jnp.int32), ((0, 0), (images.shape[1], 0)))
-        valid = observations.which_are_there(observation)
+        valid = layers.which_are_there(observation)
         return tokens, jnp.ones(tokens.shape[:2], bool) if valid is None else valid, ar
 
     def logits(self, observation: Observation) -> Array:
@@ -103,7 +103,7 @@ class Pi0Fast(nn.Module):
             raise UsageError("the loss needs Observation(token_loss_mask=[B, L]): which tokens are to be predicted.")
         logp = jax.nn.log_softmax(self.logits(observation).astype(jnp.float32), axis=-1)
         told, text = observation.token_loss_mask, observation.tokens
-        observations.check_shape("values of token_loss_mask", told, text.shape, "batch, length")
+        layers.check_shape("values of token_loss_mask", told, text.shape, "batch, length")
         chosen = jnp.take_along_axis(logp, text[:, 1:, None], axis=-1)[..., 0]
         counted = told[:, 1:]
         return -(chosen * counted).sum(-1) / jnp.clip(counted.sum(-1), 1)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from attnbench.spec import Workload
-from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.steps import Outputs, Rounded, StepKind, Values
 from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
 
 BASE = 10_000.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.models.gemma_config import check_flash_choice
 from attnbench.spec import Array, Config, Environment, Workload
-from attnbench.steps.base import StepImplementation
+from attnbench.steps import StepImplementation
 from attnbench.steps.gemma import EXPERTS, FEED_FORWARD, NORMS, PROJECTIONS, why_no_stack
 from attnbench.steps.pi0 import DENSE, TABLE, unsupported, whole
 from attnbench.workloads.steps import (

@@ -6,7 +6,7 @@ import numpy as np
 
 from attnbench import reference
 from attnbench.spec import Workload
-from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.steps import Outputs, Rounded, StepKind, Values
 
 FORWARD, GRADIENTS = ("out",), ("dx", "d_in", "d_back")
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from attnbench import masks
 from attnbench.spec import Workload
-from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.steps import Outputs, Rounded, StepKind, Values
 from attnbench.steps.gemma import (
     EXPERTS,
     NORMS,

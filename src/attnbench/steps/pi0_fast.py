@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from attnbench.spec import Workload
-from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.steps import Outputs, Rounded, StepKind, Values
 from attnbench.steps.gemma import (
     Normal,
     Store,

@@ -11,9 +11,9 @@ from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_no_softcap
 from attnbench.kernels.dilated.conditions import needs_dilated, problem_of
-from attnbench.masks.block_layout import split_blocks
+from attnbench.masks.cuts import split_blocks
 from attnbench.spec import Array, Config, Environment, Workload
-from attnbench.steps.base import StepImplementation
+from attnbench.steps import StepImplementation
 from attnbench.steps.gemma import NORMS, WEIGHTS, why_no_stack
 from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
 

@@ -12,9 +12,8 @@ from attnbench.masks import MaskShape, block_causal
 from attnbench.masks.text import parse_mask
 from attnbench.spec import Workload
 from attnbench.workloads.block_patterns import SPARSITIES, sparse_mask
-from attnbench.workloads.grid import grid
 from attnbench.workloads.steps import in_blocks
-from attnbench.workloads.suite_file import models
+from attnbench.workloads.suite_file import grid, models
 
 K = 1024
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from attnbench import masks, registry
-from attnbench.impls.jax._triton_cache import import_beside_torch
+from attnbench.impls.jax._libraries import import_beside_torch
 from attnbench.impls.jax.nn import JaxNn
 from attnbench.impls.jax.tokamax import Tokamax
 from attnbench.masks import AnyMask

@@ -29,8 +29,8 @@ from attnbench.impls.conditions import (
     needs_package,
     needs_positive_scale,
 )
+from attnbench.impls.jax._libraries import import_beside_torch
 from attnbench.impls.jax._masks import one_documents_part, own_documents
-from attnbench.impls.jax._triton_cache import import_beside_torch
 from attnbench.masks import Causal
 from attnbench.masks.base import query_offset
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload

@@ -8,7 +8,10 @@ without `is_causal` sees the whole future: the two always go together. It trains
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from attnbench.frameworks.jax_plain import plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
 from attnbench.impls.conditions import (
@@ -21,9 +24,49 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
     needs_positive_scale,
 )
-from attnbench.impls.jax._even_lengths import evened
-from attnbench.impls.jax._masks import mask_arguments
+from attnbench.impls.jax._masks import MaskArguments, mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
+
+
+@dataclass(frozen=True)
+class Evened:
+    """A workload with `queries` and `keys` (0 or 1) added at the ends."""
+
+    workload: Workload
+    queries: int
+    keys: int
+
+    def arrays(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        return _longer(q, self.queries), _longer(k, self.keys), _longer(v, self.keys)
+
+    def cut(self, out: Array) -> Array:
+        return out[:, : self.workload.q_len]
+
+    def keywords(self, arguments: MaskArguments, full_pairs: bool) -> dict[str, Any]:
+        """As `MaskArguments.keywords`. Of a window the added query might see no key: it goes as an array."""
+        import jax.numpy as jnp
+
+        if arguments.window is not None:
+            arguments = MaskArguments(rest=self.workload.visible_mask)
+        words = arguments.keywords(self.workload, full_pairs)
+        if "mask" in words:
+            seen = jnp.pad(words["mask"], ((0, 0), (0, 0), (0, self.queries), (0, self.keys)))
+            words["mask"] = seen.at[..., self.workload.q_len :, 0].set(True)
+        elif self.keys and "key_value_seq_lengths" not in words:
+            words["key_value_seq_lengths"] = jnp.asarray(np.full(self.workload.batch, self.workload.kv_len), jnp.int32)
+        return words
+
+
+def evened(workload: Workload) -> Evened | None:
+    """None where both lengths are even."""
+    odd = workload.q_len % 2, workload.kv_len % 2
+    return Evened(workload, *odd) if any(odd) else None
+
+
+def _longer(x: Array, tokens: int) -> Array:
+    import jax.numpy as jnp
+
+    return jnp.pad(x, ((0, 0), (0, tokens), (0, 0), (0, 0))) if tokens else x
 
 
 class JaxNn(Implementation):

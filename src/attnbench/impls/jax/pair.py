@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from attnbench import frameworks
 from attnbench.frameworks.jax_plain import kind_of_device
-from attnbench.impls.partial.pairing import Pairing, Role
+from attnbench.impls._pairing import Pairing, Role
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 FORWARDS = ("jax.tokamax-mosaic", "jax.cudnn", "jax.xla", "jax.einsum")

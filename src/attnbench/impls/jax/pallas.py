@@ -23,7 +23,7 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
     needs_positive_scale,
 )
-from attnbench.impls.jax._interpreter import interpreted, interpreter_reason
+from attnbench.impls.jax._libraries import interpreted, interpreter_reason
 from attnbench.impls.jax._masks import causal_alignment, one_documents_part, own_documents
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 

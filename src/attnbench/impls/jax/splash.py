@@ -12,7 +12,7 @@ from typing import Any
 
 from attnbench.frameworks.jax_plain import rows_that_see
 from attnbench.impls.conditions import first_reason, needs_device, needs_dtype, needs_mask
-from attnbench.impls.jax._interpreter import interpreted, interpreter_reason
+from attnbench.impls.jax._libraries import interpreted, interpreter_reason
 from attnbench.impls.jax._masks import one_documents_part, own_documents
 from attnbench.impls.jax.pallas import power_of_two_divisor
 from attnbench.masks import Causal, Documents, Full, Window

@@ -1,30 +1,33 @@
 """jax.cudnn-split and jax.xla-split: a block_causal, documents or prefix mask as a few calls without a mask array.
 
-pi0's training mask (816 prefix tokens, a state token, 50 actions) is three calls: queries of a block see exactly the
-keys up to its end. cuDNN then needs no bias, whose array it would want for every batch and head. A causal piece that
-does not start at its first key (the text after pi0-FAST's prefix) goes as an array in `jax.nn.dot_product_attention`,
-so it is refused.
+pi0's training mask (816 prefix tokens, a state token, 50 actions) is three calls: the queries of a block see exactly
+the keys up to its end. cuDNN then needs no bias, whose array would cover every batch row and head. A causal piece that
+does not start at its first key (the text after pi0-FAST's prefix) would need an array in
+`jax.nn.dot_product_attention`, so it is refused.
 
-Where the kernel shows its passes, keys that all queries see are one call (`parts.jax_common_keys`): none copies rows.
-`[sequences=8]` takes eight sequences of the batch at a time: what the kernel and the joins need beside inputs, output
-and gradients is then that of eight.
+If the kernel offers its passes, the keys that all queries see are one call (`common_passes`) that copies no rows, and
+the few other pairs are computed beside it; both parts are joined by their LSE, and both backward passes use the output
+and the LSE of the whole. `[sequences=8]` computes eight sequences of the batch at a time, which bounds the memory
+beside inputs, output and gradients to that of eight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
+from attnbench import masks
 from attnbench.errors import UsageError
+from attnbench.impls._splitting import Split, cut_of, part_of, sliced
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._masks import mask_arguments
 from attnbench.impls.jax.nn import CUDNN, XLA
-from attnbench.impls.partial.jax_common_keys import common_passes
-from attnbench.impls.partial.jax_passes import differentiable
-from attnbench.impls.partial.jax_turns import by_turns, split_passes
-from attnbench.impls.partial.splitting import Split, cut_of
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.impls.partial.jax_passes import Rule, block_backward, block_forward, differentiable, merge_parts
+from attnbench.masks.cuts import Piece
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 
 class JaxSplit(Split):
@@ -86,3 +89,142 @@ class JaxSplit(Split):
 
 CUDNN_SPLIT = JaxSplit(CUDNN, ())
 XLA_SPLIT = JaxSplit(XLA, ("cuda", "rocm", "tpu"))
+
+
+MOST_PAIRS = 128 * 128
+"""Beside the call, of one head: their scores are stored."""
+
+
+class Corner(NamedTuple):
+    """What is left beside the common keys: the queries from `rows` on over the keys from `keys` on."""
+
+    rows: int
+    keys: int
+    seen: Any
+    """[..., queries, keys] of the corner, booleans; an array of JAX where padding is known only inside jit."""
+
+    @property
+    def last(self) -> int:
+        """The end of its keys."""
+        return self.keys + self.seen.shape[-1]
+
+
+def corner_of(cut: Sequence[Piece]) -> Corner | None:
+    """None where there is nothing beside, too much, or no key that every query sees."""
+    if len(cut) < 2 or any(piece.first or piece.mask.kinds != ("full",) for piece in cut):
+        return None
+    rows, keys, last = cut[0].stop, cut[0].last, max(piece.last for piece in cut)
+    if any(piece.last < keys for piece in cut) or (cut[-1].stop - rows) * (last - keys) > MOST_PAIRS:
+        return None
+    ends = np.concatenate([np.full(piece.stop - piece.start, piece.last) for piece in cut[1:]])
+    return Corner(rows, keys, np.arange(keys, last) < ends[:, None])
+
+
+def common_passes(
+    inner: Implementation, workload: Workload, cut: Sequence[Piece], sequences: int = 0
+) -> Partial | None:
+    """Of the whole, [b, s, h, d]; None for other masks, or where the kernel does not show its passes.
+
+    So many `sequences` at a time (0: all) where the kernel needs more than inputs and outputs: in the backward pass.
+    """
+    corner = corner_of(cut)
+    if corner is None:
+        return None
+    common = replace(workload, kv_len=corner.keys, mask=masks.full())
+    forward_all, _ = inner.passes(common, {})
+    forward_turn, backward_turn = inner.passes(replace(common, batch=sequences or workload.batch), {})
+    if forward_all is None or forward_turn is None or backward_turn is None:
+        return None
+    backward_all = by_turns(backward_turn, sequences)
+    if inner.materialises_scores:
+        forward_all = by_turns(forward_turn, sequences)
+    rule = Rule(workload.softmax_scale, workload.softcap)
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return forward_joined(forward_all, corner, rule, q, k, v)
+
+    def backward(*arrays: Array) -> tuple[Array, Array, Array]:
+        return backward_joined(backward_all, corner, rule, *arrays)
+
+    return forward, backward
+
+
+def forward_joined(
+    common: Callable[..., tuple[Array, Array]], corner: Corner, rule: Rule, q: Array, k: Array, v: Array
+) -> tuple[Array, Array]:
+    """(out, lse) of the whole; `common` computes all queries over the common keys."""
+    first, keys, last = corner.rows, slice(None, corner.keys), corner.last
+    out, lse = common(q, k[:, keys], v[:, keys])
+    own = slice(corner.keys, last)
+    part = block_forward(q[:, first:], k[:, own], v[:, own], corner.seen, rule)
+    whole, whole_lse = merge_parts(out[:, first:].astype(part[0].dtype), lse[..., first:], *part)
+    return out.at[:, first:].set(whole.astype(out.dtype)), lse.at[..., first:].set(whole_lse)
+
+
+def backward_joined(
+    common: Callable[..., tuple[Array, Array, Array]],
+    corner: Corner,
+    rule: Rule,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of the whole from its output and LSE; `common` is the backward pass over the common keys."""
+    import jax.numpy as jnp
+
+    first, keys, last = corner.rows, slice(None, corner.keys), corner.last
+    dq, *grads = common(q, k[:, keys], v[:, keys], out, lse, dout)
+    own, whole = slice(corner.keys, last), (out[:, first:], lse[..., first:], dout[:, first:])
+    more, *rest = block_backward(q[:, first:], k[:, own], v[:, own], whole, corner.seen, rule)
+    dq = dq.at[:, first:].set((dq[:, first:].astype(more.dtype) + more).astype(dq.dtype))
+    unseen = (jnp.zeros_like(x[:, last:]) for x in (k, v))
+    dk, dv = (jnp.concatenate([a, b.astype(a.dtype), c], 1) for a, b, c in zip(grads, rest, unseen))
+    return dq, dk, dv
+
+
+TOKENS, LSE_TOKENS = 1, 2
+
+
+def split_passes(inner: Implementation, workload: Workload, cut: Sequence[Piece]) -> Partial | None:
+    """Of the whole, [b, s, h, d]; None where the kernel does not show both of its passes for every piece."""
+    found = [inner.passes(part_of(workload, piece), {}) for piece in cut]
+    pairs = [(forward, backward) for forward, backward in found if forward is not None and backward is not None]
+    if len(pairs) < len(cut):
+        return None
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        import jax.numpy as jnp
+
+        parts = [one(*sliced(q, k, v, piece, TOKENS)) for (one, _), piece in zip(pairs, cut)]
+        out, lse = zip(*parts)
+        return jnp.concatenate(out, TOKENS), jnp.concatenate(lse, LSE_TOKENS)
+
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+        import jax.numpy as jnp
+
+        dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+        for (_, one), piece in zip(pairs, cut):
+            rows, keys = slice(piece.start, piece.stop), slice(piece.first, piece.last)
+            mine = *sliced(q, k, v, piece, TOKENS), out[:, rows], lse[..., rows], dout[:, rows]
+            dq, more_dk, more_dv = one(*mine)
+            dqs.append(dq)
+            dk, dv = dk.at[:, keys].add(more_dk), dv.at[:, keys].add(more_dv)
+        return jnp.concatenate(dqs, TOKENS), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    return forward, backward
+
+
+def by_turns(call: Callable[..., Any], sequences: int) -> Callable[..., Any]:
+    """`call` on so many sequences of the batch at a time, one after the other; 0: on all at once."""
+
+    def turns(*arrays: Array) -> Any:
+        import jax
+
+        stacked = [x.reshape(-1, sequences, *x.shape[1:]) for x in arrays]
+        found = jax.lax.map(lambda one: call(*one), stacked)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+    return turns if sequences else call

@@ -21,8 +21,8 @@ from attnbench.impls.conditions import (
     needs_package,
     needs_positive_scale,
 )
+from attnbench.impls.jax._libraries import import_beside_torch
 from attnbench.impls.jax._masks import mask_arguments
-from attnbench.impls.jax._triton_cache import import_beside_torch
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
 SIXTEEN_BITS = ("float16", "bfloat16")

@@ -1,28 +1,90 @@
-"""Tri Dao's flash-attention, three generations: `flash_attn` 2, FA3 (`flash_attn_interface` or the forward-only
-`fa3_fwd_interface`) and FA4 (`flash_attn.cute`).
+"""Tri Dao's flash-attention in three generations: `flash_attn` 2, FA3 and FA4 (`flash_attn.cute`).
 
-All take bshd, group heads contiguously, align causal and window bottom-right, and give 0 for a row that sees no key.
-Their traps: FA4 spells "no bound" None where the others spell it -1 (there (-1, 0) means full, not causal); FA2 writes
-an LSE of +inf for a row that sees no key; FA3 returns a tensor or a tuple by version, FA4 always a tuple; FA4 makes
-`flash_attn` a namespace package that others take for FA2. One process each, and the probes look at modules, not names.
+All take layout bshd, group heads contiguously, align causal and window masks bottom-right, and return 0 for a row that
+sees no key. Traps: FA4 spells "no bound" None, the others -1 (there (-1, 0) means full, not causal); FA2 writes an LSE
+of +inf for a row that sees no key; FA3 returns a tensor or a tuple by version, FA4 always a tuple; FA4 makes
+`flash_attn` a namespace package, which other libraries take for FA2. Each runs in a process of its own, and
+`available` looks for modules, not for distribution names.
+
+Two packages offer FA3: the full build of flash-attention's hopper/ folder (`flash_attn_interface`) and the forward-only
+wheel `fa3-fwd` (`fa3_fwd_interface`). On the package index the first name is an unrelated stub of a few bytes.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from attnbench.errors import Unsupported
 from attnbench.impls import conditions
-from attnbench.impls.conditions import first_reason
-from attnbench.impls.partial.torch_rows import dense_rows, of_dense_rows
-from attnbench.impls.torch import _fa3_build as fa3
-from attnbench.impls.torch._bounds import bounds, is_causal, is_windowed, natural_lse, needs_bottom_right, needs_bounds
-from attnbench.impls.torch._masks import may_have_dead_rows
+from attnbench.impls.conditions import find_module, first_reason
+from attnbench.impls.partial.torch_passes import dense_rows, of_dense_rows
+from attnbench.impls.torch._masks import (
+    bounds,
+    is_causal,
+    is_windowed,
+    may_have_dead_rows,
+    natural_lse,
+    needs_bottom_right,
+    needs_bounds,
+)
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
+
+
+def fa3_module() -> str | None:
+    """The FA3 interface that is really installed; a file without `flash_attn_func` is the index's stub."""
+    for name in ("flash_attn_interface", "fa3_fwd_interface"):
+        spec = find_module(name)
+        source = Path(spec.origin) if spec is not None and spec.origin else None
+        if source is not None and source.is_file() and "def flash_attn_func" in source.read_text(errors="replace"):
+            return name
+    return None
+
+
+def fa3_missing() -> str:
+    """Why there is no FA3, and what brings it."""
+    if find_module("flash_attn_interface") is not None:
+        return "flash_attn_interface here is a stub, not FA3: pip uninstall flash_attn_interface; pip install fa3-fwd"
+    return "neither flash_attn_interface (FA3's hopper/ folder) nor fa3_fwd_interface is installed: pip install fa3-fwd"
+
+
+def fa3_interface() -> Any:
+    """The interface module; the forward-only wheel asks for its build flags under the full build's name."""
+    name = fa3_module()
+    if name is None:
+        raise Unsupported(f"torch.fa3: {fa3_missing()}.")
+    if name == "fa3_fwd_interface":
+        sys.modules.setdefault("flash_attn_config", import_module("fa3_fwd_config"))
+    return import_module(name)
+
+
+def fa3_left_out() -> frozenset[str]:
+    """What the build left out ("BACKWARD", "LOCAL", "FP16", "HDIM96", ...), by its own configuration module."""
+    forward_only = fa3_module() == "fa3_fwd_interface"
+    module = "fa3_fwd_config" if forward_only else "flash_attn_config"
+    if find_module(module) is None:
+        return frozenset({"BACKWARD", "LOCAL", "FP16"}) if forward_only else frozenset()
+    flags: Mapping[str, bool] = import_module(module).CONFIG["build_flags"]
+    return frozenset(flag.partition("DISABLE_")[2] for flag, off in flags.items() if off and "DISABLE_" in flag)
+
+
+def _fa3_dims(workload: Workload, off: frozenset[str]) -> str | None:
+    """None, or why the build has no kernel for these head sizes."""
+    dim, value_dim = workload.head_dim, workload.value_dim
+    if dim != value_dim:
+        wide = dim <= 64 and value_dim <= 512 and "HDIMDIFF64" not in off
+        latent = 128 < dim <= 192 and 96 < value_dim <= 128 and "HDIMDIFF192" not in off
+        if workload.needs_gradients or not (wide or latent) or dim % 8 or value_dim % 8:
+            return f"has no kernel for head_dim {dim} with v_head_dim {value_dim}"
+        return None
+    sizes = [size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in off]
+    return conditions.needs_head_dim(workload, max(sizes, default=0), multiple_of=8)
+
 
 Options = dict[str, Any]
 FA4_CHIPS = (9, 10, 11)
@@ -184,13 +246,13 @@ class FlashAttention3(Flash):
         newer = environment.capability is not None and environment.capability[0] > 9
         return first_reason(
             conditions.needs_device(environment, "cuda"),
-            None if fa3.module_name() else fa3.missing(),
+            None if fa3_module() else fa3_missing(),
             conditions.needs_capability(environment, (9, 0)),
             "is built for Hopper (compute capability 9.x) alone: use torch.fa4" if newer else None,
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        off = fa3.left_out()
+        off = fa3_left_out()
         without = "this build has no"
         return first_reason(
             super().supports(workload, environment),
@@ -198,7 +260,7 @@ class FlashAttention3(Flash):
             f"{without} window" if "LOCAL" in off and is_windowed(workload) else None,
             f"{without} softcap" if "SOFTCAP" in off and workload.softcap is not None else None,
             f"{without} backward pass" if "BACKWARD" in off and workload.needs_gradients else None,
-            fa3.dims_reason(workload, off),
+            _fa3_dims(workload, off),
         )
 
     def configs(self, workload: Workload) -> Sequence[Config]:
@@ -206,7 +268,7 @@ class FlashAttention3(Flash):
         return ({}, {"num_splits": 0}) if workload.q_len <= 64 and not workload.needs_gradients else ({},)
 
     def function(self) -> Callable[..., Any]:
-        return fa3.interface().flash_attn_func
+        return fa3_interface().flash_attn_func
 
     def _forward(self, workload: Workload, config: Config) -> Call:
         """The output lies in memory as q does: a backward pass of another library may be slower on mixed layouts.
@@ -215,7 +277,7 @@ class FlashAttention3(Flash):
         """
         import torch
 
-        private = getattr(fa3.interface(), "_flash_attn_forward", None)
+        private = getattr(fa3_interface(), "_flash_attn_forward", None)
         function = getattr(private, "_init_fn", None)
         if function is None or "out_" not in parameters(private) or workload.value_dim != workload.head_dim:
             return super()._forward(workload, config)
@@ -230,9 +292,9 @@ class FlashAttention3(Flash):
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         """None for forward-only builds."""
-        if "BACKWARD" in fa3.left_out():
+        if "BACKWARD" in fa3_left_out():
             return None
-        private = getattr(fa3.interface(), "_flash_attn_backward", None)
+        private = getattr(fa3_interface(), "_flash_attn_backward", None)
         if private is None or "window_size_left" not in parameters(private):
             return None
         options = self.private_options(workload)

@@ -14,7 +14,7 @@ from typing import Any
 
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.torch._bounds import bounds, is_windowed, needs_bottom_right, needs_bounds, needs_visible_rows
+from attnbench.impls.torch._masks import bounds, is_windowed, needs_bottom_right, needs_bounds, needs_visible_rows
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 WORKSPACE_BYTES = 128 << 20

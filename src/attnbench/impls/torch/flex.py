@@ -14,7 +14,7 @@ from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
 from attnbench.impls.conditions import first_reason, needs_bfloat16, needs_device, needs_dtype, needs_forward
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.impls.torch._masks import block_mask, score_mod
-from attnbench.masks.block_layout import split_blocks
+from attnbench.masks.cuts import split_blocks
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 

@@ -7,12 +7,13 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.impls._splitting import Split
 from attnbench.impls.conditions import (
     first_reason,
     needs_at_least,
@@ -25,8 +26,7 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
     needs_room_for_gradients,
 )
-from attnbench.impls.partial.torch_rows import dense_rows, has_dense_rows
-from attnbench.impls.partial.torch_scale import call_at_positive_scale
+from attnbench.impls.partial.torch_passes import call_at_positive_scale, dense_rows, has_dense_rows
 from attnbench.impls.torch import _sdpa_operators
 from attnbench.impls.torch._masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
 from attnbench.impls.torch._sdpa_pins import Pinned
@@ -205,3 +205,27 @@ MATH = Sdpa("math")
 FLASH = Sdpa("flash")
 EFFICIENT = Sdpa("efficient")
 CUDNN = Sdpa("cudnn")
+
+
+class TorchSplit(Split):
+    """Through one backend of scaled_dot_product_attention."""
+
+    def __init__(self, inner: Sdpa, never_on: tuple[str, ...] = ()) -> None:
+        super().__init__(inner)
+        self.untested = (*never_on, *inner.untested)
+        self._lower_right = inner.backend == "flash"
+
+    def needs_array(self, part: Workload, environment: Environment) -> bool:
+        way = route(part)
+        if way == "lower-right":
+            return not self._lower_right or environment.device == "cpu"
+        return way not in ("none", "causal")
+
+    def join(self, parts: Sequence[Array], axis: int) -> Array:
+        import torch
+
+        return torch.cat(list(parts), dim=axis)
+
+
+FLASH_SPLIT = TorchSplit(FLASH, never_on=("cuda",))
+CUDNN_SPLIT = TorchSplit(CUDNN)

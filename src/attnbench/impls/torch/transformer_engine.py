@@ -13,7 +13,7 @@ from typing import Any
 
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.torch._bounds import bounds, is_causal, is_top_left, is_windowed, needs_bounds, needs_visible_rows
+from attnbench.impls.torch._masks import bounds, is_causal, is_top_left, is_windowed, needs_bounds, needs_visible_rows
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 

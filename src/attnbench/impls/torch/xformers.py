@@ -12,8 +12,8 @@ from typing import Any
 
 from attnbench.impls import conditions
 from attnbench.impls.conditions import find_module, first_reason
-from attnbench.impls.partial.torch_rows import of_dense_rows
-from attnbench.impls.torch._bounds import (
+from attnbench.impls.partial.torch_passes import of_dense_rows
+from attnbench.impls.torch._masks import (
     bounds,
     is_causal,
     is_top_left,

@@ -1,6 +1,10 @@
-"""Pallas kernels where their hardware is missing: the interpreter is exact, so they can be verified, never timed."""
+"""Helpers for JAX libraries: Pallas kernels in their interpreter, and imports that leave torch's Triton cache alone."""
 
 from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
 
 
 def interpreted(*platforms: str) -> bool:
@@ -15,3 +19,18 @@ def interpreter_reason(*platforms: str) -> str:
     if not interpreted(*platforms):
         return ""
     return f"Pallas runs this kernel only on {' or '.join(platforms)}; here it runs in its interpreter"
+
+
+CACHE = "TRITON_CACHE_DIR"
+
+
+def import_beside_torch(name: str) -> ModuleType:
+    """The module; Triton's cache stays where it was."""
+    before = os.environ.get(CACHE)
+    try:
+        return importlib.import_module(name)
+    finally:
+        if before is None:
+            os.environ.pop(CACHE, None)
+        else:
+            os.environ[CACHE] = before

@@ -1,25 +1,31 @@
-"""The flash path: a mask cut into calls that attnbench's implementations can do without a T x S array.
+"""Attention of the Gemma models in JAX: a standard path (einsum) and a flash path with the same result.
 
-| mask | what a call gets |
+A query that sees no key gives the mean of V, as in openpi (`fully_masked="uniform"`), or 0 (`"zero"`), on either path.
+The flash path cuts a mask into calls that attnbench's implementations compute without an array of q_len x kv_len:
+
+| mask | call |
 | --- | --- |
-| TokenMask with runs, all keys valid | one call per run, no mask at all: a run is full attention over the first keys |
-| TokenMask with runs and padding | one call per run with key lengths; holes are closed by gathering the keys first |
-| runs, few queries after the first | cuDNN: one call of all queries over the first run's keys (`common_keys`) |
-| TokenMask of a known mask, all keys valid | that mask, in the implementation's own words (`is_causal`, a window) |
+| TokenMask with runs, all keys valid | one call per run without a mask: a run is full attention over the first keys |
+| TokenMask with runs and padding | one call per run with key lengths; invalid keys are moved behind the valid ones first |
+| runs, few queries after the first | cuDNN: one call of all queries over the keys of the first run |
+| TokenMask of a known mask, all keys valid | that mask, in the implementation's own arguments (`is_causal`, a window) |
 | TokenMask with ids, or an array | one call with a boolean array (kvax: the ids themselves, no array) |
 
-Keys may be reordered freely: their positions are already in them. With "auto" consecutive runs of fewer than 128
-queries (a denoise or a decode step) are one call to jax.xla with a small array: on an H200 that took 15 to 21 us where
-the fused kernels took 47 to 117 us (results/h200/gemma.jsonl).
+Keys may be reordered freely, since positions are already encoded in them. With "auto", consecutive runs of fewer than
+128 queries (a denoise or a decode step) are one call to jax.xla with a small array: on an H200 that took 15 to 21 us,
+the fused kernels 47 to 117 us (results/h200/gemma.jsonl).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.errors import JaxRuntimeError
@@ -30,16 +36,102 @@ from attnbench.dispatch.attention import attention
 from attnbench.dispatch.explain import explain, explained
 from attnbench.dispatch.jax_traced import by_pass
 from attnbench.dispatch.plan import Words
-from attnbench.errors import Unsupported
+from attnbench.errors import Unsupported, UsageError
 from attnbench.impls.jax import _masks_in_jit, kvax
 from attnbench.impls.jax._masks_in_jit import Form
-from attnbench.impls.partial.jax_passes import cudnn_late_passes
+from attnbench.impls.jax.split import MOST_PAIRS, Corner, backward_joined, forward_joined
+from attnbench.impls.partial.jax_passes import Rule, cudnn_late_passes
 from attnbench.masks import AnyMask
-from attnbench.models.common_keys import attend as attend_common
-from attnbench.models.common_keys import has_common_keys
-from attnbench.models.gemma_config import FLASH_CHOICES
-from attnbench.models.masks import TokenMask
+from attnbench.models.gemma_config import FLASH_CHOICES, check_flash_choice
+from attnbench.models.masks import TokenMask, fitted
 from attnbench.spec import Partial
+
+FlashChoice = Literal["auto", "cudnn", "tokamax", "kvax", "pallas", "jax"]
+FullyMasked = Literal["uniform", "zero"]
+HIDDEN = -2.3819763e38
+"""openpi's logit of a hidden pair: finite, so that a row without keys becomes uniform."""
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Path:
+    """How an attention module computes; the fields of `gemma.Attention` and `gemma_fast.Attention`."""
+
+    use_flash_attention: bool = False
+    flash_attention_impl: FlashChoice = "auto"
+    fallback: bool = False
+    fully_masked: FullyMasked = "uniform"
+
+    def __post_init__(self) -> None:
+        check_flash_choice(self.flash_attention_impl)
+        for name in ("use_flash_attention", "fallback"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is True or False, not {getattr(self, name)!r}.")
+        if self.fully_masked not in ("uniform", "zero"):
+            raise UsageError(f'fully_masked is "uniform" or "zero", not "{self.fully_masked}".')
+
+
+FLASH_FIELDS = tuple(field.name for field in fields(Path))
+
+
+def flash_fields(module: Any) -> dict[str, Any]:
+    """What a module hands on to the modules inside it."""
+    return {name: getattr(module, name) for name in FLASH_FIELDS}
+
+
+def path_of(module: Any) -> Path:
+    """The path of an attention module."""
+    return Path(**flash_fields(module))
+
+
+def attend(q: Array, k: Array, v: Array, attn_mask: Array | TokenMask, path: Path, dtype: Any) -> Array:
+    """q [B, T, N, H], scaled; k and v [B, S, K, H]; the mask [B, 1, T, S] or a TokenMask; `dtype` of probabilities."""
+    attn_mask = fitted(attn_mask, q.shape[0], q.shape[1], k.shape[1])
+    if path.use_flash_attention:
+        try:
+            out = flash_attention(q.astype(k.dtype), k, v, attn_mask, path.flash_attention_impl)
+        except Unsupported as refusal:
+            if not path.fallback:
+                raise Unsupported(f"{refusal} fallback=True uses the standard attention instead.") from refusal
+            _warn_once(f"the standard attention is used: {refusal}")
+        else:
+            out = out.astype(jnp.result_type(dtype, v.dtype))
+            return _fill(out, v, _rows_that_see(attn_mask), path.fully_masked, dtype)
+    array = attn_mask.array() if isinstance(attn_mask, TokenMask) else attn_mask
+    out = standard_attention(q, k, v, array, dtype)
+    if path.fully_masked == "uniform":
+        return out
+    return _fill(out, v, _rows_that_see(attn_mask), "zero", dtype)
+
+
+def standard_attention(q: Array, k: Array, v: Array, mask: Array, dtype: Any) -> Array:
+    """Logits and softmax in float32, probabilities in `dtype`; stores T x S."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    probabilities = jax.nn.softmax(jnp.where(mask[:, :, None], logits, HIDDEN), axis=-1).astype(dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", probabilities, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _rows_that_see(attn_mask: Array | TokenMask) -> Array | None:
+    return attn_mask.rows_that_see() if isinstance(attn_mask, TokenMask) else attn_mask.any(-1)[:, 0]
+
+
+def _fill(out: Array, v: Array, rows: Array | None, how: FullyMasked, dtype: Any) -> Array:
+    """Rows without keys: 0, or what equal probabilities of `dtype` give."""
+    if rows is None:
+        return out
+    other = jnp.zeros((), out.dtype)
+    if how == "uniform":
+        mean = jnp.einsum("s,bskh->bkh", jnp.full(v.shape[1], 1 / v.shape[1], dtype), v)
+        other = jnp.repeat(mean, out.shape[2] // v.shape[2], axis=1)[:, None].astype(out.dtype)
+    return jnp.where(rows[..., None, None], out, other)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=3)
+
 
 SHORT = 128
 SCALE = 1.0
@@ -203,3 +295,55 @@ def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
     return kvax.attend(
         q, k, v, (q_positions, q_segments, kv_positions, kv_segments), scale=SCALE, config=config, gradients=True
     )
+
+
+def has_common_keys(mask: TokenMask) -> bool:
+    """Whether the queries after the first run are few, see the keys of the first, and those stand in front."""
+    if mask.runs is None or len(mask.runs) < 2:
+        return False
+    (queries, keys), *others = mask.runs
+    few = (mask.q_len - queries) * (mask.kv_len - keys) <= MOST_PAIRS
+    in_front = mask.valid is None or mask.packed >= keys
+    return keys > 0 and few and in_front and all(more >= keys for _, more in others)
+
+
+def attend_common(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, kernel: Partial) -> Array:
+    """[B, T, N, H]; `kernel` is (forward, backward); where keys may be invalid, their last argument is key lengths [B],
+    each at least 1."""
+    assert mask.runs is not None
+    first, keys = mask.runs[0]
+    rule = Rule(scale, None)
+    lengths = () if mask.valid is None else (mask.valid_keys(keys),)
+    seen = mask.rows(first, mask.q_len, mask.kv_len)[:, :, None, :, keys:]
+
+    @jax.custom_vjp
+    def run(q: Array, k: Array, v: Array, seen: Array, *lengths: Array) -> Array:
+        return forward(q, k, v, seen, *lengths)[0]
+
+    def forward(q: Array, k: Array, v: Array, seen: Array, *lengths: Array) -> tuple[Array, Any]:
+        def common(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse = kernel[0](q, k, v, *(jnp.maximum(one, 1) for one in lengths))
+            return out, _where_empty(lengths, -jnp.inf, lse)
+
+        out, lse = forward_joined(common, Corner(first, keys, seen), rule, q, k, v)
+        return out, (q, k, v, seen, lengths, out, lse)
+
+    def backward(kept: Any, dout: Array) -> tuple[Any, ...]:
+        q, k, v, seen, lengths, out, lse = kept
+
+        def common(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+            at_least_one = (jnp.maximum(one, 1) for one in lengths)
+            return kernel[1](q, k, v, out, _where_empty(lengths, jnp.inf, lse), dout, *at_least_one)
+
+        gradients = backward_joined(common, Corner(first, keys, seen), rule, q, k, v, out, lse, dout)
+        return *gradients, None, *(None for _ in lengths)
+
+    run.defvjp(forward, backward)
+    return run(q, k, v, seen, *lengths)
+
+
+def _where_empty(lengths: tuple[Array, ...], value: float, lse: Array) -> Array:
+    """The LSE with another value in batch rows that have none of the common keys."""
+    for length in lengths:
+        lse = jnp.where(length[:, None, None] == 0, value, lse)
+    return lse

@@ -1,4 +1,4 @@
-"""What pairs of libraries have in common in every framework: which passes can be paired, and why others cannot."""
+"""Base class of pairs of libraries in every framework: which passes can be paired, and why others cannot."""
 
 from __future__ import annotations
 

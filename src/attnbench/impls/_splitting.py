@@ -1,4 +1,4 @@
-"""What splits of a mask have in common in every framework: a few calls to one kernel, none of which needs an array."""
+"""Base class of split masks in every framework: a few calls to one kernel, none of which needs a mask array."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from attnbench.impls.conditions import first_reason
-from attnbench.masks.pieces import Piece, pieces
+from attnbench.masks.cuts import Piece, pieces
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 MOST = 8
