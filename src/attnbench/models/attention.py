@@ -6,7 +6,7 @@ The flash path cuts a mask into calls that attnbench's implementations compute w
 | mask | call |
 | --- | --- |
 | TokenMask with runs, all keys valid | one call per run without a mask: a run is full attention over the first keys |
-| TokenMask with runs and padding | one call per run with key lengths; invalid keys are moved behind the valid ones first |
+| TokenMask with runs and padding | one call per run with key lengths; valid keys are gathered to the front first |
 | runs, few queries after the first | cuDNN: one call of all queries over the keys of the first run |
 | TokenMask of a known mask, all keys valid | that mask, in the implementation's own arguments (`is_causal`, a window) |
 | TokenMask with ids, or an array | one call with a boolean array (kvax: the ids themselves, no array) |
