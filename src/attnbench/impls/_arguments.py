@@ -95,7 +95,7 @@ def workload_of(
     heads: int | tuple[int, int] | None = None,
     pass_: Pass = "forward",
 ) -> Workload:
-    """The workload that a call with these arrays is; its id is the one a suite or a file would give."""
+    """Return the workload that a call with these arrays is; its id is the one a suite or a file would give."""
     a, b, c, dtype = fitting(q, k, v, layout, heads)
     return Workload(
         batch=a.batch, q_len=a.tokens, kv_len=b.tokens, heads=a.heads, kv_heads=b.heads, head_dim=a.dim,

@@ -54,7 +54,7 @@ class Pairing(Implementation):
         return self if names == self.names else type(self)(**names)
 
     def proofs(self, pass_: Pass) -> tuple[tuple[str, ...], ...]:
-        """Each library that is named must be seen; the forward's only where its pass is run."""
+        """Return each library that is named must be seen; the forward's only where its pass is run."""
         roles = ("backward",) if pass_ == "backward" else ROLES
         named = [self.names[role] for role in roles if self.names[role] != AUTO]
         return tuple(proof for name in named for proof in registry.get(name).proofs(pass_))
@@ -66,7 +66,7 @@ class Pairing(Implementation):
         return self.available(environment) or self._hindrance(workload, environment)
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """Every pair that is known, whatever is installed."""
+        """Return every pair that is known, whatever is installed."""
         return _pairs(*(self._asked(role, workload) for role in ROLES))
 
     def configs_here(self, workload: Workload, environment: Environment) -> Sequence[Config]:
@@ -85,7 +85,7 @@ class Pairing(Implementation):
         return lambda q, k, v: call(q, k, v)[0]
 
     def chosen(self, workload: Workload, environment: Environment) -> Partial:
-        """The two functions; raises Unsupported with the reason of each part that cannot."""
+        """Return the two functions; raises Unsupported with the reason of each part that cannot."""
         hindrance = self._hindrance(workload, environment)
         reasons: list[str] = [] if hindrance is None else [hindrance]
         for pair in () if hindrance else self.configs_here(workload, environment):
@@ -139,7 +139,7 @@ class Pairing(Implementation):
 
 
 def _pairs(forwards: Sequence[str], backwards: Sequence[str]) -> list[Config]:
-    """All pairs of two, those of the first names first."""
+    """Return all pairs of two, those of the first names first."""
     ranked = [
         (n + m, n, {"forward": forward, "backward": backward})
         for n, forward in enumerate(forwards)

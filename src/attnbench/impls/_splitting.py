@@ -30,11 +30,11 @@ class Split(Implementation):
 
     @abstractmethod
     def needs_array(self, part: Workload, environment: Environment) -> bool:
-        """Whether the kernel would be handed the mask of this piece as an array."""
+        """Return whether the kernel would be handed the mask of this piece as an array."""
 
     @abstractmethod
     def join(self, parts: Sequence[Array], axis: int) -> Array:
-        """The arrays one after the other."""
+        """Return the arrays one after the other."""
 
     def available(self, environment: Environment) -> str | None:
         return self.inner.available(environment)
@@ -58,7 +58,7 @@ class Split(Implementation):
         return reason and f"{self.inner.name} {reason} (the piece {where})"
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The pieces' outputs, joined."""
+        """Return the pieces' outputs, joined."""
         cut = cut_of(workload)
         calls = [self.inner.build(part_of(workload, piece), config) for piece in cut]
         tokens = self.layout.index("s")
@@ -85,20 +85,20 @@ class Split(Implementation):
 
 
 def part_of(workload: Workload, piece: Piece) -> Workload:
-    """The workload of one piece."""
+    """Return the workload of one piece."""
     size: Any = {"q_len": piece.stop - piece.start, "kv_len": piece.last - piece.first, "mask": piece.mask}
     return replace(workload, **size)
 
 
 def cut_of(workload: Workload) -> list[Piece]:
-    """The pieces of a workload that is supported."""
+    """Return the pieces of a workload that is supported."""
     found = pieces(workload.visible_mask, workload.mask_shape, MOST)
     assert not isinstance(found, str), found
     return found
 
 
 def sliced(q: Array, k: Array, v: Array, piece: Piece, tokens: int) -> tuple[Array, Array, Array]:
-    """A piece's queries, keys and values."""
+    """Return a piece's queries, keys and values."""
     before = (slice(None),) * tokens
     rows, keys = (*before, slice(piece.start, piece.stop)), (*before, slice(piece.first, piece.last))
     return q[rows], k[keys], v[keys]

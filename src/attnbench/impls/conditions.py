@@ -17,7 +17,7 @@ CUDNN_WIDEST, CUDNN_ELSEWHERE = {(9, 0): 256}, 128
 
 
 def first_reason(*reasons: str | None) -> str | None:
-    """The first that is not None."""
+    """Return the first that is not None."""
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -59,7 +59,7 @@ def needs_equal_dims(workload: Workload) -> str | None:
 
 
 def needs_positive_scale(workload: Workload) -> str | None:
-    """A scale above 0: what a kernel makes of another one, of hidden logits of -inf above all, is not known."""
+    """Return a scale above 0: what a kernel makes of another one, of hidden logits of -inf above all, is not known."""
     return None if workload.softmax_scale > 0 else f"takes a positive scale, not {workload.softmax_scale:g}"
 
 
@@ -69,7 +69,7 @@ def needs_no_softcap(workload: Workload) -> str | None:
 
 
 def needs_capability(environment: Environment, least: tuple[int, int]) -> str | None:
-    """A CUDA compute capability of at least this."""
+    """Return a CUDA compute capability of at least this."""
     have = environment.capability
     if have is not None and tuple(have) >= least:
         return None
@@ -122,5 +122,5 @@ def find_module(module: str) -> ModuleSpec | None:
 
 
 def needs_package(module: str, install: str) -> str | None:
-    """An importable module (found, not imported), with the command that brings it."""
+    """Return an importable module (found, not imported), with the command that brings it."""
     return None if find_module(module) is not None else f"{module} is not installed: {install}"

@@ -8,7 +8,7 @@ from attnbench.errors import InvalidWorkload
 from attnbench.masks.base import FrozenArray, Mask, MaskShape, Namespace, Predicate
 
 FEW = 6
-"""Numbers that a title lists."""
+"""Largest number of sizes that a title lists."""
 
 
 def _check_rows(name: str, array: np.ndarray, batch: int, length: int | None, axis: str) -> None:
@@ -23,7 +23,7 @@ def _listed(sizes: np.ndarray) -> str:
 
 
 class _TokenIds(Mask, frozen=True):
-    """Integer ids of keys and queries, per batch row ([b or 1, tokens]); q_ids defaults to the last q_len of ids."""
+    """Integer ids of keys and queries per batch row ([b or 1, tokens]); q_ids defaults to the last q_len of ids."""
 
     ids: FrozenArray
     q_ids: FrozenArray | None = None
@@ -35,7 +35,7 @@ class _TokenIds(Mask, frozen=True):
 
     @property
     def title(self) -> str:
-        """The sizes of consecutive blocks, where all rows have the same few."""
+        """Kind and sizes of the blocks if all rows have the same few blocks; else the id."""
         rows = self.ids.array
         if self.q_ids is not None or len(rows) > 1 or np.any(np.diff(rows) < 0):
             return self.id
@@ -56,7 +56,7 @@ class _TokenIds(Mask, frozen=True):
             )
 
     def query_ids(self, shape: MaskShape) -> np.ndarray:
-        """[b or 1, q_len]"""
+        """Return the ids of the queries, [b or 1, q_len]."""
         return self.ids.array[:, shape.kv_len - shape.q_len :] if self.q_ids is None else self.q_ids.array
 
     def _lookups(self, shape: MaskShape, namespace: Namespace) -> tuple[Predicate, Predicate]:
@@ -67,7 +67,7 @@ class _TokenIds(Mask, frozen=True):
 
 
 def _sorted_bounds(keys: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """[b, q] positions where each query's id begins and ends among sorted keys; None when keys are unsorted."""
+    """Return first and end of the keys with each query's id, both [b, q]; None if the keys' ids are not sorted."""
     if np.any(np.diff(keys, axis=1) < 0):
         return None
     rows = max(len(keys), len(queries))
@@ -78,7 +78,8 @@ def _sorted_bounds(keys: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, n
 
 
 class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
-    """ids[j] <= q_ids[i]: openpi's mask, ids being the running sum of `mask_ar`."""
+    """Keys of the same or an earlier block, ids[j] <= q_ids[i]: openpi's mask, ids being the running sum of
+    `mask_ar`."""
 
     @property
     def per_block(self) -> bool:
@@ -94,7 +95,7 @@ class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
 
 
 class Documents(_TokenIds, frozen=True, tag="documents"):
-    """q_ids[i] == ids[j]: packed sequences."""
+    """Keys of the same document, ids[j] == q_ids[i]: packed sequences."""
 
     @property
     def per_block(self) -> bool:
@@ -109,7 +110,7 @@ class Documents(_TokenIds, frozen=True, tag="documents"):
 
 
 class Lengths(Mask, frozen=True, tag="lengths"):
-    """j < kv_lengths[b]: right padding."""
+    """Keys before a length per batch row, j < kv_lengths[b]: right padding."""
 
     kv_lengths: FrozenArray
 
@@ -119,7 +120,7 @@ class Lengths(Mask, frozen=True, tag="lengths"):
 
     @property
     def title(self) -> str:
-        """The length of all rows, or of each of a few."""
+        """The length if all rows have the same, the lengths of a few rows, or the id."""
         lengths = self.kv_lengths.array
         shown = np.unique(lengths) if np.all(lengths == lengths[0]) else lengths
         return f"lengths {_listed(shown)}" if len(shown) <= FEW else self.id
@@ -147,7 +148,7 @@ class Lengths(Mask, frozen=True, tag="lengths"):
 
 
 class Valid(Mask, frozen=True, tag="valid"):
-    """mask[b, j]: holes anywhere."""
+    """Keys that are marked valid per batch row, with holes anywhere."""
 
     keys: FrozenArray
 
@@ -179,7 +180,7 @@ def _axes_of(array: FrozenArray) -> tuple[int, ...]:
 
 
 class Blocks(Mask, frozen=True, tag="blocks"):
-    """The block of (i, j) is kept: block_mask is [q blocks, kv blocks], with optional head and batch axes before."""
+    """Kept blocks of pairs: block_mask is [q blocks, kv blocks], optionally with head and batch axes before."""
 
     block_mask: FrozenArray
     block_size: int
@@ -190,7 +191,7 @@ class Blocks(Mask, frozen=True, tag="blocks"):
 
     @property
     def title(self) -> str:
-        """With the share of blocks that are dropped."""
+        """The id and the share of blocks that are dropped."""
         return f"{self.id} ({100 * (1 - self.block_mask.array.mean()):.0f} % of the blocks dropped)"
 
     @property
@@ -228,7 +229,8 @@ class Blocks(Mask, frozen=True, tag="blocks"):
         return int(np.einsum("bhqk,q,k->", kept, height, width)) * (shape.batch // axes[0]) * (shape.heads // axes[1])
 
     def count(self, shape: MaskShape, low: np.ndarray, high: np.ndarray) -> int:
-        """Exact number of pairs in kept blocks whose key lies in the row's interval ([b or 1, q]), never negative."""
+        """Return the exact number of pairs in kept blocks whose key lies in the row's interval ([b or 1, q], not
+        negative)."""
         axes = _axes_of(self.block_mask)
         kept = self.block_mask.array.reshape(axes)
         batch = max(axes[0], len(low))
@@ -243,7 +245,7 @@ class Blocks(Mask, frozen=True, tag="blocks"):
 
 
 class Dense(Mask, frozen=True, tag="dense"):
-    """Any boolean (visible) or additive (bias) array that broadcasts to [b, h, q, kv]."""
+    """A boolean (True: visible) or additive array that broadcasts to [b, h, q, kv]."""
 
     values: FrozenArray
 

@@ -19,28 +19,31 @@ from attnbench.masks.positional import Causal, Full
 
 
 class BlockLayout(NamedTuple):
-    """Batch and head axes are 1 where they do not matter."""
+    """A mask of one `blocks` part and parts that leave each row one run of keys, as a block-sparse kernel needs it.
+
+    Batch and head axes have size 1 if the mask ignores them.
+    """
 
     block_size: int
     kept: Bool[np.ndarray, "b h q kv"]
-    """Blocks to visit: kept, and not wholly hidden by the other parts."""
+    """Blocks to visit: kept, and not fully hidden by the other parts."""
     whole: Bool[np.ndarray, "b h q kv"]
-    """Kept blocks in which every row sees every key; never the last one when keys end inside it."""
+    """Kept blocks in which every row sees every key; never a last block in which the keys end."""
     seen: Bool[np.ndarray, "b 1 q kv"]
-    """Blocks that the other parts let be seen: what sparsity is counted against."""
+    """Blocks in which the other parts leave a pair visible: the base of `sparsity`."""
     low: Int[np.ndarray, "b t"]
     high: Int[np.ndarray, "b t"]
-    """First and one-past-last key of each query row by the other parts; equal where a row sees none."""
+    """First and end of the keys that the other parts let each query row see; equal if a row sees none."""
 
     @property
     def sparsity(self) -> float:
-        """Share of the blocks that could be seen but are dropped: the achieved value."""
+        """Share of the visible blocks that are dropped."""
         possible = self.seen.sum() * self.kept.shape[1] * (len(self.kept) // len(self.seen))
         return 1 - float(self.kept.sum() / possible) if possible else 0.0
 
 
 def split_blocks(mask: Mask) -> tuple[Blocks, Mask] | None:
-    """The one `blocks` part and the rest of the mask; None when there is none, or more than one."""
+    """Return the only `blocks` part and the rest of the mask; None if there is none, or more than one."""
     parts = mask.split()
     found = [part for part in parts if isinstance(part, Blocks)]
     rest: Mask = reduce(and_, [part for part in parts if not isinstance(part, Blocks)], Full())
@@ -48,7 +51,7 @@ def split_blocks(mask: Mask) -> tuple[Blocks, Mask] | None:
 
 
 def block_layout(mask: Mask, shape: MaskShape, block_size: int | None = None) -> BlockLayout | None:
-    """The layout in the mask's blocks, or in smaller ones that divide them; None when the mask is not of this form.
+    """Return the layout in the mask's blocks, or in smaller ones that divide them; None if the mask has another form.
 
     A block in which rows see separate runs of keys with a gap between them counts as seen.
     """
@@ -70,7 +73,8 @@ def block_layout(mask: Mask, shape: MaskShape, block_size: int | None = None) ->
 
 
 def _by_block(low: np.ndarray, high: np.ndarray, shape: MaskShape, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """[b, 1, q blocks, kv blocks]: some row of the block sees a key of it; every row sees all of them."""
+    """Return whether some row of a block sees a key of the block, and whether all rows see all; [b, 1, q blocks, kv
+    blocks]."""
     empty = low == high
     reach = np.where(empty, shape.kv_len, low), np.where(empty, 0, high)
     edges = np.arange(0, shape.q_len, size)
@@ -89,7 +93,7 @@ Shape = Literal["full", "causal"]
 
 
 class Piece(NamedTuple):
-    """Queries start:stop see the keys first:last, up to `mask`, whose queries and keys are those of the piece."""
+    """Queries start:stop over keys first:last under `mask`, whose queries and keys are those of the piece."""
 
     start: int
     stop: int
@@ -99,7 +103,10 @@ class Piece(NamedTuple):
 
 
 def pieces(mask: Mask, shape: MaskShape, most: int) -> list[Piece] | str:
-    """At most so many, in the order of the queries, or why there are none. Key lengths stay a part of each piece."""
+    """Return at most `most` pieces in the order of the queries, or the reason why there are none.
+
+    Key lengths stay a part of each piece.
+    """
     lengths = [part for part in mask.split() if isinstance(part, Lengths)]
     rest: Mask = Full()
     for part in mask.split():
@@ -123,7 +130,8 @@ def pieces(mask: Mask, shape: MaskShape, most: int) -> list[Piece] | str:
 
 
 def _runs(low: np.ndarray, high: np.ndarray, most: int, growing: bool) -> list[tuple[int, int, Shape]] | None:
-    """Rows that see the same keys, and with `growing` also rows of which each sees one key more than the last."""
+    """Return runs of rows that see the same keys; with `growing` also rows of which each sees one key more than the
+    last."""
     ends: dict[Shape, np.ndarray] = {"full": np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1}
     if growing:
         ends["causal"] = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 1)) + 1
@@ -143,7 +151,7 @@ def _runs(low: np.ndarray, high: np.ndarray, most: int, growing: bool) -> list[t
 
 
 def _within(kind: Shape, first: int, last: int, lengths: list[Lengths]) -> Mask:
-    """What is left to say of a piece: its growth, and the key lengths that end inside it."""
+    """Return the mask inside a piece: causal or full, and the key lengths that end inside the piece."""
     mask: Mask = Causal() if kind == "causal" else Full()
     for part in lengths:
         inside = np.clip(part.kv_lengths.array - first, 0, last - first)

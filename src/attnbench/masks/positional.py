@@ -37,7 +37,7 @@ def _suffix(align: Align) -> str:
 
 
 class Full(Mask, frozen=True, tag="full"):
-    """Every pair."""
+    """All pairs."""
 
     @property
     def id(self) -> str:
@@ -51,7 +51,7 @@ class Full(Mask, frozen=True, tag="full"):
 
 
 class Causal(Mask, frozen=True, tag="causal"):
-    """j <= i after alignment."""
+    """Keys up to the query's position, j <= i after alignment."""
 
     align: Align = "bottom-right"
 
@@ -72,7 +72,7 @@ class Causal(Mask, frozen=True, tag="causal"):
 
 
 class Window(Mask, frozen=True, tag="window"):
-    """i - left <= j <= i + right after alignment; None means no bound on that side."""
+    """Keys near the query, i - left <= j <= i + right after alignment; None means no bound on that side."""
 
     left: int | None
     right: int | None = 0
@@ -105,7 +105,7 @@ class Window(Mask, frozen=True, tag="window"):
 
 
 class Prefix(Mask, frozen=True, tag="prefix"):
-    """j < n, or j <= i after alignment."""
+    """The first n keys, and keys up to the query's position after alignment."""
 
     n: int
     align: Align = "bottom-right"
@@ -129,7 +129,8 @@ class Prefix(Mask, frozen=True, tag="prefix"):
 
 
 class Dilated(Mask, frozen=True, tag="dilated"):
-    """Branch k: segments of w tokens; in each, head h keeps positions offset, offset + r, ...; they see each other."""
+    """LongNet's pattern. In branch k tokens are cut into segments of w; head h keeps the positions offset, offset + r,
+    ... of each segment, which see each other."""
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
@@ -165,7 +166,7 @@ class Dilated(Mask, frozen=True, tag="dilated"):
             raise InvalidWorkload(f"dilated is self-attention: q_len {shape.q_len} must equal kv_len {shape.kv_len}.")
 
     def head_offset(self, h: Any, rate: int, heads: int) -> Any:
-        """Offset of head h (number or array) in a branch of this rate."""
+        """Return the offset of head h (a number or an array) in a branch of this rate."""
         return h % rate if self.offset == "mod" else h // -(-heads // rate)
 
     def _meets(self, branch: int, heads: int, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -196,10 +197,10 @@ class Dilated(Mask, frozen=True, tag="dilated"):
         return self.count(shape, np.full(shape.q_len, shape.kv_len))
 
     def count(self, shape: MaskShape, below: np.ndarray) -> int:
-        """Visible pairs with j < below[i]: inclusion and exclusion over branches; each row's keys are a progression.
+        """Return the number of visible pairs with j < below[i], by inclusion and exclusion over branches.
 
-        No key lies beyond the least common multiple of the segments, so rows that far apart count alike where `below`
-        is alike: one such stretch and the rest are counted.
+        The keys of a row form a progression. No key lies beyond the least common multiple of the segments, so rows that
+        far apart have equal counts if `below` is equal: one such stretch and the rest are counted.
         """
         period = lcm(*self.segment_lengths)
         whole = shape.q_len // period
@@ -226,7 +227,8 @@ class Dilated(Mask, frozen=True, tag="dilated"):
         return total * shape.batch
 
     def _meeting_in_all(self, branches: tuple[int, ...], offsets: tuple[int, ...], below: np.ndarray) -> int:
-        """Pairs of one head with these offsets that meet in every one of the branches, the sparsest first."""
+        """Return the number of pairs of a head with these offsets that meet in all of the branches, the sparsest
+        first."""
         rows = np.arange(len(below))
         low, high, first, step = np.zeros_like(rows), below.astype(np.int64), np.zeros_like(rows), 1
         for branch, offset in zip(branches, offsets):

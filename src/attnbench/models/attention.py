@@ -80,7 +80,7 @@ def flash_fields(module: Any) -> dict[str, Any]:
 
 
 def path_of(module: Any) -> Path:
-    """The path of an attention module."""
+    """Return the path of an attention module."""
     return Path(**flash_fields(module))
 
 
@@ -161,7 +161,7 @@ def flash_attention(q: Array, k: Array, v: Array, mask: Array | TokenMask, choic
 
 
 def pieces(mask: TokenMask, choice: str) -> list[Piece]:
-    """The calls that a mask of runs becomes."""
+    """Return the calls that a mask of runs becomes."""
     assert mask.runs is not None
     found: list[Piece] = []
     start = 0
@@ -255,7 +255,7 @@ def _late(name: str, q: Array, k: Array, v: Array, kv_lengths: Array | None, mas
 def pick(
     q: Array, k: Array, v: Array, form: Form, choice: str, train: bool = False, known: AnyMask | None = None
 ) -> str:
-    """The implementation of one call: `explain`'s pick, or the next that takes such a mask; or Unsupported."""
+    """Return the implementation of one call: `explain`'s pick, or the next that takes such a mask; or Unsupported."""
     mask = known or _masks_in_jit.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
     reasons = []
     for name in FLASH_CHOICES[choice]:
@@ -298,7 +298,7 @@ def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
 
 
 def has_common_keys(mask: TokenMask) -> bool:
-    """Whether the queries after the first run are few, see the keys of the first, and those stand in front."""
+    """Return whether the queries after the first run are few, see the keys of the first, and those stand in front."""
     if mask.runs is None or len(mask.runs) < 2:
         return False
     (queries, keys), *others = mask.runs
@@ -343,7 +343,7 @@ def attend_common(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, k
 
 
 def _where_empty(lengths: tuple[Array, ...], value: float, lse: Array) -> Array:
-    """The LSE with another value in batch rows that have none of the common keys."""
+    """Return the LSE with another value in batch rows that have none of the common keys."""
     for length in lengths:
         lse = jnp.where(length[:, None, None] == 0, value, lse)
     return lse

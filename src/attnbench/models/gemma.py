@@ -118,7 +118,7 @@ class Block(nn.Module):
         adarms_cond: Tokens,
         deterministic: bool = True,
     ) -> tuple[list[Array | None], Cache]:
-        """One layer; the cache as in Attention."""
+        """Return one layer; the cache as in Attention."""
         attention = Attention(configs=self.configs, name="attn", **flash_fields(self))
         normed, gates = self._normed("pre_attention_norm", xs, adarms_cond)
         attended, kv_cache = attention(normed, positions, attn_mask, kv_cache)
@@ -163,7 +163,7 @@ class Module(nn.Module):
     fully_masked: FullyMasked = "uniform"
 
     def setup(self) -> None:
-        """Every block is recomputed in the backward pass, as in openpi."""
+        """Return every block is recomputed in the backward pass, as in openpi."""
         if len({config.depth for config in self.configs}) != 1:
             raise UsageError("experts that attend together need the same depth.")
         self.embedder = Embedder(self.vocab_size, self.configs[0].width, name="embedder")

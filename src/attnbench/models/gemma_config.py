@@ -25,7 +25,7 @@ FLASH_CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def check_flash_choice(choice: object) -> None:
-    """Raises for a flash_attention_impl that is none."""
+    """Raise for a flash_attention_impl that is none."""
     if not isinstance(choice, str) or choice not in FLASH_CHOICES:
         raise UnknownName("flash_attention_impl", str(choice), FLASH_CHOICES, "")
 
@@ -53,7 +53,7 @@ _RANKS = {"gemma_300m_lora": 32, "gemma_2b_lora": 16}
 
 
 def get_config(variant: Variant | Config | str) -> Config:
-    """The sizes of a variant; sizes that are given already are those."""
+    """Return the sizes of a variant; sizes that are given already are those."""
     if isinstance(variant, Config):
         return variant
     if variant in _SIZES:

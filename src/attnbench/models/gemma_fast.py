@@ -30,7 +30,7 @@ Cache = tuple[Array, Array, Array]
 
 
 def get_config(variant: Variant | gemma_config.Config | str) -> dict[str, Any]:
-    """The arguments of `Module` for a variant, or for sizes."""
+    """Return the arguments of `Module` for a variant, or for sizes."""
     if isinstance(variant, str) and variant not in VARIANTS:
         raise UnknownName("Gemma variant", variant, VARIANTS, "")
     sizes = gemma_config.get_config(variant)
@@ -144,7 +144,7 @@ class Block(nn.Module):
         decode: bool = False,
         deterministic: bool = True,
     ) -> tuple[Array, Cache]:
-        """One layer."""
+        """Return one layer."""
         lora = self.lora_configs or {}
         attention = Attention(
             num_heads=self.num_heads,

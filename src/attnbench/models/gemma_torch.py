@@ -103,7 +103,7 @@ class Stack(nn.Module):
 
     @torch.no_grad()
     def load(self, params: Mapping[str, Any]) -> None:
-        """The tree of `gemma.Module` with one expert; stacked weights are handed out to the layers."""
+        """Return the tree of `gemma.Module` with one expert; stacked weights are handed out to the layers."""
         layers = params["layers"]
         stacked = {name: layers["attn"][name]["w"] for name in ("q_einsum", "kv_einsum", "attn_vec_einsum")}
         stacked |= {name: layers["mlp"][name] for name in ("gating_einsum", "linear")}

@@ -36,7 +36,7 @@ class Embedder(nn.Module):
     init_fn: nn.initializers.Initializer = nn.initializers.normal()
 
     def setup(self) -> None:
-        """One table."""
+        """Return one table."""
         self.input_embedding_table = self.param("input_embedding", self.init_fn, (self.vocab_size, self.embed_dim))
 
     def encode(self, x: Array) -> Array:
@@ -50,7 +50,7 @@ class Embedder(nn.Module):
 
 
 def check_tokens(observation: Any, width: int) -> None:
-    """Raises unless image tokens are [B, P, width] and text, where there is some, is [B, L] whole numbers."""
+    """Raise unless image tokens are [B, P, width] and text, where there is some, is [B, L] whole numbers."""
     images, text = observation.image_tokens, observation.tokens
     if images.ndim != 3 or images.shape[2] != width:
         raise UsageError(f"image_tokens are [batch, tokens, {width}], not {list(images.shape)}.")
@@ -63,7 +63,7 @@ def check_tokens(observation: Any, width: int) -> None:
 
 
 def check_shape(name: str, array: Array, wanted: tuple[int, ...], axes: str) -> None:
-    """Raises for an array of another shape, in the words of its axes."""
+    """Raise for an array of another shape, in the words of its axes."""
     if array.shape != wanted:
         raise UsageError(f"{name} are [{axes}], here {list(wanted)}, not {list(array.shape)}.")
 
@@ -83,7 +83,7 @@ def which_are_there(observation: Any) -> Array | None:
 
 
 def token_mask(observation: Any, name: str, wanted: tuple[int, ...]) -> Array | None:
-    """One of the masks as booleans with a value for every token; None where it was not given."""
+    """Return one of the masks as booleans with a value for every token; None where it was not given."""
     mask = getattr(observation, name)
     if mask is None:
         return None

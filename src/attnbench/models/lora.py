@@ -121,7 +121,8 @@ Configs = Mapping[str, LoRAConfig]
 
 
 def merge(params: Mapping[str, Any], configs: Configs | Sequence[Configs]) -> dict[str, Any]:
-    """The tree of a model without LoRA that computes the same: updates added to `w`, `gating_einsum` and `linear`.
+    """Return the tree of a model without LoRA that computes the same: updates added to `w`, `gating_einsum` and
+    `linear`.
 
     `configs` are `Config.lora_configs`, one per expert (or one alone); layers stacked by scan are merged at once.
     """

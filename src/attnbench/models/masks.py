@@ -163,7 +163,7 @@ def in_blocks(
 
 
 def block_causal(mask_ar: Array, valid: Array, kv_len: int | None = None) -> TokenMask:
-    """The mask of openpi's `make_attn_mask` for a structure that is itself an array ([B, T] or [T])."""
+    """Return the mask of openpi's `make_attn_mask` for a structure that is itself an array ([B, T] or [T])."""
     return up_to_own_id(jnp.cumsum(jnp.atleast_2d(mask_ar).astype(jnp.int32), axis=1), valid, kv_len)
 
 
@@ -178,7 +178,8 @@ def up_to_own_id(ids: Array, valid: Array, kv_len: int | None = None) -> TokenMa
 
 
 def known(mask: AnyMask, q_len: int, kv_len: int | None = None) -> TokenMask:
-    """One of `attnbench.masks` that is the same for every row and head, such as `causal()`, for these lengths."""
+    """Return one of `attnbench.masks` that is the same for every row and head, such as `causal()`, for these
+    lengths."""
     if mask.per_batch or mask.per_head or mask.weighted:
         raise InvalidWorkload(f"a known mask is the same for every row and head and has no weights; {mask.id} is not.")
     mask.check(MaskShape(1, 1, q_len, kv_len or q_len))
@@ -199,7 +200,8 @@ def truths(what: str, array: Array) -> Array:
 
 
 def fitted(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: int) -> Array | TokenMask:
-    """The mask, a TokenMask with arrays for the whole batch; one of other lengths or no booleans is a mistake."""
+    """Return the mask, a TokenMask with arrays for the whole batch; one of other lengths or no booleans is a
+    mistake."""
     if isinstance(attn_mask, TokenMask):
         found, wanted = (attn_mask.q_len, attn_mask.kv_len), (q_len, kv_len)
     else:

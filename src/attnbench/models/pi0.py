@@ -62,7 +62,7 @@ class PaliGemma(nn.Module):
     llm: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The language model."""
+        """Return the language model."""
         return self.llm(*args, **kwargs)
 
     def embed(self, tokens: Array) -> Array:
@@ -119,7 +119,7 @@ class Pi0(nn.Module):
         return jnp.take_along_axis(tokens, order[..., None], axis=1), jnp.take_along_axis(valid, order, axis=1)
 
     def embed_suffix(self, observation: Observation, noisy: Array, time: Array) -> tuple[Array, Array | None]:
-        """The action expert's tokens, and in pi0.5 the condition of its norms."""
+        """Return the action expert's tokens, and in pi0.5 the condition of its norms."""
         _check_actions("noisy actions", noisy, self.config, observation)
         actions = self.action_in_proj(noisy)
         when = time_embedding(time, actions.shape[-1])
@@ -154,7 +154,7 @@ class Pi0(nn.Module):
         return jnp.mean(jnp.square(velocity - (noise - actions)), axis=-1)
 
     def prefill(self, observation: Observation) -> tuple[gemma.Cache, Array | None]:
-        """The prefix's cache, and which of its tokens are there."""
+        """Return the prefix's cache, and which of its tokens are there."""
         prefix, valid = self.embed_prefix(observation)
         mask = self._mask(prefix.shape[1], valid, suffix=False)
         _, cache = self.PaliGemma([prefix, None], _positions(prefix, valid), mask)
@@ -163,7 +163,7 @@ class Pi0(nn.Module):
     def denoise(
         self, observation: Observation, cache: gemma.Cache, valid: Array | None, noisy: Array, time: Array
     ) -> Array:
-        """The velocity from a prefix cache, which stays as it is."""
+        """Return the velocity from a prefix cache, which stays as it is."""
         suffix, cond = self.embed_suffix(observation, noisy, time)
         prefix = cache[0][0]
         mask = self._mask(prefix.shape[1], valid, suffix=True, queries_from=prefix.shape[1])

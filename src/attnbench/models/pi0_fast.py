@@ -133,7 +133,7 @@ def _mask(valid: Array, ids: Array | None, slots: int) -> TokenMask:
 
 
 def right_aligned(tokens: Array, valid: Array, ids: Array | None) -> tuple[Array, Array, Array | None]:
-    """Every row rolled until its last valid token is the last of all."""
+    """Return every row rolled until its last valid token is the last of all."""
     length = valid.shape[1]
     used = jnp.max(jnp.where(valid, jnp.arange(length) + 1, 0), axis=1)
     order = (jnp.arange(length)[None] + used[:, None]) % length
@@ -143,7 +143,7 @@ def right_aligned(tokens: Array, valid: Array, ids: Array | None) -> tuple[Array
 
 
 def _check_temperature(temperature: Any) -> None:
-    """Raises for what is no number of at least 0; of a traced one only the type is known."""
+    """Raise for what is no number of at least 0; of a traced one only the type is known."""
     traced = isinstance(temperature, Tracer)
     value: Any = temperature if traced else np.asarray(temperature)
     numeric = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))

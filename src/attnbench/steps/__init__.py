@@ -38,7 +38,7 @@ class StepKind(ABC):
         return ("out",)
 
     def small(self, workload: Workload) -> Workload:
-        """The workload that is checked: the same one, made small where it is large."""
+        """Return the workload that is checked: the same one, made small where it is large."""
         return shrink(workload)
 
 
@@ -48,7 +48,7 @@ class StepImplementation(Implementation):
     step: str
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """A step is no function of q, k and v."""
+        """Return a step is no function of q, k and v."""
         raise Unsupported(f"{self.name} computes the step {self.step}, not attention alone")
 
     @abstractmethod

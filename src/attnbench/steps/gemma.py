@@ -113,7 +113,7 @@ def joint_attention(
 
 
 def fed(x: Any, weights: Weights, store: Store) -> Any:
-    """The gated feed-forward layer."""
+    """Return the gated feed-forward layer."""
     import torch
 
     gate, value = (store(x @ one) for one in weights["gating_einsum"])
@@ -195,7 +195,7 @@ class GemmaStack(StepKind):
     name = "gemma-stack"
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """The output; gradients of x and of the five products of the layers."""
+        """Return the output; gradients of x and of the five products of the layers."""
         return {"forward": FORWARD, "backward": GRADIENTS, "train": FORWARD + GRADIENTS}[workload.pass_]
 
     def small(self, workload: Workload) -> Workload:

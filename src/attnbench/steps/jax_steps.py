@@ -43,12 +43,12 @@ class JaxModelStep(StepImplementation):
         return self
 
     def available(self, environment: Environment) -> str | None:
-        """The models need flax, their reference torch."""
+        """Return the models need flax, their reference torch."""
         missing = [name for name in ("flax", "torch") if importlib.util.find_spec(name) is None]
         return f'needs {" and ".join(missing)}: pip install "attnbench[models,torch]"' if missing else None
 
     def path(self, config: Config) -> dict[str, Any]:
-        """The models' fields that choose the attention."""
+        """Return the models' fields that choose the attention."""
         if not self._flash:
             return {}
         return {"use_flash_attention": True, "flash_attention_impl": str(config.get("impl", "auto"))}
@@ -77,12 +77,12 @@ def model_tree(arrays: Mapping[str, Array], suffixes: Sequence[str]) -> dict[str
 
 
 def projections_of(tree: Mapping[str, Any], suffixes: Sequence[str]) -> tuple[Array, ...]:
-    """The products of an attention's tree, expert by expert."""
+    """Return the products of an attention's tree, expert by expert."""
     return tuple(tree[name + end]["w"] for end in suffixes for name in PROJECTIONS)
 
 
 def products_of(tree: Mapping[str, Any], suffixes: Sequence[str]) -> tuple[Array, ...]:
-    """The products of a block's tree, expert by expert."""
+    """Return the products of a block's tree, expert by expert."""
     return tuple(
         one
         for end in suffixes
@@ -104,7 +104,7 @@ class JaxGemmaStack(JaxModelStep):
         return model_tree(arrays, ONE), arrays["x"], arrays["dout"]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One pass of the stack."""
+        """Return one pass of the stack."""
         import jax
         import jax.numpy as jnp
 
@@ -140,7 +140,7 @@ class JaxPi0(JaxModelStep):
     """One of pi0's or pi0-FAST's steps."""
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """The form of mask that the step has in openpi."""
+        """Return the form of mask that the step has in openpi."""
         return unsupported(workload)
 
 
@@ -161,7 +161,7 @@ class JaxPi0Attention(JaxPi0):
         return tree(arrays, EXPERTS), xs, douts
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One pass of the module."""
+        """Return one pass of the module."""
         import jax
         import jax.numpy as jnp
 
@@ -213,7 +213,7 @@ class JaxPi0Model(JaxPi0):
         return tree, pi0.Observation(image_tokens=arrays["prefix"], state=wide("state")), given
 
     def model(self, workload: Workload, config: Config) -> Any:
-        """The whole pi0."""
+        """Return the whole pi0."""
         from attnbench.models import pi0
 
         large, small = sizes(workload)
@@ -284,7 +284,7 @@ class JaxPi0Fast(JaxPi0):
         return {"PaliGemma": {"llm": {**model_tree(arrays, ONE), "embedder": {TABLE: arrays[TABLE]}}}}
 
     def model(self, workload: Workload, config: Config) -> Any:
-        """The whole pi0-FAST."""
+        """Return the whole pi0-FAST."""
         from attnbench.models import pi0_fast
 
         words = {"paligemma_variant": sizes(workload)[0], "vocab_size": vocabulary(workload)}
@@ -330,7 +330,7 @@ class JaxPi0Decode(JaxPi0Fast):
         return self.tree(arrays), (slot, keys, values), arrays["tokens"]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One step after another."""
+        """Return one step after another."""
         import jax
         import jax.numpy as jnp
 

@@ -17,7 +17,7 @@ class Multihead(StepKind):
     name = "multihead"
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """The output; gradients of x and of both weights."""
+        """Return the output; gradients of x and of both weights."""
         return {"forward": FORWARD, "backward": GRADIENTS, "train": FORWARD + GRADIENTS}[workload.pass_]
 
     def draw(self, workload: Workload, seed: int) -> Values:

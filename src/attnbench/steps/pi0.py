@@ -47,7 +47,7 @@ CHECKED_PROMPT = 144
 
 
 def unsupported(w: Workload) -> str | None:
-    """Why this workload cannot be its step; None when it can."""
+    """Return why this workload cannot be its step; None when it can."""
     if w.value_dim != w.head_dim or w.softcap or w.scale is not None:
         return "takes values as wide as keys, the usual scale and no softcap"
     if w.dtype not in ("float32", "bfloat16"):
@@ -152,7 +152,7 @@ def repeats(name: str, w: Workload) -> int:
 
 
 def whole(arrays: Mapping[str, Any], w: Workload, tile: Callable[..., Any]) -> dict[str, Any]:
-    """All layers and the whole table, by NumPy's or JAX's `tile`."""
+    """Return all layers and the whole table, by NumPy's or JAX's `tile`."""
     times = {name: repeats(name, w) for name in arrays}
     return {n: one if times[n] == 1 else tile(one, (times[n],) + (1,) * (one.ndim - 1)) for n, one in arrays.items()}
 
@@ -170,7 +170,7 @@ class Pi0Joint(StepKind):
         self.gradients = ("dx", "dx_1", *(f"d_{name}" for name in weights))
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Each expert's output; gradients of its tokens and products."""
+        """Return each expert's output; gradients of its tokens and products."""
         return OUTPUTS_OF_TWO + self.gradients if workload.needs_gradients else OUTPUTS_OF_TWO
 
     def small(self, workload: Workload) -> Workload:
@@ -228,7 +228,7 @@ class Pi0Model(StepKind):
         return small_in_blocks(workload)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """An observation, actions, noise, and times as openpi draws them."""
+        """Return an observation, actions, noise, and times as openpi draws them."""
         w, normal = workload, normals(seed)
         times = np.random.default_rng(seed).beta(1.5, 1, w.batch) * 0.999 + 0.001
         return {**drawn_model(normal, w), "actions": _actions(normal, w), "time": times.astype(np.float32)}
@@ -268,7 +268,7 @@ class Pi0Sampler(StepKind):
         return small_in_blocks(workload)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """An observation and noise."""
+        """Return an observation and noise."""
         return drawn_model(normals(seed), workload)
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
@@ -337,7 +337,7 @@ def time_embedding(times: np.ndarray, width: int, held: Rounded) -> np.ndarray:
 
 
 def to_actions(arrays: dict[str, Any], x: Any, store: Any, hold: Any) -> Any:
-    """The action expert's tokens, without the state's, to velocities."""
+    """Return the action expert's tokens, without the state's, to velocities."""
     out = store(normed(x, arrays["final_norm_1"]))[:, 1:]
     return hold(out @ arrays["action_out_proj"] + arrays["action_out_proj_bias"])
 

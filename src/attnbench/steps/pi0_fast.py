@@ -44,7 +44,7 @@ class Prefill(StepKind):
         return {**_weights(normal, w), "images": images, "tokens": _tokens(w, text, seed)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """One pass over the prompt."""
+        """Return one pass over the prompt."""
         import torch
 
         arrays, store = tensors(whole(values, workload, np.tile)), storing(rounded)
@@ -78,7 +78,7 @@ class Decode(StepKind):
         return found | {"tokens": _tokens(w, w.q_len, seed)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """All tokens in one causal pass behind the cache: what one step after another must give."""
+        """Return all tokens in one causal pass behind the cache: what one step after another must give."""
         arrays, store, w = tensors(whole(values, workload, np.tile)), storing(rounded), workload
         xs = [_embedded(arrays, rounded, store)]
         for layer in range(depth(w)):

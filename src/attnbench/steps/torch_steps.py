@@ -63,7 +63,7 @@ class TorchGemmaStack(StepImplementation):
         return stack, arrays["x"], positions, arrays["dout"]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One pass of the stack."""
+        """Return one pass of the stack."""
         import torch
 
         def run(state: Any) -> tuple[Array, ...]:
@@ -111,7 +111,7 @@ class TorchMultiheadDilated(StepImplementation):
         return first_reason(needs_dilated(_without_blocks(workload)), needs_no_softcap(workload))
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """The module with these weights, x, and the cotangent."""
+        """Return the module with these weights, x, and the cotangent."""
         from torch import nn
 
         from attnbench.nn.factory import create_multihead_dilated_attention
@@ -138,7 +138,7 @@ class TorchMultiheadDilated(StepImplementation):
         return module, arrays["x"], arrays["dout"], lengths
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One call of the module, with the gradients of x and of both weights where they are asked."""
+        """Return one call of the module, with the gradients of x and of both weights where they are asked."""
         import torch
 
         def run(state: Any) -> tuple[Array, ...]:

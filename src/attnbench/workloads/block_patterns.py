@@ -36,19 +36,19 @@ class Row(NamedTuple):
 
 
 def _local(row: Row, rng: np.random.Generator) -> Any:
-    """The nearest blocks; at an edge the window moves inwards and stays as wide."""
+    """Return the nearest blocks; at an edge the window moves inwards and stays as wide."""
     start = min(max(row.own - row.budget // 2, 0), row.visible - row.budget)
     return np.arange(start, start + row.budget)
 
 
 def _strided(row: Row, rng: np.random.Generator) -> Any:
-    """The row's own block and others at one stride before it, which go on at the end where rows see that far."""
+    """Return the row's own block and others at one stride before it, which go on at the end where rows see that far."""
     distances = np.floor(np.arange(row.budget) * row.stride + ROUNDING).astype(int)
     return (row.own - distances) % row.visible
 
 
 def _global_local(row: Row, rng: np.random.Generator) -> Any:
-    """The first blocks of the sequence, and with the rest of the budget the nearest ones."""
+    """Return the first blocks of the sequence, and with the rest of the budget the nearest ones."""
     first = min(-(-row.budget // GLOBAL_SHARE), row.budget - 1)
     rest = row._replace(own=max(row.own - first, 0), visible=row.visible - first, budget=row.budget - first)
     near = _local(rest, rng) + first
@@ -56,7 +56,7 @@ def _global_local(row: Row, rng: np.random.Generator) -> Any:
 
 
 def _random(row: Row, rng: np.random.Generator) -> Any:
-    """The row's own block and any others."""
+    """Return the row's own block and any others."""
     others = rng.permutation(row.visible - 1)[: row.budget - 1]
     return np.append(others + (others >= row.own), row.own)
 
@@ -110,7 +110,7 @@ def sparse_mask(
     causal: bool = False,
     seed: int = 0,
 ) -> AnyMask:
-    """The pattern as a mask, `causal() & blocks(...)` when causal."""
+    """Return the pattern as a mask, `causal() & blocks(...)` when causal."""
     kept = block_pattern(pattern, sparsity, shape, block_size=block_size, causal=causal, seed=seed)
     rest = _causal() if causal else full()
     return rest & blocks(kept[0] if len(kept) == 1 else kept, block_size)  # pyright: ignore[reportReturnType]

@@ -22,7 +22,7 @@ HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 128, 192, 256)
 
 
 def edge() -> list[Workload]:
-    """All of them."""
+    """Return all of them."""
     return [*_shapes(), *_heads(), *_precisions(), *_rectangles(), *_padding(), *_patterns(), *_weights(), *_logits()]
 
 
@@ -161,7 +161,7 @@ def _long_prefix() -> list[Workload]:
 
 
 def pi0_edges(**fields: Any) -> list[Workload]:
-    """Each of pi0's steps once, small: two rows of a prefix of 12 tokens, one state and 5 actions."""
+    """Return each of pi0's steps once, small: two rows of a prefix of 12 tokens, one state and 5 actions."""
     shape = {"batch": 2, "heads": "4:1", "head_dim": 32, "tags": ["pi0"]} | fields
     blocks = in_blocks(12, 1, 5)
     return [
@@ -257,7 +257,7 @@ def ci() -> list[Workload]:
 
 
 def whole_grid() -> list[Workload]:
-    """The first founding document's grid: 5 lengths x 4 batches x 2 head layouts x 2 passes."""
+    """Return the first founding document's grid: 5 lengths x 4 batches x 2 head layouts x 2 passes."""
     return _grid([512, 1 * K, 2 * K, 4 * K, 8 * K], [1, 4, 8, 16], ["32:32", LLAMA_HEADS], ["forward", "train"])
 
 
@@ -273,7 +273,7 @@ def grid_gpu() -> list[Workload]:
 
 
 def square_cpu() -> list[Workload]:
-    """One head, as many tokens as dimensions, on the third founding document's ramps and on normals."""
+    """Return one head, as many tokens as dimensions, on the third founding document's ramps and on normals."""
     sizes = (32, 64, 128, 256, 512)
     kinds = ["sincostan", "normal"]
     return [
@@ -333,7 +333,7 @@ def dilated() -> list[Workload]:
 
 
 def multihead() -> list[Workload]:
-    """The dilated modules with their projections, so that the cost of those is seen."""
+    """Return the dilated modules with their projections, so that the cost of those is seen."""
     shape = {"batch": 1, "dtype": "bfloat16", "step": "multihead"}
     causal = f"causal&{PAPER_DILATION}"
     return [

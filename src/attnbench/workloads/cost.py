@@ -47,7 +47,7 @@ class Demand(Struct, frozen=True, kw_only=True):
 
 
 def demand(workload: Workload) -> Demand:
-    """The demand of one call: of the attention, and of the step around it where there is one."""
+    """Return the demand of one call: of the attention, and of the step around it where there is one."""
     inside = _attention(workload)
     return inside if not workload.step else _with_surroundings(workload, inside)
 

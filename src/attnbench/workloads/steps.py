@@ -40,7 +40,7 @@ class Surroundings(Struct, frozen=True):
 
 
 def same_tokens(w: Workload, width: int, weights: int, layers: int = 1) -> Around:
-    """Every token is multiplied with every weight once; vectors of one width come in and go out."""
+    """Return every token is multiplied with every weight once; vectors of one width come in and go out."""
     tokens = w.batch * w.q_len
     return Around(
         weights=weights,
@@ -67,7 +67,7 @@ class Expert(NamedTuple):
 
 
 def experts(w: Workload) -> tuple[Expert, Expert]:
-    """The prefix's and the actions'."""
+    """Return the prefix's and the actions'."""
     width = w.heads * w.head_dim
     return Expert(width, 8 * width), Expert(width // 2, 2 * width)
 
@@ -104,7 +104,7 @@ def parts(w: Workload) -> tuple[int, int, int]:
 
 
 def in_blocks(*sizes: int) -> masks.BlockCausal:
-    """The block-causal mask of such sizes."""
+    """Return the block-causal mask of such sizes."""
     return masks.block_causal(np.repeat(np.arange(len(sizes)), sizes))
 
 
@@ -164,7 +164,7 @@ def _model(w: Workload) -> Around:
 
 
 def _sampler(w: Workload) -> Around:
-    """The prefix once, state and actions ten times."""
+    """Return the prefix once, state and actions ten times."""
     layers, tokens = depth(w), _tokens(w)
     blocks = [layers * _block(w, expert) for expert in experts(w)]
     weights, products = _around_actions(w)
@@ -185,7 +185,7 @@ def _cache(w: Workload, tokens: int) -> int:
 
 
 def _prefill(w: Workload) -> Around:
-    """All tokens through the blocks, the last one to logits; the cache is returned."""
+    """Return all tokens through the blocks, the last one to logits; the cache is returned."""
     expert = experts(w)[0]
     blocks, table = depth(w) * _block(w, expert), vocabulary(w) * expert.width
     return Around(

@@ -37,7 +37,7 @@ class Suite(Struct, frozen=True):
 
 
 def read_suite(path: Path) -> Suite:
-    """A user's suite: `name`, `description` and one `[[workload]]` table per grid."""
+    """Return a user's suite: `name`, `description` and one `[[workload]]` table per grid."""
     table, text = read_toml(path)
     for key in table:
         if key not in _SUITE_KEYS:
@@ -71,7 +71,7 @@ def lines_of(text: str, key: str) -> Iterator[int]:
 
 
 def _line_of_problem(text: str, number: int, entry: Mapping[str, Any], message: str) -> int | None:
-    """The line of the field that the message names, else of the number-th [[workload]] header."""
+    """Return the line of the field that the message names, else of the number-th [[workload]] header."""
     header = next(islice(lines_of(text, "workload"), number, None), None)
     if header is None:
         return None
@@ -201,7 +201,7 @@ _REQUIRED = ("batch", "q_len", "heads", "head_dim")
 
 
 def grid(**axes: Any) -> list[Workload]:
-    """Every combination of the axes, the last one varying fastest; a list is an axis, anything else one value.
+    """Return every combination of the axes, the last one varying fastest; a list is an axis, anything else one value.
 
     `heads` takes 32, (32, 8) or "32:8"; `mask` a mask, its text ("window:128:0") or its table. No workload comes twice.
     """

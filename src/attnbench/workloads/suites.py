@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 
 def load(name_or_path: str | Path) -> Suite:
-    """A built-in suite, or a file whose name ends in .toml."""
+    """Return a built-in suite, or a file whose name ends in .toml."""
     path = Path(name_or_path)
     if path.suffix == ".toml":
         if not path.is_file():
@@ -42,7 +42,7 @@ def load(name_or_path: str | Path) -> Suite:
 
 
 def quicken(suite: Suite) -> Suite:
-    """The suite with shapes capped (see `shrink`); workloads that become the same are kept once.
+    """Return the suite with shapes capped (see `shrink`); workloads that become the same are kept once.
 
     Heads of a step are narrowed too: its weights grow with the square of their width.
     """
@@ -83,7 +83,7 @@ def _capped_tokens(q_len: int, kv_len: int) -> tuple[int, int]:
 
 
 def shrink_mask(mask: Mask, old: MaskShape, new: MaskShape) -> AnyMask:
-    """The mask for smaller sizes: lengths scale with the tokens, arrays are thinned evenly."""
+    """Return the mask for smaller sizes: lengths scale with the tokens, arrays are thinned evenly."""
     match mask:
         case masks.Window():
             sides = [None if side is None else _scaled(side, old, new) for side in (mask.left, mask.right)]

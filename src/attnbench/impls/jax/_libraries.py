@@ -8,14 +8,15 @@ from types import ModuleType
 
 
 def interpreted(*platforms: str) -> bool:
-    """Whether JAX's default device is none of the platforms the kernel compiles for ("gpu", "tpu")."""
+    """Return whether JAX's default device is none of the platforms the kernel compiles for ("gpu", "tpu")."""
     import jax
 
     return jax.default_backend() not in platforms
 
 
 def interpreter_reason(*platforms: str) -> str:
-    """Why the kernel may only be verified here; empty where it compiles. Imports JAX: asked inside workers only."""
+    """Return why the kernel may only be verified here; empty where it compiles. Imports JAX: asked inside workers
+    only."""
     if not interpreted(*platforms):
         return ""
     return f"Pallas runs this kernel only on {' or '.join(platforms)}; here it runs in its interpreter"
@@ -25,7 +26,7 @@ CACHE = "TRITON_CACHE_DIR"
 
 
 def import_beside_torch(name: str) -> ModuleType:
-    """The module; Triton's cache stays where it was."""
+    """Return the module; Triton's cache stays where it was."""
     before = os.environ.get(CACHE)
     try:
         return importlib.import_module(name)

@@ -15,7 +15,7 @@ from attnbench.spec import Workload
 
 
 def starts_together(part: Causal | Window, shape: MaskShape) -> bool:
-    """Whether query 0 stands at key 0: the only alignment that `is_causal` and `local_window_size` have."""
+    """Return whether query 0 stands at key 0: the only alignment that `is_causal` and `local_window_size` have."""
     return part.align == "top-left" or shape.q_len == shape.kv_len
 
 

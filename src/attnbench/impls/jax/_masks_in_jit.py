@@ -22,7 +22,8 @@ Form = Literal["none", "lengths", "array"]
 
 
 def stand_in(form: Form, batch: int, q_len: int, kv_len: int) -> AnyMask:
-    """A concrete mask that an implementation judges as it would the late one: nothing hidden, nothing T x S stored."""
+    """Return a concrete mask that an implementation judges as it would the late one: nothing hidden, nothing T x S
+    stored."""
     if form == "lengths":
         return masks.lengths(np.full(batch, kv_len, np.int32))
     if form == "array":
@@ -31,7 +32,7 @@ def stand_in(form: Form, batch: int, q_len: int, kv_len: int) -> AnyMask:
 
 
 def takes(name: str) -> str | None:
-    """Why an implementation cannot be handed a mask late; None when it can."""
+    """Return why an implementation cannot be handed a mask late; None when it can."""
     if isinstance(registry.get(name), JaxNn | Tokamax):
         return None
     return f"{name} takes no mask that exists only inside jit"

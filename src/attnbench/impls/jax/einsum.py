@@ -23,7 +23,7 @@ class Einsum(Implementation):
         return None
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The plain call."""
+        """Return the plain call."""
         return plain_call(workload)
 
     def build_lse(self, workload: Workload, config: Config) -> Call:

@@ -56,7 +56,7 @@ class FlashAttn(Implementation):
         )
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """One library call."""
+        """Return one library call."""
         is_causal, window = _mask_words(workload)
 
         def call(q: Array, k: Array, v: Array) -> Array:

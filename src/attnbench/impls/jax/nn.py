@@ -106,7 +106,7 @@ class JaxNn(Implementation):
         return call
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """One library call."""
+        """Return one library call."""
         return self._call(workload, with_lse=False)
 
 
@@ -120,7 +120,7 @@ class Xla(JaxNn):
     untested = ("rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """All masks; no float64, softcap or narrower V."""
+        """Return all masks; no float64, softcap or narrower V."""
         return first_reason(
             needs_dtype(workload, "float32", "float16", "bfloat16"),
             _no_float16_on_cpu(workload, environment),

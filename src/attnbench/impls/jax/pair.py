@@ -62,7 +62,7 @@ class JaxPair(Pairing):
 
 @lru_cache(maxsize=8)
 def environment_of(device: str) -> Environment:
-    """Facts about a device, asked once."""
+    """Return facts about a device, asked once."""
     return frameworks.get("jax").environment(device)
 
 

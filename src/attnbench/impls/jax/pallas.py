@@ -33,7 +33,7 @@ BACKWARD_BLOCK = 32
 
 
 def power_of_two_divisor(length: int, largest: int) -> int:
-    """The largest power of two that divides the length, up to a bound that is itself one."""
+    """Return the largest power of two that divides the length, up to a bound that is itself one."""
     return min(length & -length, largest)
 
 
@@ -74,11 +74,11 @@ class PallasTriton(Implementation):
         return [{"block": size} for size in (largest, largest // 2)]
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The kernel, differentiable."""
+        """Return the kernel, differentiable."""
         return _call(workload, config, with_lse=False)
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        """The library's residual, brought from base 2 to natural log."""
+        """Return the library's residual, brought from base 2 to natural log."""
         return _call(workload, config, with_lse=True)
 
 

@@ -54,11 +54,11 @@ class Splash(Implementation):
         )
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The kernel, differentiable."""
+        """Return the kernel, differentiable."""
         return _call(workload, with_lse=False)
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        """The kernel's own float32 LSE."""
+        """Return the kernel's own float32 LSE."""
         return _call(workload, with_lse=True)
 
 

@@ -40,7 +40,7 @@ class JaxSplit(Split):
         self.untested, self._sequences = untested, sequences
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """All at once, and an eighth and a quarter of a large batch."""
+        """Return all at once, and an eighth and a quarter of a large batch."""
         parts = [workload.batch // share for share in (8, 4) if workload.batch >= 2 * share]
         able = [size for size in parts if self._cannot_part(workload, size) is None]
         return ({}, *({"sequences": size} for size in able))
@@ -75,7 +75,7 @@ class JaxSplit(Split):
         return differentiable((by_turns(forward, size), by_turns(backward, size)), with_lse=False)
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """All sequences at once only."""
+        """Return all sequences at once only."""
         return None if self.configured(config)._sequences else super().build_lse(workload, {})
 
     def needs_array(self, part: Workload, environment: Environment) -> bool:

@@ -46,7 +46,7 @@ class Tokamax(Implementation):
         self.materialises_scores = backend == "xla"
 
     def available(self, environment: Environment) -> str | None:
-        """The package, and a device this backend has kernels for."""
+        """Return the package, and a device this backend has kernels for."""
         return first_reason(needs_package("tokamax", INSTALL), self._device(environment))
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -85,7 +85,7 @@ class Tokamax(Implementation):
         return None
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """One library call, rows without keys set to 0."""
+        """Return one library call, rows without keys set to 0."""
         rows = rows_that_see(workload.visible_mask, workload.mask_shape)
         arguments = mask_arguments(workload)
 

@@ -68,7 +68,7 @@ def _transformed(forward_: Function, keep: Callable[..., None], backward_: Funct
 
 
 def _one_by_one(function: Function, count: int, axes: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Each of a batch of problems, and their results stacked."""
+    """Return each of a batch of problems, and their results stacked."""
 
     def one(index: int) -> Any:
         return function(

@@ -51,7 +51,7 @@ ORDER = ("torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.
 
 @lru_cache(maxsize=8)
 def environment_of(device: str) -> Environment:
-    """Facts about a device, asked once."""
+    """Return facts about a device, asked once."""
     return frameworks.get("torch").environment(device)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def has_dense_rows(x: Array) -> bool:
-    """Whether the last axis has stride 1."""
+    """Return whether the last axis has stride 1."""
     return x.stride(-1) == 1 or x.shape[-1] == 1
 
 

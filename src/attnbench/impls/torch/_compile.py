@@ -69,7 +69,7 @@ def compile_fresh(function: FunctionType) -> Callable[..., Any]:
 
 
 def needs_compiler(environment: Environment) -> str | None:
-    """A C++ compiler on a CPU, Triton on a GPU."""
+    """Return a C++ compiler on a CPU, Triton on a GPU."""
     if environment.device != "cpu":
         missing = None if environment.device == "mps" else needs_package("triton", "pip install triton")
         return missing or needs_at_least(environment, TRITON_SINCE)

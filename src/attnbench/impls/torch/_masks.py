@@ -26,7 +26,8 @@ EXAMINED_PAIRS = 1 << 28
 
 
 def route(workload: Workload) -> Route:
-    """The cheapest form that says the same: nothing, torch's `is_causal` (aligned top-left), lower-right, an array."""
+    """Return the cheapest form that says the same: nothing, torch's `is_causal` (aligned top-left), lower-right, an
+    array."""
     mask, shape = workload.visible_mask, workload.mask_shape
     if mask.weighted:
         return "bias"
@@ -47,7 +48,7 @@ def route(workload: Workload) -> Route:
 
 
 def may_have_dead_rows(workload: Workload) -> bool:
-    """Whether a row may see no key; True also where the mask is too large to look."""
+    """Return whether a row may see no key; True also where the mask is too large to look."""
     mask, shape = workload.visible_mask, workload.mask_shape
     interval = mask.interval(shape)
     if interval is not None:
@@ -97,7 +98,7 @@ def sdpa_mask(workload: Workload, device: torch.device, zeroes_dead_rows: bool) 
 
 
 def additive(attn_mask: torch.Tensor | None, dtype: torch.dtype, hidden: float = float("-inf")) -> torch.Tensor | None:
-    """A boolean mask as a bias (0 where visible); a bias as it is."""
+    """Return a boolean mask as a bias (0 where visible); a bias as it is."""
     import torch
 
     if attn_mask is None or attn_mask.dtype != torch.bool:
@@ -193,36 +194,36 @@ def bounds(workload: Workload) -> Bounds:
 
 
 def is_causal(workload: Workload) -> bool:
-    """Whether the mask is causal, under whichever name."""
+    """Return whether the mask is causal, under whichever name."""
     return bounds(workload) == (None, 0)
 
 
 def is_windowed(workload: Workload) -> bool:
-    """Whether the mask is neither full nor causal."""
+    """Return whether the mask is neither full nor causal."""
     return bounds(workload) not in ((None, None), (None, 0))
 
 
 def is_top_left(workload: Workload) -> bool:
-    """Whether the alignment is top-left and differs from bottom-right."""
+    """Return whether the alignment is top-left and differs from bottom-right."""
     align = getattr(workload.visible_mask, "align", "bottom-right")
     return align == "top-left" and workload.q_len != workload.kv_len
 
 
 def needs_bounds(workload: Workload) -> str | None:
-    """One mask out of full, causal and window."""
+    """Return one mask out of full, causal and window."""
     single = None if len(workload.visible_mask.kinds) == 1 else "takes one mask at a time"
     return first_reason(needs_mask(workload, "full", "causal", "window"), single)
 
 
 def needs_bottom_right(workload: Workload) -> str | None:
-    """The alignment that flash-attention and its kin have."""
+    """Return the alignment that flash-attention and its kin have."""
     if is_top_left(workload):
         return f"aligns masks bottom-right; top-left needs q_len = kv_len, not {workload.q_len} and {workload.kv_len}"
     return None
 
 
 def needs_visible_rows(workload: Workload) -> str | None:
-    """Every query sees a key; says nothing of masks that are no interval a row (`needs_bounds` refuses them)."""
+    """Return every query sees a key; says nothing of masks that are no interval a row (`needs_bounds` refuses them)."""
     interval = workload.visible_mask.interval(workload.mask_shape)
     if interval is None:
         return None

@@ -22,7 +22,7 @@ from attnbench.spec import Array, Call, Partial, Workload
 
 
 def with_lse(backend: str, workload: Workload) -> Call | None:
-    """A call, bhsd, that returns (out, lse), or None; in training a gradient flows through both."""
+    """Return a call, bhsd, that returns (out, lse), or None; in training a gradient flows through both."""
     pair = _pair(backend, workload)
     if pair is None:
         return None
@@ -72,7 +72,7 @@ def _guarded(pair: Partial) -> Partial:
 
 
 def _pair(backend: str, workload: Workload) -> Partial | None:
-    """The kernels' two passes; their LSE lacks what a large bias adds to whole rows."""
+    """Return the kernels' two passes; their LSE lacks what a large bias adds to whole rows."""
     return pair_at_positive_scale(lambda positive: _kernels(backend, positive), workload)
 
 
@@ -139,7 +139,7 @@ def _forward_op(name: str) -> Callable[..., Any]:
 
 
 def _gpu_flash(workload: Workload) -> Partial | None:
-    """The operator aligns a rectangular causal mask bottom-right."""
+    """Return the operator aligns a rectangular causal mask bottom-right."""
     import torch
 
     way, square = route(workload), workload.q_len == workload.kv_len
@@ -228,7 +228,8 @@ def strided_as_at_first(q: Array, k: Array, v: Array, causal: bool, out: Array, 
 
 
 def _efficient(workload: Workload) -> Partial:
-    """The operators pad the LSE's rows to a multiple of 32, and the backward reads the padding: +inf, as theirs."""
+    """Return the operators pad the LSE's rows to a multiple of 32, and the backward reads the padding: +inf, as
+    theirs."""
     import torch
 
     def make(device: Any) -> SdpaMask:

@@ -37,7 +37,7 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Par
 
 
 def fa3_module() -> str | None:
-    """The FA3 interface that is really installed; a file without `flash_attn_func` is the index's stub."""
+    """Return the FA3 interface that is really installed; a file without `flash_attn_func` is the index's stub."""
     for name in ("flash_attn_interface", "fa3_fwd_interface"):
         spec = find_module(name)
         source = Path(spec.origin) if spec is not None and spec.origin else None
@@ -47,14 +47,14 @@ def fa3_module() -> str | None:
 
 
 def fa3_missing() -> str:
-    """Why there is no FA3, and what brings it."""
+    """Return why there is no FA3, and what brings it."""
     if find_module("flash_attn_interface") is not None:
         return "flash_attn_interface here is a stub, not FA3: pip uninstall flash_attn_interface; pip install fa3-fwd"
     return "neither flash_attn_interface (FA3's hopper/ folder) nor fa3_fwd_interface is installed: pip install fa3-fwd"
 
 
 def fa3_interface() -> Any:
-    """The interface module; the forward-only wheel asks for its build flags under the full build's name."""
+    """Return the interface module; the forward-only wheel asks for its build flags under the full build's name."""
     name = fa3_module()
     if name is None:
         raise Unsupported(f"torch.fa3: {fa3_missing()}.")
@@ -74,7 +74,7 @@ def fa3_left_out() -> frozenset[str]:
 
 
 def _fa3_dims(workload: Workload, off: frozenset[str]) -> str | None:
-    """None, or why the build has no kernel for these head sizes."""
+    """Return None, or why the build has no kernel for these head sizes."""
     dim, value_dim = workload.head_dim, workload.value_dim
     if dim != value_dim:
         wide = dim <= 64 and value_dim <= 512 and "HDIMDIFF64" not in off
@@ -97,7 +97,7 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def first_of(result: Any) -> Array:
-    """The output, whether the library returned it alone or as the head of a tuple."""
+    """Return the output, whether the library returned it alone or as the head of a tuple."""
     return result[0] if isinstance(result, tuple | list) else result
 
 
@@ -114,7 +114,7 @@ class Flash(Implementation):
 
     @abstractmethod
     def function(self) -> Callable[..., Any]:
-        """The library's `flash_attn_func`, imported now."""
+        """Return the library's `flash_attn_func`, imported now."""
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
@@ -125,7 +125,7 @@ class Flash(Implementation):
         )
 
     def window(self, workload: Workload) -> tuple[int | None, int | None]:
-        """The library's `window_size`; causal has a flag of its own and leaves both sides open here."""
+        """Return the library's `window_size`; causal has a flag of its own and leaves both sides open here."""
         sides = bounds(workload) if is_windowed(workload) else (None, None)
         left, right = (self.unbounded if side is None else side for side in sides)
         return left, right
@@ -169,7 +169,7 @@ class Flash(Implementation):
         return call
 
     def passes(self, workload: Workload, config: Config) -> Passes:
-        """The forward pass also where there is no other: forward-only builds."""
+        """Return the forward pass also where there is no other: forward-only builds."""
         forward = self._forward(workload, config)
         return self.partial(workload, config) or (lambda *arrays: forward(*map(dense_rows, arrays)), None)
 
@@ -271,7 +271,8 @@ class FlashAttention3(Flash):
         return fa3_interface().flash_attn_func
 
     def _forward(self, workload: Workload, config: Config) -> Call:
-        """The output lies in memory as q does: a backward pass of another library may be slower on mixed layouts.
+        """Return the output lies in memory as q does: a backward pass of another library may be slower on mixed
+        layouts.
 
         Below the registered operator, which may not return what it was handed.
         """

@@ -98,7 +98,7 @@ class HfSdpa(_Transformers):
 
 
 def _layer(workload: Workload) -> Any:
-    """The three attributes that the functions read from the attention module."""
+    """Return the three attributes that the functions read from the attention module."""
     return SimpleNamespace(num_key_value_groups=workload.group, is_causal=False, training=False)
 
 

@@ -147,7 +147,7 @@ class Sdpa(Implementation):
         return sdpa_mask(workload, device, zeroes_dead_rows=on_cpu or self.backend == "math")
 
     def _pinned(self) -> tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]:
-        """A context for every call, and how to make one that Dynamo follows: torch's own, which costs more."""
+        """Return a context for every call, and how to make one that Dynamo follows: torch's own, which costs more."""
         if self.backend == "auto":
             return nullcontext(), nullcontext
         from torch.nn.attention import SDPBackend, sdpa_kernel
