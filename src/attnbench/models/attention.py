@@ -49,13 +49,13 @@ from attnbench.spec import Partial
 FlashChoice = Literal["auto", "cudnn", "tokamax", "kvax", "pallas", "jax"]
 FullyMasked = Literal["uniform", "zero"]
 HIDDEN = -2.3819763e38
-"""openpi's logit of a hidden pair: finite, so that a row without keys becomes uniform."""
+"""Logit of a hidden pair in openpi: finite, so that a row without keys becomes uniform."""
 _warned: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Path:
-    """How an attention module computes; the fields of `gemma.Attention` and `gemma_fast.Attention`."""
+    """Computation path of an attention module; the fields of `gemma.Attention` and `gemma_fast.Attention`."""
 
     use_flash_attention: bool = False
     flash_attention_impl: FlashChoice = "auto"
@@ -75,7 +75,7 @@ FLASH_FIELDS = tuple(field.name for field in fields(Path))
 
 
 def flash_fields(module: Any) -> dict[str, Any]:
-    """What a module hands on to the modules inside it."""
+    """Return the path's fields of a module, for the modules inside it."""
     return {name: getattr(module, name) for name in FLASH_FIELDS}
 
 
@@ -85,7 +85,11 @@ def path_of(module: Any) -> Path:
 
 
 def attend(q: Array, k: Array, v: Array, attn_mask: Array | TokenMask, path: Path, dtype: Any) -> Array:
-    """q [B, T, N, H], scaled; k and v [B, S, K, H]; the mask [B, 1, T, S] or a TokenMask; `dtype` of probabilities."""
+    """Return attention by the chosen path, [B, T, N, H].
+
+    q [B, T, N, H] is scaled already; k and v are [B, S, K, H]; the mask is [B, 1, T, S] or a TokenMask; `dtype` is that
+    of the probabilities.
+    """
     attn_mask = fitted(attn_mask, q.shape[0], q.shape[1], k.shape[1])
     if path.use_flash_attention:
         try:
@@ -105,7 +109,7 @@ def attend(q: Array, k: Array, v: Array, attn_mask: Array | TokenMask, path: Pat
 
 
 def standard_attention(q: Array, k: Array, v: Array, mask: Array, dtype: Any) -> Array:
-    """Logits and softmax in float32, probabilities in `dtype`; stores T x S."""
+    """Compute logits and softmax in float32 and probabilities in `dtype`; stores T x S values."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
     probabilities = jax.nn.softmax(jnp.where(mask[:, :, None], logits, HIDDEN), axis=-1).astype(dtype)
@@ -117,7 +121,7 @@ def _rows_that_see(attn_mask: Array | TokenMask) -> Array | None:
 
 
 def _fill(out: Array, v: Array, rows: Array | None, how: FullyMasked, dtype: Any) -> Array:
-    """Rows without keys: 0, or what equal probabilities of `dtype` give."""
+    """Return the output with rows without keys set to 0, or to the result of equal probabilities of `dtype`."""
     if rows is None:
         return out
     other = jnp.zeros((), out.dtype)
@@ -135,11 +139,11 @@ def _warn_once(message: str) -> None:
 
 SHORT = 128
 SCALE = 1.0
-"""Queries come scaled."""
+"""Scale of the calls: queries are scaled already."""
 
 
 class Piece(NamedTuple):
-    """One call: queries start:stop over the first `keys` keys."""
+    """A call on queries start:stop over the first `keys` keys."""
 
     start: int
     stop: int
@@ -149,7 +153,10 @@ class Piece(NamedTuple):
 
 
 def flash_attention(q: Array, k: Array, v: Array, mask: Array | TokenMask, choice: str) -> Array:
-    """[B, T, N, H] with anything in rows that see no key; Unsupported with the reasons when no implementation can."""
+    """Return attention [B, T, N, H]; rows that see no key have any value.
+
+    Raise Unsupported with the reasons if no implementation can compute the mask.
+    """
     if isinstance(mask, TokenMask) and mask.known is not None and mask.valid is None:
         return _call(q, k, v, "none", choice, known=mask.known.mask)
     if choice == "kvax":
@@ -161,7 +168,7 @@ def flash_attention(q: Array, k: Array, v: Array, mask: Array | TokenMask, choic
 
 
 def pieces(mask: TokenMask, choice: str) -> list[Piece]:
-    """Return the calls that a mask of runs becomes."""
+    """Return the calls into which a mask of runs is cut."""
     assert mask.runs is not None
     found: list[Piece] = []
     start = 0
@@ -204,7 +211,7 @@ def _by_runs(q: Array, k: Array, v: Array, mask: TokenMask, choice: str) -> Arra
 
 
 def _common_kernel(q: Array, k: Array, v: Array, first: Piece) -> Partial | None:
-    """cuDNN's passes, where both of the first run's would be cuDNN's anyway."""
+    """Return cuDNN's passes if both passes of the first run would be cuDNN's anyway; else None."""
     if first.choice not in ("auto", "cudnn"):
         return None
     rows, front, values = q[:, first.start : first.stop], k[:, : first.keys], v[:, : first.keys]
@@ -217,7 +224,7 @@ def _common_kernel(q: Array, k: Array, v: Array, first: Piece) -> Partial | None
 
 @contextmanager
 def _refusals_told(choice: str, name: str) -> Iterator[None]:
-    """What a library raises where it cannot run a call, as Unsupported; a call that broke while it ran stays so."""
+    """Raise Unsupported for an error of a library that cannot run a call; errors while a call runs stay as they are."""
     try:
         yield
     except (NotImplementedError, RuntimeError, ImportError) as error:
@@ -255,7 +262,8 @@ def _late(name: str, q: Array, k: Array, v: Array, kv_lengths: Array | None, mas
 def pick(
     q: Array, k: Array, v: Array, form: Form, choice: str, train: bool = False, known: AnyMask | None = None
 ) -> str:
-    """Return the implementation of one call: `explain`'s pick, or the next that takes such a mask; or Unsupported."""
+    """Return the implementation for a call: `explain`'s pick, or the next one that takes such a mask; raise Unsupported
+    if none does."""
     mask = known or _masks_in_jit.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
     reasons = []
     for name in FLASH_CHOICES[choice]:
@@ -275,7 +283,8 @@ def _refusal(choice: str, reasons: list[str]) -> Unsupported:
 
 
 def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
-    """Causal by position, positions being the mask's ids; a hidden key has a segment of its own (-1: padding)."""
+    """Compute attention by kvax: causal by position, the mask's ids being positions; hidden keys have segment -1
+    (padding)."""
     if not isinstance(mask, TokenMask):
         raise _refusal("kvax", ["jax.kvax: takes no boolean array, only a TokenMask"])
     if mask.known is not None:
@@ -298,7 +307,7 @@ def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
 
 
 def has_common_keys(mask: TokenMask) -> bool:
-    """Return whether the queries after the first run are few, see the keys of the first, and those stand in front."""
+    """Return whether the queries after the first run are few and see the first run's keys, which stand in front."""
     if mask.runs is None or len(mask.runs) < 2:
         return False
     (queries, keys), *others = mask.runs
@@ -308,8 +317,13 @@ def has_common_keys(mask: TokenMask) -> bool:
 
 
 def attend_common(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, kernel: Partial) -> Array:
-    """[B, T, N, H]; `kernel` is (forward, backward); where keys may be invalid, their last argument is key lengths [B],
-    each at least 1."""
+    """Return attention [B, T, N, H] of a mask for which `has_common_keys` holds.
+
+    `kernel` is (forward, backward), called on all queries and the keys that every query sees; if keys may be invalid,
+    its last argument is key lengths [B], each at least 1. The suffix's own pairs are computed beside the kernel. A
+    batch row without a valid key among the common ones has no part in that call; its other queries may still see keys
+    of the suffix.
+    """
     assert mask.runs is not None
     first, keys = mask.runs[0]
     rule = Rule(scale, None)

@@ -13,11 +13,11 @@ from attnbench.models.masks import truths
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * (1 + scale), in float32, back in x's dtype; with a condition also a shift and a gate (pi0.5)."""
+    """x / rms(x) * (1 + scale), computed in float32, in x's dtype; with a condition also a shift and a gate (pi0.5)."""
 
     @nn.compact
     def __call__(self, x: Array, cond: Array | None = None) -> tuple[Array, Array | None]:
-        """(normalised, gate of the residual or None); `cond` is [B, D]."""
+        """Return (normalised, gate of the residual or None); `cond` is [B, D]."""
         square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
         normed = x * jnp.reciprocal(jnp.sqrt(square + 1e-6))
         if cond is None:
@@ -29,28 +29,28 @@ class RMSNorm(nn.Module):
 
 
 class Embedder(nn.Module):
-    """Token embeddings, scaled by sqrt(D) on the way in, and the same table for logits."""
+    """Token embeddings, scaled by sqrt(D), and logits by the same table."""
 
     vocab_size: int
     embed_dim: int
     init_fn: nn.initializers.Initializer = nn.initializers.normal()
 
     def setup(self) -> None:
-        """Return one table."""
+        """Create the table of embeddings."""
         self.input_embedding_table = self.param("input_embedding", self.init_fn, (self.vocab_size, self.embed_dim))
 
     def encode(self, x: Array) -> Array:
-        """[B, T] whole numbers -> [B, T, D]"""
+        """Return embeddings [B, T, D] of whole numbers [B, T]."""
         rows = self.input_embedding_table[x]
         return rows * jnp.sqrt(self.embed_dim).astype(rows.dtype)
 
     def decode(self, x: Array) -> Array:
-        """[B, T, D] -> [B, T, vocabulary]"""
+        """Return logits [B, T, vocabulary] of x [B, T, D]."""
         return jnp.dot(x, self.input_embedding_table.T)
 
 
 def check_tokens(observation: Any, width: int) -> None:
-    """Raise unless image tokens are [B, P, width] and text, where there is some, is [B, L] whole numbers."""
+    """Raise unless image tokens are [B, P, width] and text, if given, is whole numbers [B, L]."""
     images, text = observation.image_tokens, observation.tokens
     if images.ndim != 3 or images.shape[2] != width:
         raise UsageError(f"image_tokens are [batch, tokens, {width}], not {list(images.shape)}.")
@@ -63,13 +63,13 @@ def check_tokens(observation: Any, width: int) -> None:
 
 
 def check_shape(name: str, array: Array, wanted: tuple[int, ...], axes: str) -> None:
-    """Raise for an array of another shape, in the words of its axes."""
+    """Raise for an array of another shape, with the names of its axes."""
     if array.shape != wanted:
         raise UsageError(f"{name} are [{axes}], here {list(wanted)}, not {list(array.shape)}.")
 
 
 def which_are_there(observation: Any) -> Array | None:
-    """Image and text tokens that are there, [B, P + L]; None where no mask was given."""
+    """Return which image and text tokens are valid, [B, P + L]; None if no mask was given."""
     parts = [(observation.image_tokens, "image_mask")]
     if observation.tokens is not None:
         parts.append((observation.tokens, "token_mask"))
@@ -83,7 +83,7 @@ def which_are_there(observation: Any) -> Array | None:
 
 
 def token_mask(observation: Any, name: str, wanted: tuple[int, ...]) -> Array | None:
-    """Return one of the masks as booleans with a value for every token; None where it was not given."""
+    """Return a mask of the observation as booleans with a value for every token; None if it was not given."""
     mask = getattr(observation, name)
     if mask is None:
         return None

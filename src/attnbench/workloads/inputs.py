@@ -1,4 +1,8 @@
-"""Inputs Q, K, V and dO of a workload, drawn from its seed."""
+"""Inputs of a workload, drawn from a seed: normals, ramps, or the patterns of attention in trained models.
+
+Structured inputs have sinks (first tokens that all queries see), verticals (other such tokens), slashes (keys at a
+fixed distance, near and far) and needles (single keys that few queries ask for).
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ from attnbench.errors import InvalidWorkload
 from attnbench.spec import Workload
 
 CHUNK = 1 << 22
-"""Elements drawn from one stream. Streams are independent, so that big arrays fill on all cores and never repeat."""
+"""Elements drawn from one stream. Streams are independent, so that large arrays fill on all cores and never repeat."""
 RAMP = 0.01
 AMPLITUDE = 0.1
 LARGEST_FLOAT16_VALUE = 1000.0
-"""Of a tangent near its poles: float16 ends at 65504."""
+"""Largest tangent near its poles in float16, which ends at 65504."""
 
 
 class Drawn(NamedTuple):
-    """Layout bshd; float32, or float64 when the workload is. Rounding to 16 bits is the framework's part."""
+    """Arrays in layout bshd, float64 if the workload is, else float32; the framework rounds to 16 bits."""
 
     q: Float[np.ndarray, "b q h d"]
     k: Float[np.ndarray, "b kv g d"]
@@ -32,13 +36,12 @@ class Drawn(NamedTuple):
 
 
 def draw(workload: Workload, seed: int, scale: float = 1.0) -> Drawn:
-    """Inputs of one call. `scale` multiplies Q, K and V (stability checks), never dO.
+    """Return the inputs of a call. `scale` multiplies Q, K and V (stability checks), never dO.
 
-    `sincostan` is the third founding document's q = 0.1 sin(0.01 i), k = 0.1 cos(0.01 i), v = 0.1 tan(0.01 i), i being
-    the flat index in bshd. Seed 0 starts at i = 0 as there; any other seed starts elsewhere on the ramp, so that no two
-    seeds share a result. The tangent is kept as it was, poles and all (in float16 up to 1000): near them V
-    reaches hundreds. dO is normal.
-    `structured` draws Q and K with sinks, verticals, slashes and needles (see workloads/inputs.py), V normal.
+    `sincostan` is q = 0.1 sin(0.01 i), k = 0.1 cos(0.01 i), v = 0.1 tan(0.01 i), i being the flat index in bshd. Seed 0
+    starts at i = 0; any other seed starts elsewhere on the ramp, so that no two seeds share a result. Near the
+    tangent's poles V reaches hundreds (in float16 up to 1000). dO is normal. `structured` draws Q and K with sinks,
+    verticals, slashes and needles, and V normal.
     """
     w = workload
     dtype = np.dtype(np.float64 if w.dtype == "float64" else np.float32)
@@ -87,34 +90,34 @@ SMALLEST_DIM = 16
 SINKS = 4
 TOKENS_PER_VERTICAL, TOKENS_PER_NEEDLE = 1024, 512
 ASKING = 64
-"""Queries in a row that look for one needle."""
+"""Number of consecutive queries that look for a needle."""
 SLASH_WIDTH = 32
-"""Tokens on which most of a slash's weight lies; also its shortest wavelength."""
+"""Number of tokens that have most of a slash's weight; also the slash's shortest wavelength."""
 WEIGHTS = {"sink": 4.0, "vertical": 4.0, "near": 24.0, "far": 12.0, "needle": 8.0}
-"""Weight of a feature's keys in units of the whole background; of a slash as if all its width weighed as its top."""
+"""Weight of a feature's keys in units of the whole background; for a slash, as if all its width had its peak weight."""
 SPREAD = 0.15
-"""Heads differ in how strongly they follow a feature: factors of the logit in 1 +- this."""
+"""Largest relative difference between heads in the strength of a feature: factors of the logit in 1 +- SPREAD."""
 DIRECTIONS = 20_000
-"""Seed of what is fixed for a head."""
+"""Seed of the properties that are fixed for a head."""
 
 
 class Frame(NamedTuple):
-    """What is fixed for one key/value head: an orthonormal basis whose columns belong to the features in turn."""
+    """Orthonormal basis of one key/value head, whose columns belong to the features in turn."""
 
     basis: Float[np.ndarray, "d d"]
     waves: int
-    """Wavelengths of each of the two slashes; each takes a cosine and a sine column."""
+    """Number of wavelengths of each of the two slashes; each takes a cosine and a sine column."""
     codes: int
-    """Columns over which needles spell their codes."""
+    """Number of columns for the codes of needles."""
 
     @property
     def background(self) -> int:
-        """Columns left for noise."""
+        """Number of columns left for noise."""
         return len(self.basis) - 4 * self.waves - self.codes - 2
 
 
 def structured(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """q [b, t, h, d] and k [b, s, g, d] in layout bshd, float64."""
+    """Return q [b, t, h, d] and k [b, s, g, d] in layout bshd, float64."""
     w = workload
     if w.head_dim < SMALLEST_DIM or w.softmax_scale <= 0:
         raise InvalidWorkload(f"structured inputs need head_dim {SMALLEST_DIM} or more and a positive scale.")
@@ -138,18 +141,18 @@ def _frame(dim: int, group: int) -> Frame:
 
 
 def _amplitude(w: Workload, feature: str, keys: int) -> float:
-    """Of the feature in a query and in each of its keys."""
+    """Return the amplitude of the feature in a query and in each of its keys."""
     logit = math.log(w.kv_len) + 0.5 + math.log(WEIGHTS[feature] / keys)
     return math.sqrt(max(logit, 1.0) / w.softmax_scale)
 
 
 def _noise(w: Workload, frame: Frame, tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """Columns whose products have a logit of variance 1."""
+    """Return noise columns whose products have a logit of variance 1."""
     return rng.standard_normal((tokens, frame.background)) / math.sqrt(w.softmax_scale * math.sqrt(frame.background))
 
 
 def _positions(w: Workload, frame: Frame, tokens: np.ndarray) -> np.ndarray:
-    """[tokens, 2 * waves]: cosines and sines whose product falls off with distance, on all scales."""
+    """Return [tokens, 2 * waves]: cosines and sines whose product decreases with distance on all scales."""
     longest = max(w.kv_len, 2 * SLASH_WIDTH)
     lengths = np.geomspace(SLASH_WIDTH, longest, frame.waves)
     phase = 2 * np.pi * tokens[:, None] / lengths
@@ -157,7 +160,7 @@ def _positions(w: Workload, frame: Frame, tokens: np.ndarray) -> np.ndarray:
 
 
 def _keys(w: Workload, frame: Frame, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features of all keys, and the codes and places of the needles."""
+    """Return the features of all keys, and the codes and places of the needles."""
     places = np.arange(w.kv_len)
     slashes = _positions(w, frame, places)
     near, far = (_amplitude(w, name, SLASH_WIDTH) * slashes for name in ("near", "far"))
@@ -176,7 +179,10 @@ def _keys(w: Workload, frame: Frame, rng: np.random.Generator) -> tuple[np.ndarr
 def _queries(
     w: Workload, frame: Frame, head: int, codes: np.ndarray, hidden: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Features of all queries of a head. Positions count as under a bottom-right mask; a needle is asked for later."""
+    """Return the features of all queries of a head.
+
+    Positions count as under a bottom-right mask; a needle is asked for after its place.
+    """
     fixed = np.random.default_rng([DIRECTIONS, head, 1])
     strength = 1 + fixed.uniform(-SPREAD, SPREAD, 5)
     distance = int(fixed.uniform(0.1, 0.4) * w.kv_len)

@@ -37,7 +37,7 @@ class Suite(Struct, frozen=True):
 
 
 def read_suite(path: Path) -> Suite:
-    """Return a user's suite: `name`, `description` and one `[[workload]]` table per grid."""
+    """Return a user's suite from a file with `name`, `description` and one `[[workload]]` table per grid."""
     table, text = read_toml(path)
     for key in table:
         if key not in _SUITE_KEYS:
@@ -60,12 +60,12 @@ def read_suite(path: Path) -> Suite:
 
 
 def line_of(text: str, key: str, after: int = 0) -> int | None:
-    """Number of the first line past `after` that sets the key."""
+    """Return the number of the first line after line `after` that sets the key."""
     return next((number for number in lines_of(text, key) if number > after), None)
 
 
 def lines_of(text: str, key: str) -> Iterator[int]:
-    """Numbers of the lines that set the key, or open a table of that name."""
+    """Return the numbers of the lines that set the key or open a table of that name."""
     pattern = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*[=.]|^\s*\[+\s*{re.escape(key)}\s*\]+""")
     return (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
 
@@ -92,7 +92,7 @@ def _is_fine(entry: Mapping[str, Any]) -> bool:
 
 @cache
 def models() -> tuple[tuple[str, str, tuple[Workload, ...]], ...]:
-    """(suite, model, workloads) of everything in models.toml."""
+    """Return (suite, model, workloads) of everything in models.toml."""
     table = tomllib.loads(files("attnbench.workloads").joinpath("models.toml").read_text(encoding="utf-8"))
     found: list[tuple[str, str, tuple[Workload, ...]]] = []
     for model in table["model"]:
@@ -104,14 +104,14 @@ def models() -> tuple[tuple[str, str, tuple[Workload, ...]], ...]:
 
 
 LARGEST_ARRAY = 1 << 20
-"""Values of a mask that a file may hold."""
+"""Largest number of values of a mask in a file."""
 
 _SAME = {"kv_len": "q_len", "kv_heads": "heads", "v_head_dim": "head_dim"}
-"""Fields that are as another one where they are not written."""
+"""Fields that default to another field."""
 
 
 def write_suite(path: Path, name: str, description: str, workloads: Iterable[Workload]) -> None:
-    """Write the file, whole or not at all; one that exists is replaced."""
+    """Write the file completely or not at all; an existing file is replaced."""
     tables = [_table(workload) for workload in workloads]
     head = f"name = {_text(name)}\ndescription = {_text(description)}\n"
     try:
@@ -133,7 +133,7 @@ def _table(workload: Workload) -> str:
 
 
 def mask_value(mask: Mask) -> str | dict[str, Any]:
-    """Text such as `window:128:0`, or a table where the mask holds an array that text cannot say."""
+    """Return text such as `window:128:0`, or a table if the mask holds an array that has no text form."""
     if isinstance(mask, masks.Both):
         parts = [mask_value(part) for part in mask.parts]
         texts = [part for part in parts if isinstance(part, str)]
@@ -187,21 +187,22 @@ def _value(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """JSON's escapes are TOML's too."""
+    """Return a string as TOML text; the escapes of JSON are valid in TOML."""
     return msgspec.json.encode(value).decode()
 
 
 FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(Workload))
-"""Names as a file spells them (`pass`, not `pass_`)."""
+"""Names of fields as a file spells them (`pass`, not `pass_`)."""
 _PLAIN = ("source", "tags")
-"""Describe all workloads of a grid; a list here is no axis."""
+"""Fields that describe all workloads of a grid; a list in them is not an axis."""
 MOST_WORKLOADS = 100_000
-"""Combinations that one grid or suite may ask for; a list with a digit too many would fill the memory."""
+"""Largest number of combinations of a grid or suite, so that a list with a digit too many cannot fill the memory."""
 _REQUIRED = ("batch", "q_len", "heads", "head_dim")
 
 
 def grid(**axes: Any) -> list[Workload]:
-    """Return every combination of the axes, the last one varying fastest; a list is an axis, anything else one value.
+    """Return every combination of the axes, the last one varying fastest; a list is an axis, anything else a single
+    value.
 
     `heads` takes 32, (32, 8) or "32:8"; `mask` a mask, its text ("window:128:0") or its table. No workload comes twice.
     """
@@ -230,7 +231,7 @@ def count_workloads(axes: Mapping[str, Any]) -> int:
 
 
 def _axes(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the axes that are lists."""
+    """Return the axes that are given as lists."""
     return {name: value for name, value in axes.items() if isinstance(value, list) and name not in _PLAIN}
 
 
@@ -268,7 +269,7 @@ def _check_words(fields: Mapping[str, Any]) -> None:
 
 
 def read_heads(value: Any, kv_heads: int = SAME) -> dict[str, Any]:
-    """32, (32, 8) or "32:8" -> heads and kv_heads."""
+    """Return heads and kv_heads from 32, (32, 8) or "32:8"."""
     if isinstance(value, SupportsIndex):
         return {"heads": value, "kv_heads": kv_heads}
     given = value.split(":") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()

@@ -23,7 +23,7 @@ __all__ = ["Suite", "load", "names", "parse_mask", "quicken"]
 
 
 def names() -> list[str]:
-    """Built-in suites, the default first."""
+    """Return the names of the built-in suites, the default first."""
     return list(BUILTIN)
 
 
@@ -42,9 +42,9 @@ def load(name_or_path: str | Path) -> Suite:
 
 
 def quicken(suite: Suite) -> Suite:
-    """Return the suite with shapes capped (see `shrink`); workloads that become the same are kept once.
+    """Return the suite with capped shapes (see `shrink`); workloads that become equal are kept once.
 
-    Heads of a step are narrowed too: its weights grow with the square of their width.
+    Heads of a step become narrower too, because its weights grow with the square of their width.
     """
     small: dict[str, Workload] = {}
     for workload in map(shrink, suite.workloads):
@@ -61,7 +61,8 @@ HEADS = 8
 
 
 def shrink(workload: Workload) -> Workload:
-    """At most 512 tokens (4096 cached keys when queries are few), batch 2 and 8 heads in the same grouping."""
+    """Return the workload with at most 512 tokens (4096 cached keys for few queries), batch 2 and 8 heads in the same
+    grouping."""
     w = workload
     q_len, kv_len = _capped_tokens(w.q_len, w.kv_len)
     group = min(w.group, HEADS)
@@ -116,12 +117,15 @@ def shrink_mask(mask: Mask, old: MaskShape, new: MaskShape) -> AnyMask:
 
 
 def _scaled(length: int, old: MaskShape, new: MaskShape) -> int:
-    """Rounded up, so that what was not empty stays so."""
+    """Return a length scaled to the new tokens and rounded up, so that nothing becomes empty."""
     return -(-length * new.kv_len // old.kv_len)
 
 
 def _resampled(values: FrozenArray, old: MaskShape, new: MaskShape, axes: tuple[int, ...]) -> FrozenArray:
-    """Axis n of the array is axis axes[n] of the shape. Tokens are picked evenly, batches and heads from the front."""
+    """Return an array, axis n of which is axis axes[n] of the shape, for the new sizes.
+
+    Tokens are picked evenly, batch rows and heads from the front.
+    """
     array = values.array
     for axis, of in enumerate(axes):
         if array.shape[axis] > 1:
