@@ -210,7 +210,7 @@ class Module(nn.Module):
         return outs, cache
 
     def init_all(self, use_adarms: Sequence[bool] | None = None) -> None:
-        """Touch every parameter once: `module.init(key, method="init_all")`; openpi calls this method `init`."""
+        """Create every parameter: `module.init(key, method="init_all")`; openpi calls this method `init`."""
         use_adarms = use_adarms or [False] * len(self.configs)
         experts = len(self.configs)
         self.embed(jnp.zeros((1, 1), jnp.int32))

@@ -19,26 +19,29 @@ Outputs = dict[str, np.ndarray]
 
 
 class StepKind(ABC):
-    """One kind of step: its inputs and weights, and the truth about its outputs."""
+    """One kind of step: how inputs and weights are drawn, and the true outputs."""
 
     name: str
 
     @abstractmethod
     def draw(self, workload: Workload, seed: int) -> Values:
-        """Inputs, weights and, where gradients are asked, cotangents, as float32; tokens as int32."""
+        """Return inputs, weights and, if gradients are asked for, cotangents as float32; tokens as int32."""
 
     @abstractmethod
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Name -> output in float64. `rounded` is applied to whatever an implementation stores between operators: the
-        identity gives the truth, rounding to the workload's dtype the error that a plain implementation may make."""
+        """Return the outputs by name in float64.
+
+        `rounded` is applied to whatever an implementation stores between operators: the identity gives the true
+        outputs, rounding to the workload's dtype the error that a plain implementation may have.
+        """
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """What an implementation returns, in order; gradients begin with a d."""
+        """Return the names of what an implementation returns, in order; gradients begin with a d."""
         del workload
         return ("out",)
 
     def small(self, workload: Workload) -> Workload:
-        """Return the workload that is checked: the same one, made small where it is large."""
+        """Return the workload that is checked: the given one, with large sizes reduced."""
         return shrink(workload)
 
 
@@ -48,16 +51,16 @@ class StepImplementation(Implementation):
     step: str
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """Return a step is no function of q, k and v."""
+        """Raise, because a step is not a function of q, k and v."""
         raise Unsupported(f"{self.name} computes the step {self.step}, not attention alone")
 
     @abstractmethod
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """Weights and inputs as the function takes them; outside of what is timed."""
+        """Return weights and inputs as the function takes them; this is not timed."""
 
     @abstractmethod
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """state -> the outputs of the kind, in its order; what is timed. JAX compiles it."""
+        """Return the timed function, from the state to the outputs of the kind in its order. JAX compiles it."""
 
 
 KINDS = {
@@ -73,7 +76,7 @@ KINDS = {
 
 
 def kind_of(name: str) -> StepKind:
-    """How the step of that name is drawn and checked."""
+    """Return how the step of that name is drawn and checked."""
     if name not in KINDS:
         raise UnknownName("step", name, list(KINDS), "attnbench.workloads.steps.STEPS")
     module, _, attribute = KINDS[name].partition(":")
