@@ -303,6 +303,8 @@ class Implementation(ABC):
 
     name: str
     """Name of the form framework.family[-variant]."""
+    description: str = ""
+    """One line for `attnbench list implementations`; empty: the first paragraph of the class's docstring."""
     framework: str
     """Framework of the arrays: numpy, torch or jax."""
     layout: Layout = "bshd"

@@ -11,36 +11,36 @@ from attnbench.spec import DTYPE_BYTES, Array, Pass, Workload
 
 
 def number(value: Any) -> bool:
-    """True and False are none."""
+    """Return whether a value is an int or a float; True and False are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuse what is no whole number of at least `least`."""
+    """Refuse a value that is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r}.")
 
 
 def check_scale(scale: Any) -> None:
-    """Refuse what logits cannot be multiplied by."""
+    """Refuse a scale that is not a finite number or None."""
     if scale is not None and not (number(scale) and math.isfinite(scale)):
         raise UsageError(f"scale is a finite number, or None for head_dim ** -0.5, not {scale!r}.")
 
 
 def check_causal(causal: Any) -> None:
-    """Refuse what is only taken for true."""
+    """Refuse values other than True and False."""
     if not isinstance(causal, bool):
         raise UsageError(f"causal is True or False, not {causal!r}.")
 
 
 def check_mix_grad(mix_grad: Any) -> None:
-    """Refuse other ways to differentiate the mixing of dilated branches."""
+    """Refuse unknown ways to differentiate the mixing of dilated branches."""
     if mix_grad not in ("full", "detached"):
         raise UsageError(f'mix_grad is "full" or "detached" (torchscale), not "{mix_grad}".')
 
 
 def check_tensors(who: str, *arrays: Any) -> None:
-    """Refuse arrays of other libraries."""
+    """Refuse arrays that are not torch tensors."""
     import torch
 
     for x in arrays:
@@ -49,7 +49,7 @@ def check_tensors(who: str, *arrays: Any) -> None:
 
 
 def kind_of(x: Any) -> str:
-    """numpy.ndarray, jax.Array, ..., None."""
+    """Return the name of a value's type, such as numpy.ndarray or jax.Array, for messages."""
     if x is None:
         return "None"
     kind = type(x)
@@ -60,7 +60,7 @@ LAYOUTS = ("bshd", "bhsd", "packed")
 
 
 class Sizes(NamedTuple):
-    """(batch, tokens, heads, dim) of one array."""
+    """Batch, tokens, heads and dim of an array."""
 
     batch: int
     tokens: int
@@ -69,7 +69,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(array: Array, layout: str, heads: int | None) -> Sizes:
-    """Read the sizes off an array in its layout."""
+    """Read the sizes from an array in its layout."""
     shape = tuple(array.shape)
     if layout == "packed":
         if len(shape) != 3 or heads is None or shape[2] % heads:
@@ -95,7 +95,7 @@ def workload_of(
     heads: int | tuple[int, int] | None = None,
     pass_: Pass = "forward",
 ) -> Workload:
-    """Return the workload that a call with these arrays is; its id is the one a suite or a file would give."""
+    """Return the workload of a call with these arrays; its id is that of the same workload in a suite or a file."""
     a, b, c, dtype = fitting(q, k, v, layout, heads)
     return Workload(
         batch=a.batch, q_len=a.tokens, kv_len=b.tokens, heads=a.heads, kv_heads=b.heads, head_dim=a.dim,
@@ -104,7 +104,7 @@ def workload_of(
 
 
 def both_heads(heads: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """Of queries and of keys, as `heads=` says; None where it says nothing."""
+    """Return the heads of queries and of keys that `heads=` gives; None if not given."""
     if heads is None:
         return None, None
     pair = heads if isinstance(heads, tuple) else (heads, heads)
@@ -116,9 +116,9 @@ def both_heads(heads: int | tuple[int, int] | None) -> tuple[int | None, int | N
 def fitting(
     q: Array, k: Array, v: Array, layout: str = "bshd", heads: int | tuple[int, int] | None = None
 ) -> tuple[Sizes, Sizes, Sizes, str]:
-    """Sizes of three arrays that go together, and their dtype; raises where they do not.
+    """Return the sizes of three arrays that fit together, and their dtype; raise if they do not fit.
 
-    torch's tensors lie on one device; of arrays on several, JAX says itself whether they go together.
+    torch's tensors must be on one device; JAX itself checks arrays on several devices.
     """
     if layout not in LAYOUTS:
         raise InvalidWorkload(f'layout is one of {", ".join(LAYOUTS)}, not "{layout}".')
@@ -140,7 +140,7 @@ def fitting(
 
 
 def dtype_name(array: Array) -> str:
-    """float32, bfloat16, ... of a torch, jax or numpy array."""
+    """Return the dtype of a torch, jax or numpy array as a name such as float32 or bfloat16."""
     name = str(array.dtype).rpartition(".")[2]
     if name not in DTYPE_BYTES:
         raise InvalidWorkload(f"dtype {name} is not one of {', '.join(DTYPE_BYTES)}.")

@@ -15,6 +15,7 @@ from attnbench.workloads.steps import (
     ACTION_DIM,
     GEMMA_DEPTH,
     SAMPLER_STEPS,
+    STEPS,
     depth,
     experts,
     gemma_width,
@@ -34,6 +35,8 @@ class JaxModelStep(StepImplementation):
 
     def __init__(self, step: str, flash: bool) -> None:
         self.name, self.step = f"jax.{step}{'-flash' if flash else ''}", step
+        way = "attention by a flash path" if flash else "attention by an einsum that stores the scores"
+        self.description = f"Step {step} in JAX: {STEPS[step].description}; {way}."
         self._flash, self.materialises_scores = flash, not flash
         self.tunables = {"impl": "auto"} if flash else {}
 

@@ -15,7 +15,7 @@ from attnbench.masks.cuts import split_blocks
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps import StepImplementation
 from attnbench.steps.gemma import NORMS, WEIGHTS, why_no_stack
-from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
+from attnbench.workloads.steps import GEMMA_DEPTH, STEPS, gemma_width
 
 
 class TorchGemmaStack(StepImplementation):
@@ -27,6 +27,8 @@ class TorchGemmaStack(StepImplementation):
 
     def __init__(self, name: str, impl: str) -> None:
         self.name, self._impl, self.materialises_scores = name, impl, impl == "standard"
+        way = {"standard": "plain operators", "sdpa": "torch.sdpa", "auto": "what attnbench picks"}[impl]
+        self.description = f"Step gemma-stack in PyTorch: {STEPS['gemma-stack'].description}; attention by {way}."
         self.tunables = {"impl": impl} if impl == "auto" else {}
 
     def configured(self, config: Config) -> Self:
@@ -96,6 +98,8 @@ class TorchMultiheadDilated(StepImplementation):
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self._kind = name, kind
+        module = kind.replace("_", " ")
+        self.description = f"Step multihead in PyTorch: the {module} dilated module with its projections."
         if "ring" in kind:
             self.by_name_only = "on one rank it only repeats the others: torch.ring measures several"
 

@@ -31,16 +31,18 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Par
 
 
 class JaxSplit(Split):
-    """Through one of `jax.nn`'s backends, all sequences of the batch at once (`sequences=0`) or so many at a time."""
+    """A mask split into calls of `jax.nn` without an array, for the whole batch (`sequences=0`) or some sequences at a
+    time."""
 
     tunables = {"sequences": 0}
 
     def __init__(self, inner: Implementation, untested: tuple[str, ...], sequences: int = 0) -> None:
         super().__init__(inner)
         self.untested, self._sequences = untested, sequences
+        self.description = f"Masks of a few blocks as calls of {inner.name} without a mask array."
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """Return all at once, and an eighth and a quarter of a large batch."""
+        """Return the whole batch at once, and an eighth and a quarter of a large batch at a time."""
         parts = [workload.batch // share for share in (8, 4) if workload.batch >= 2 * share]
         able = [size for size in parts if self._cannot_part(workload, size) is None]
         return ({}, *({"sequences": size} for size in able))
@@ -62,7 +64,7 @@ class JaxSplit(Split):
         return None
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """Through the kernel's own passes where it shows them; else every turn keeps copies."""
+        """Return a call that uses the kernel's own passes if they are available; else every turn keeps copies."""
         size = self.configured(config)._sequences
         common = common_passes(self.inner, workload, cut_of(workload), size)
         if common is not None:
@@ -75,7 +77,7 @@ class JaxSplit(Split):
         return differentiable((by_turns(forward, size), by_turns(backward, size)), with_lse=False)
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """Return all sequences at once only."""
+        """Return a call for all sequences at once; None for some at a time."""
         return None if self.configured(config)._sequences else super().build_lse(workload, {})
 
     def needs_array(self, part: Workload, environment: Environment) -> bool:
@@ -92,25 +94,25 @@ XLA_SPLIT = JaxSplit(XLA, ("cuda", "rocm", "tpu"))
 
 
 MOST_PAIRS = 128 * 128
-"""Beside the call, of one head: their scores are stored."""
+"""Largest number of pairs of a head beside the call, because their scores are stored."""
 
 
 class Corner(NamedTuple):
-    """What is left beside the common keys: the queries from `rows` on over the keys from `keys` on."""
+    """Pairs beside the common keys: queries from `rows` on over keys from `keys` on."""
 
     rows: int
     keys: int
     seen: Any
-    """[..., queries, keys] of the corner, booleans; an array of JAX where padding is known only inside jit."""
+    """Booleans [..., queries, keys] of the corner; an array of JAX if padding is known only inside jit."""
 
     @property
     def last(self) -> int:
-        """The end of its keys."""
+        """End of the corner's keys."""
         return self.keys + self.seen.shape[-1]
 
 
 def corner_of(cut: Sequence[Piece]) -> Corner | None:
-    """None where there is nothing beside, too much, or no key that every query sees."""
+    """Return the pairs beside the common keys; None if there are none, too many, or no keys that every query sees."""
     if len(cut) < 2 or any(piece.first or piece.mask.kinds != ("full",) for piece in cut):
         return None
     rows, keys, last = cut[0].stop, cut[0].last, max(piece.last for piece in cut)
@@ -123,9 +125,10 @@ def corner_of(cut: Sequence[Piece]) -> Corner | None:
 def common_passes(
     inner: Implementation, workload: Workload, cut: Sequence[Piece], sequences: int = 0
 ) -> Partial | None:
-    """Of the whole, [b, s, h, d]; None for other masks, or where the kernel does not show its passes.
+    """Return passes [b, s, h, d] of a whole mask with common keys; None for other masks or if the kernel hides its
+    passes.
 
-    So many `sequences` at a time (0: all) where the kernel needs more than inputs and outputs: in the backward pass.
+    Computes `sequences` at a time (0: all) in passes that need more memory than inputs and outputs: the backward pass.
     """
     corner = corner_of(cut)
     if corner is None:
@@ -152,7 +155,7 @@ def common_passes(
 def forward_joined(
     common: Callable[..., tuple[Array, Array]], corner: Corner, rule: Rule, q: Array, k: Array, v: Array
 ) -> tuple[Array, Array]:
-    """(out, lse) of the whole; `common` computes all queries over the common keys."""
+    """Return (out, lse) of the whole; `common` computes all queries over the common keys."""
     first, keys, last = corner.rows, slice(None, corner.keys), corner.last
     out, lse = common(q, k[:, keys], v[:, keys])
     own = slice(corner.keys, last)
@@ -172,7 +175,7 @@ def backward_joined(
     lse: Array,
     dout: Array,
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of the whole from its output and LSE; `common` is the backward pass over the common keys."""
+    """Return (dq, dk, dv) of the whole from its output and LSE; `common` is the backward pass over the common keys."""
     import jax.numpy as jnp
 
     first, keys, last = corner.rows, slice(None, corner.keys), corner.last
@@ -189,7 +192,11 @@ TOKENS, LSE_TOKENS = 1, 2
 
 
 def split_passes(inner: Implementation, workload: Workload, cut: Sequence[Piece]) -> Partial | None:
-    """Of the whole, [b, s, h, d]; None where the kernel does not show both of its passes for every piece."""
+    """Return passes [b, s, h, d] of the whole, joined from those of the pieces; None if the kernel hides a pass of a
+    piece.
+
+    The backward pass keeps q, k, v, output and LSE of the whole, not copies for every piece.
+    """
     found = [inner.passes(part_of(workload, piece), {}) for piece in cut]
     pairs = [(forward, backward) for forward, backward in found if forward is not None and backward is not None]
     if len(pairs) < len(cut):
@@ -218,7 +225,7 @@ def split_passes(inner: Implementation, workload: Workload, cut: Sequence[Piece]
 
 
 def by_turns(call: Callable[..., Any], sequences: int) -> Callable[..., Any]:
-    """`call` on so many sequences of the batch at a time, one after the other; 0: on all at once."""
+    """Return `call` on `sequences` of the batch at a time, one turn after another; 0: on all at once."""
 
     def turns(*arrays: Array) -> Any:
         import jax

@@ -20,14 +20,14 @@ from attnbench.spec import Array, Call, Partial, Workload
 
 
 class Rule(NamedTuple):
-    """What logits go through before the mask."""
+    """Scale and soft cap of the logits, before the mask."""
 
     scale: float
     softcap: float | None
 
 
 def no_parts(q: Array, v: Array) -> tuple[Array, Array]:
-    """(out, lse) of no blocks: zeros [b, t, h, dv] and -inf [b, h, t], wide."""
+    """Return (out, lse) of no blocks: zeros [b, t, h, dv] and -inf [b, h, t], in float32 or float64."""
     import jax.numpy as jnp
 
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -36,7 +36,7 @@ def no_parts(q: Array, v: Array) -> tuple[Array, Array]:
 
 
 def merge_parts(out: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
-    """Two partial results as one."""
+    """Return (out, lse) of two partial results together."""
     import jax.numpy as jnp
 
     both = jnp.logaddexp(lse, part_lse)
@@ -46,7 +46,7 @@ def merge_parts(out: Array, lse: Array, part: Array, part_lse: Array) -> tuple[A
 
 
 def block_forward(q: Array, k: Array, v: Array, seen: Array | None, rule: Rule) -> tuple[Array, Array]:
-    """(out, lse), both wide; `seen` [t, s] says which pairs see each other, None: all."""
+    """Return (out, lse) in float32 or float64; `seen` [t, s] are the visible pairs, None for all."""
     import jax.numpy as jnp
 
     logits = _logits(q, k, seen, rule)
@@ -63,7 +63,7 @@ def block_forward(q: Array, k: Array, v: Array, seen: Array | None, rule: Rule) 
 def block_backward(
     q: Array, k: Array, v: Array, whole: tuple[Array, Array, Array], seen: Array | None, rule: Rule
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of one block, wide; `whole` is (out, lse, dout) of the whole."""
+    """Return (dq, dk, dv) of a block in float32 or float64; `whole` is (out, lse, dout) of the whole."""
     import jax.numpy as jnp
 
     out, lse, dout = whole
@@ -86,7 +86,7 @@ def block_backward(
 
 
 def _logits(q: Array, k: Array, seen: Array | None, rule: Rule) -> Array:
-    """[b, kv_heads, group, t, s], -inf where hidden."""
+    """Return logits [b, kv_heads, group, t, s], -inf where hidden."""
     import jax.numpy as jnp
 
     logits = _einsum("btkgh,bskh->bkgts", _grouped(q, k.shape[2]), k) * rule.scale
@@ -96,7 +96,7 @@ def _logits(q: Array, k: Array, seen: Array | None, rule: Rule) -> Array:
 
 
 def _grouped(x: Array, groups: int) -> Array:
-    """[b, t, h, d] -> [b, t, groups, h / groups, d]"""
+    """Return [b, t, h, d] as [b, t, groups, h / groups, d]."""
     return x.reshape(*x.shape[:2], groups, x.shape[2] // groups, x.shape[3])
 
 
@@ -114,13 +114,13 @@ CUDNN_RULE = (
     "return_residual", "res", "grad_output",
 )  # fmt: skip
 FLOAT16_SAFE = 32768.0
-"""As in torch_autograd."""
+"""Largest gradient of an LSE that is passed to a backward pass in float16 unscaled, as in torch_autograd."""
 UNUSED_INPUTS = 4
-"""Offsets and page tables; they are empty here, and so are bias and lengths where there are none."""
+"""Number of empty offsets and page tables; bias and lengths are empty too if there are none."""
 
 
 def plain_passes(workload: Workload) -> Partial | None:
-    """Operator by operator, with the scores stored; None for masks that carry weights."""
+    """Return passes operator by operator, which store the scores; None for masks that carry weights."""
     if workload.visible_mask.weighted:
         return None
     rule = Rule(workload.softmax_scale, workload.softcap)
@@ -142,7 +142,7 @@ def plain_passes(workload: Workload) -> Partial | None:
 
 
 def cudnn_passes(workload: Workload) -> Partial | None:
-    """cuDNN's kernels for full and top-left causal masks; None for other masks, or where JAX has changed."""
+    """Return cuDNN's kernels for full and top-left causal masks; None for other masks, or if JAX has changed."""
     arguments = mask_arguments(workload)
     if arguments.needs_array or arguments.window is not None or arguments.kv_lengths is not None:
         return None
@@ -150,7 +150,7 @@ def cudnn_passes(workload: Workload) -> Partial | None:
 
 
 def cudnn_late_passes(scale: float, padded: bool) -> Partial | None:
-    """The same without a mask; `padded`: but for key lengths int32 [b], which are then the last argument of both."""
+    """Return cuDNN's kernels without a mask; if `padded`, key lengths int32 [b] are the last argument of both."""
     return _cudnn_kernels(scale, "PADDING" if padded else "NO_MASK")
 
 
@@ -184,16 +184,18 @@ def _cudnn_kernels(scale: float, mask: str) -> Partial | None:
 
 
 def _both_lengths(q: Array, of_keys: Array) -> tuple[Array, Array]:
-    """Of queries, all of them, and of keys."""
+    """Return the lengths of queries (all) and of keys."""
     import jax.numpy as jnp
 
     return jnp.full(q.shape[:1], q.shape[1], jnp.int32), of_keys.astype(jnp.int32)
 
 
 def differentiable(pair: Partial, with_lse: bool) -> Call:
-    """`(q, k, v) -> out`, or (out, lse), whose gradient is the pair's backward; the LSE's costs a second one.
+    """Return `(q, k, v) -> out` or (out, lse) with the pair's backward as gradient; the LSE's gradient costs a second
+    backward pass.
 
-    Differentiable once: a library's forward pass may keep its LSE from gradients, and second ones would be wrong.
+    Differentiable once: a library's forward pass may exclude its LSE from gradients, and second derivatives would be
+    wrong.
     """
     import jax
 
@@ -221,7 +223,7 @@ def differentiable(pair: Partial, with_lse: bool) -> Call:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which has no derivative."""
+    """Return the same function without a derivative: differentiating raises."""
     import jax
 
     @jax.custom_jvp
@@ -240,7 +242,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 def _through_lse(
     backward: Any, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array
 ) -> tuple[Array, Array]:
-    """As torch_autograd does it: values of 0, and an `out` whose product with `dout` is -dlse, in two columns."""
+    """Return gradients of the LSE like torch_autograd: with values of 0, and an `out` whose product with `dout` is
+    -dlse, in two columns."""
     import jax.numpy as jnp
 
     half = out.dtype == jnp.float16
@@ -259,7 +262,7 @@ def _through_lse(
 
 
 def _beyond_float16(dlse: Array) -> Array:
-    """How many times too large the largest is; one where none is."""
+    """Return by which factor the largest value exceeds FLOAT16_SAFE, at least 1."""
     import jax.numpy as jnp
 
     return jnp.maximum(jnp.max(jnp.where(jnp.isfinite(dlse), jnp.abs(dlse), 0.0)) / FLOAT16_SAFE, 1.0)

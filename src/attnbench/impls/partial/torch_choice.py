@@ -16,10 +16,10 @@ from attnbench.spec import Environment, Implementation, Partial, Workload
 
 
 class Rules(NamedTuple):
-    """Settings of the process that a choice depends on."""
+    """Settings of the process that an automatic choice depends on."""
 
     deterministic: bool = False
-    """torch.use_deterministic_algorithms(True)."""
+    """Whether torch.use_deterministic_algorithms(True) is set."""
     off: tuple[str, ...] = ()
     """Backends that `torch.backends.cuda.enable_*_sdp(False)` or `sdpa_kernel` switched off."""
 
@@ -28,7 +28,7 @@ NO_RULES = Rules()
 
 
 def current() -> Rules:
-    """Return what is set now."""
+    """Return the current settings of the process."""
     import torch
 
     return Rules(torch.are_deterministic_algorithms_enabled(), switched_off())
@@ -46,20 +46,20 @@ def ruled_out(implementation: Implementation, workload: Workload, rules: Rules) 
 
 
 ORDER = ("torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.eager")
-"""The fastest first where it was measured (an H200); eager takes everything and stores the scores."""
+"""Implementations in the order of their measured speed on an H200; eager takes everything and stores the scores."""
 
 
 @lru_cache(maxsize=8)
 def environment_of(device: str) -> Environment:
-    """Return facts about a device, asked once."""
+    """Return facts about a device, cached."""
     return frameworks.get("torch").environment(device)
 
 
 @lru_cache(maxsize=4096)
 def choose(kernel: str, workload: Workload, device: str, rules: Rules = NO_RULES) -> tuple[str, Partial]:
-    """Name and (forward, backward) for a part; `kernel` is an implementation's name or "auto". Raises Unsupported.
+    """Return name and (forward, backward) for a part; raise Unsupported if none can compute it.
 
-    Only "auto" obeys the rules.
+    `kernel` is an implementation's name or "auto". Only "auto" obeys the rules.
     """
     reasons = []
     for name in ORDER if kernel == "auto" else (kernel,):

@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 
 
 def has_dense_rows(x: Array) -> bool:
-    """Return whether the last axis has stride 1."""
+    """Return whether the numbers of a row lie side by side in memory (the last axis has stride 1)."""
     return x.stride(-1) == 1 or x.shape[-1] == 1
 
 
 def dense_rows(x: Array) -> Array:
-    """Return the array, or a copy of it if its rows are not dense."""
+    """Return the array, or a copy if its rows are not dense.
+
+    A kernel that assumes dense rows reads wrong numbers from other views, without an error.
+    """
     return x if has_dense_rows(x) else x.contiguous()
 
 
 def of_dense_rows(pair: Partial) -> Partial:
-    """Return the two functions of a partial form, which are handed dense rows whatever they are called with."""
+    """Return the two functions of a partial form wrapped so that they get dense rows."""
     forward, backward = pair
 
     def run_forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -43,14 +46,19 @@ def of_dense_rows(pair: Partial) -> Partial:
 
 
 def positive_scale(scale: float) -> tuple[float, float]:
-    """Return a positive scale and the factor of the queries, 1, -1 or 0, whose product is the given scale."""
+    """Return a positive scale and the factor of the queries, 1, -1 or 0, whose product is the given scale.
+
+    A kernel may multiply hidden logits by the scale: torch's flash kernel of a CPU does so with `is_causal`, and -inf
+    times 0 is NaN, times a negative number +inf. Others subtract the largest product of a row before they multiply,
+    which is the smallest logit if the scale is negative. Negating queries rounds nothing and needs no mask array.
+    """
     if scale > 0:
         return scale, 1.0
     return (-scale, -1.0) if scale < 0 else (1.0, 0.0)
 
 
 def call_at_positive_scale(build: Callable[[Workload], Call], workload: Workload) -> Call:
-    """Return the call of a workload by a kernel that `build` builds and that gets a positive scale."""
+    """Return the call of a workload by a kernel that `build` builds for a positive scale."""
     scale, factor = positive_scale(workload.softmax_scale)
     if factor == 1.0:
         return build(workload)
@@ -59,7 +67,7 @@ def call_at_positive_scale(build: Callable[[Workload], Call], workload: Workload
 
 
 def pair_at_positive_scale(make: Callable[[Workload], Partial | None], workload: Workload) -> Partial | None:
-    """Return the partial form of a workload by kernels that `make` makes and that get a positive scale."""
+    """Return the partial form of a workload by kernels that `make` makes for a positive scale."""
     scale, factor = positive_scale(workload.softmax_scale)
     if factor == 1.0:
         return make(workload)
@@ -79,7 +87,7 @@ NEGATIVE_INFINITY = float("-inf")
 
 
 def nothing_yet(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of no parts, for inputs of that dtype: out [b, t, h, d] of zeros and lse [b, h, t] of -inf."""
+    """Return (out, lse) of no parts: out [b, t, h, d] of zeros and lse [b, h, t] of -inf, in float32 or float64."""
     import torch
 
     batch, tokens, heads, _ = shape
@@ -89,7 +97,11 @@ def nothing_yet(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Fold a part into `out` [b, t, h, d] and `lse` [b, h, t], which may be views of some rows and heads of a whole."""
+    """Merge a part into `out` [b, t, h, d] and `lse` [b, h, t] in place; they may be views of some rows and heads.
+
+    Outputs are weighted by their softmax denominators, LSEs are added in log space; a row that no part has seen stays 0
+    with LSE -inf.
+    """
     import torch
 
     both = torch.logaddexp(lse, part_lse)
@@ -101,17 +113,17 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_ls
 
 
 def _per_row(weights: torch.Tensor) -> torch.Tensor:
-    """[b, h, t] -> [b, t, h, 1], to scale outputs with."""
+    """Return weights [b, h, t] as [b, t, h, 1], to scale outputs."""
     return weights.transpose(1, 2).unsqueeze(-1)
 
 
 def for_backward(lse: torch.Tensor) -> torch.Tensor:
-    """LSE of the whole as a backward wants it: +inf where a row sees nothing, so that exp(s - lse) is 0 there."""
+    """Return the LSE with +inf for rows that see nothing, so that exp(s - lse) is 0 there in a backward pass."""
     return lse.masked_fill(lse == NEGATIVE_INFINITY, float("inf"))
 
 
 def plain_partial(workload: Workload) -> Partial:
-    """(forward, backward) of the workload, bshd."""
+    """Return (forward, backward) of the workload in bshd."""
     import torch
 
     masks = once_per_device(lambda device: mask_tensors(workload, device))
@@ -162,6 +174,6 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _stacked(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """bshd -> [b, kv_heads, group * tokens, d]: query heads of one group as rows."""
+    """Return bshd as [b, kv_heads, group * tokens, d]: the query heads of a group as rows."""
     batch, tokens, heads, dim = x.shape
     return x.transpose(1, 2).reshape(batch, k.shape[2], heads // k.shape[2] * tokens, dim)

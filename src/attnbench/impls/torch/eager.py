@@ -15,7 +15,7 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Par
 
 
 class Eager(Implementation):
-    """One operator after another."""
+    """Plain PyTorch, operator by operator: any mask and soft cap; stores all scores."""
 
     name = "torch.eager"
     framework = "torch"
@@ -47,7 +47,7 @@ class Eager(Implementation):
 
 
 class Compiled(Implementation):
-    """The same lines through torch.compile."""
+    """Plain PyTorch compiled by torch.compile as one graph: any mask and soft cap; stores all scores."""
 
     name = "torch.compiled"
     framework = "torch"

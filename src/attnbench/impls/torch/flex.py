@@ -1,7 +1,7 @@
 """FlexAttention, always compiled.
 
-Uncompiled it ignores the block table and is tens of times slower, and past dynamo's recompile limit it would run so in
-silence; see torch_compile. Layout is bhsd. On a CPU there is no backward, no LSE and no float64.
+Uncompiled it ignores the block table and is tens of times slower, and past Dynamo's recompile limit it would silently
+run so; see _compile.py. Layout is bhsd. On a CPU there is no backward, no LSE and no float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALLEST_GPU_DIM = 16
 
 
 class Flex(Implementation):
-    """torch.nn.attention.flex_attention: the mask is block table and mask_mod, weights and soft cap are score_mod."""
+    """PyTorch's FlexAttention, compiled: any mask as a table of blocks, with log-weights and soft cap."""
 
     name = "torch.flex"
     framework = "torch"

@@ -28,7 +28,7 @@ class _Transformers(Implementation):
 
 
 class HfEager(_Transformers):
-    """transformers.models.llama: eager_attention_forward."""
+    """Hugging Face Transformers' eager attention, as its Llama layers call it; stores all scores."""
 
     name = "torch.hf-eager"
     materialises_scores = True
@@ -61,7 +61,7 @@ class HfEager(_Transformers):
 
 
 class HfSdpa(_Transformers):
-    """transformers.integrations: sdpa_attention_forward."""
+    """Hugging Face Transformers' attention through scaled_dot_product_attention."""
 
     name = "torch.hf-sdpa"
 

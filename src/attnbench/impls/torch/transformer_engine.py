@@ -18,7 +18,7 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Wor
 
 
 class TransformerEngine(Implementation):
-    """`transformer_engine.pytorch.DotProductAttention` without dropout."""
+    """NVIDIA Transformer Engine's DotProductAttention: cuDNN or flash-attention, whichever the library picks."""
 
     name = "torch.transformer-engine"
     framework = "torch"
@@ -72,7 +72,7 @@ class TransformerEngine(Implementation):
 
 
 def _mask(workload: Workload) -> tuple[str, tuple[int, int]]:
-    """Its name of the mask and its window: (-1, -1) is none, and one side alone cannot be left open."""
+    """Return the library's name of the mask and its window: (-1, -1) is none, and a single side cannot be left open."""
     left, right = bounds(workload)
     if is_causal(workload):
         same_corner = is_top_left(workload) or workload.q_len == workload.kv_len
