@@ -8,7 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cli_process import attnbench, finish, start
+from cli_in_process import attnbench
+from cli_process import finish, start
 
 from attnbench.results.run_file import read_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import documented
 import pytest
-from cli_process import attnbench
+from cli_in_process import attnbench
 from documented import README
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import documented
 import pytest
-from cli_process import attnbench
+from cli_in_process import attnbench
 from documented import DOCS, README, ROOT
 
 import attnbench as ab

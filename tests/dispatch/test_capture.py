@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from cli_process import attnbench
+from cli_in_process import attnbench
 from torch.nn import functional as F
 
 import attnbench as ab

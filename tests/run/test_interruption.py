@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from cli_process import alive, attnbench, finish, start, wait_for, workers
+from cli_in_process import attnbench
+from cli_process import alive, finish, start, wait_for, workers
 
 from attnbench.results.run_file import read_run
 
