@@ -24,7 +24,7 @@ BUILTIN = F.scaled_dot_product_attention
 
 
 class Clock:
-    """Time that passes when a test says so, and by a microsecond whenever it is read: a busy machine changes nothing."""
+    """Time that passes when a test says so, and by a microsecond whenever it is read."""
 
     def __init__(self):
         self.ns = 0
