@@ -24,7 +24,7 @@ import numpy as np
 
 from attnbench import frameworks, masks, registry
 from attnbench.measuring.session import refusal
-from attnbench.run.instructions import isa_cap
+from attnbench.run.machine import isa_cap
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 from attnbench.verifying.checks import examine
 from attnbench.verifying.draws import Draws

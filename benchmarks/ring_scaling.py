@@ -24,8 +24,8 @@ from attnbench import frameworks
 from attnbench.kernels.ring.model import Link, model
 from attnbench.kernels.ring.settings import problem_of
 from attnbench.kernels.ring.tiles import Tile
-from attnbench.run.instructions import isa_cap
 from attnbench.run.launch import Listener, Request, launch
+from attnbench.run.machine import isa_cap
 from attnbench.spec import Ok, Record, Workload
 from attnbench.workloads.grid import grid
 

@@ -11,11 +11,11 @@ import pytest
 
 from attnbench.errors import UsageError
 from attnbench.run.launch import Listener, Request, launch
-from attnbench.run.lock import machine_lock, measuring
+from attnbench.run.machine import machine_lock, measuring
 from attnbench.spec import Workload
 
 HOLDER = (
-    "import sys\nfrom attnbench.run.lock import machine_lock\n"
+    "import sys\nfrom attnbench.run.machine import machine_lock\n"
     "with machine_lock('gate'):\n    print('held', flush=True)\n    sys.stdin.read()\n"
 )
 
@@ -86,8 +86,8 @@ def test_the_one_who_waits_is_told_for_whom_and_gets_it(holder: subprocess.Popen
 
 def test_waiting_has_an_end(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch):
     clock = iter(range(0, 1000, 25))
-    monkeypatch.setattr("attnbench.run.lock.time.monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr("attnbench.run.lock.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("attnbench.run.machine.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("attnbench.run.machine.time.sleep", lambda seconds: None)
     with pytest.raises(UsageError, match=f"pid {holder.pid}, since"), machine_lock(patience_s=60.0):
         pass
 
@@ -142,7 +142,7 @@ def test_a_worker_asks_for_no_lock(holder: subprocess.Popen[str], monkeypatch: p
 
 
 def test_the_patient_get_the_lock_when_it_is_free(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("attnbench.run.lock.time.sleep", lambda seconds: (holder.kill(), holder.wait()))
+    monkeypatch.setattr("attnbench.run.machine.time.sleep", lambda seconds: (holder.kill(), holder.wait()))
     with measuring("compare", patience_s=60.0):
         pass
 

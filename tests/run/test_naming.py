@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnbench.run.naming import name_references
+from attnbench.run.user_functions import name_references
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from cli_process import alive, wait_for
 
-from attnbench.run.process_tree import ProcessTree, descendants
+from attnbench.processes import ProcessTree, descendants
 from attnbench.run.remote import Remote
 
 FAMILY = """

@@ -16,8 +16,8 @@ import attnbench as ab
 from attnbench import registry
 from attnbench.comparing.compare import IN_PROCESS
 from attnbench.errors import UsageError
-from attnbench.run.launch import CannotTravel, Listener, Request, launch, plan_only
-from attnbench.run.travel import from_object, from_reference
+from attnbench.run.launch import Listener, Request, launch, plan_only
+from attnbench.run.user_functions import CannotSend, from_object, from_reference
 from attnbench.spec import Implementation, Workload
 
 SMALL = Workload(batch=1, q_len=8, heads=2, head_dim=4)
@@ -78,7 +78,7 @@ def test_what_holds_a_lock_cannot_travel():
             return attend(q, k, v)
 
     assert from_object(locked, "numpy", set()) is None
-    with pytest.raises(CannotTravel, match="'locked' cannot be sent"):
+    with pytest.raises(CannotSend, match="'locked' cannot be sent"):
         verify(locked)
     records = verify(locked, lambda q, k, v: locked(q, k, v), lambda q, k, v: 2 * locked(q, k, v), in_process=True)
     assert [record.status for record in records] == ["ok", "ok", "incorrect"]
@@ -89,7 +89,7 @@ def test_what_holds_a_lock_cannot_travel():
 def test_one_registered_by_hand_is_known_to_workers_or_stays_here(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     registry.register(Registered())
-    with pytest.raises(CannotTravel):
+    with pytest.raises(CannotSend):
         verify("numpy.registered")
     (record,) = verify("numpy.registered", in_process=True)
     assert (record.implementation, record.status, record.isolation) == ("numpy.registered", "ok", "in-process")
@@ -148,9 +148,9 @@ def test_a_bad_reference_is_a_clear_usage_error(folder, reference, told):
 
 
 def test_a_reference_keeps_its_file_when_the_worker_is_elsewhere(folder):
-    traveller = from_reference("kernels/fast.py:mine", "numpy", {"mine"})
-    assert traveller.name == "mine-2"
-    assert traveller.reference == f"{folder.resolve()}/kernels/fast.py:mine"
+    user_function = from_reference("kernels/fast.py:mine", "numpy", {"mine"})
+    assert user_function.name == "mine-2"
+    assert user_function.reference == f"{folder.resolve()}/kernels/fast.py:mine"
 
 
 SCRIPT = """

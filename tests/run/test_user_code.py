@@ -104,7 +104,7 @@ REFUSED = {
         "attnbench.run.protocol.encode",
     ),
     "patches_the_watch": (
-        "from attnbench.run.process_state import ProcessState; ProcessState.changes = lambda s: []; os.nice(1)",
+        "from attnbench.run.integrity import ProcessState; ProcessState.changes = lambda s: []; os.nice(1)",
         "",
         "the nice value",
     ),

@@ -36,7 +36,7 @@ def bisect(
     from attnbench.comparing.bisect import find_first_slower
     from attnbench.comparing.bisect_text import closing, not_confirmed
     from attnbench.run.git import resolve
-    from attnbench.run.lock import machine_lock
+    from attnbench.run.machine import machine_lock
 
     workload, tell = _workload(shape), _Teller(quiet or json)
     commits, start, end = _commits(good, bad, tell), resolve(good), resolve(bad)

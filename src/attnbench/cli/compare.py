@@ -50,7 +50,7 @@ def compare(
     from attnbench.comparing.progress import ExperimentProgress
     from attnbench.comparing.text import print_comparison
     from attnbench.config import load_settings
-    from attnbench.run.lock import measuring
+    from attnbench.run.machine import measuring
 
     _check(a, b, baseline, current)
     settings = load_settings({"device": device, "framework": framework, "threads": threads})

@@ -20,7 +20,7 @@ from attnbench.results.run_file import Header, RunWriter, check_writable, new_he
 from attnbench.results.standings import Standings
 from attnbench.results.unreached import resume_command
 from attnbench.run import launch as launcher
-from attnbench.run.sources import fingerprint_sources
+from attnbench.run.user_functions import fingerprint_sources
 from attnbench.spec import Environment, Record
 
 NOTHING, INTERRUPTED = 3, 130

@@ -8,9 +8,9 @@ from typing import Any
 from attnbench.comparing.sides import Side
 from attnbench.comparison import Block
 from attnbench.run import protocol as p
+from attnbench.run.machine import scratch
 from attnbench.run.origin import NotInRef
 from attnbench.run.remote import Local, Remote, WorkerDied
-from attnbench.run.scratch import scratch
 from attnbench.spec import Cell, Failed, Ok, Record, Workload
 
 

@@ -15,7 +15,7 @@ from attnbench.comparison import Case, GateReport
 from attnbench.errors import UsageError
 from attnbench.results.records import ANCHOR
 from attnbench.results.run_file import Run, read_run
-from attnbench.run.sources import sources_of
+from attnbench.run.user_functions import sources_of
 from attnbench.spec import Ok, Record
 
 Floors = Callable[[str, str], float]

@@ -23,7 +23,7 @@ from msgspec import Struct
 from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.run import git
-from attnbench.run.ceilings import cache_folder
+from attnbench.run.machine import cache_folder
 
 COARSE_NS = 20_000_000
 """File systems write times of a clock that lags behind by up to a tick."""

@@ -39,7 +39,7 @@ class Describe(Struct, tag="describe"):
     """An implementation of that ref, to be loaded and found in it."""
 
 
-class Enlist(Struct, tag="enlist"):
+class Load(Struct, tag="load"):
     """Make a function or object from outside the registry known under a name."""
 
     name: str
@@ -136,7 +136,7 @@ class Release(Struct, tag="release"):
 
 Question = (
     Describe
-    | Enlist
+    | Load
     | Refusals
     | VerifyOnly
     | Open
@@ -244,7 +244,7 @@ Answer = Described | Reasons | Opened | Warm | Closed | Sampled | BlockTaken | T
 
 ANSWERS: dict[type, tuple[type, ...]] = {
     Describe: (Described,),
-    Enlist: (Done,),
+    Load: (Done,),
     Refusals: (Reasons,),
     VerifyOnly: (Reasons,),
     Open: (Opened, Closed),

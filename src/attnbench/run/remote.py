@@ -18,10 +18,10 @@ from typing import IO, Any, Protocol
 import psutil
 
 from attnbench.frameworks.host_memory import host_memory
+from attnbench.processes import ProcessTree
 from attnbench.run import protocol as p
 from attnbench.run.environment import without_home
-from attnbench.run.instructions import isa_cap
-from attnbench.run.process_tree import ProcessTree
+from attnbench.run.machine import isa_cap
 from attnbench.run.worker import Worker
 from attnbench.spec import Failed, OutOfMemory, Timeout
 
@@ -168,7 +168,7 @@ class Remote:
             passing()
             message = p.receive(self._connection, wait)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise self.autopsy(idle) from error
+            raise self.lost(idle) from error
         except (p.Garbled, OSError, MemoryError) as error:
             raise self._not_believed(str(error) or type(error).__name__) from error
         try:
@@ -205,7 +205,7 @@ class Remote:
                 "out_of_memory", f"{by} more than the {limit:.3g} GB of memory that were free", self._tail()
             )
 
-    def autopsy(self, idle: bool = False) -> WorkerDied:
+    def lost(self, idle: bool = False) -> WorkerDied:
         """Return what became of it; `idle` as in WorkerDied."""
         try:
             code = self._process.wait(10)

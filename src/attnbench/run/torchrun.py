@@ -16,8 +16,8 @@ from attnbench.errors import UsageError
 from attnbench.kernels.ring import pool
 from attnbench.kernels.ring.group_ranks import GroupRanks, started_by_torchrun
 from attnbench.printable import printable_json
-from attnbench.run.instructions import isa_cap
 from attnbench.run.launch import Listener, Request, launch
+from attnbench.run.machine import isa_cap
 from attnbench.spec import Record
 from attnbench.workloads.grid import grid
 

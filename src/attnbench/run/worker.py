@@ -22,18 +22,16 @@ import msgspec
 
 from attnbench import errors, frameworks, registry
 from attnbench.frameworks.base import Untrusted
-from attnbench.lifeline import die_with_parent, keep_children_together
 from attnbench.measuring import anchors
 from attnbench.measuring.session import FellBack, Options, Session, refusal
 from attnbench.measuring.step_session import StepSession
+from attnbench.processes import die_with_parent, keep_children_together, kill_descendants
 from attnbench.run import origin
 from attnbench.run import protocol as p
 from attnbench.run.environment import commit_of, describe, without_home
-from attnbench.run.frozen import frozen
-from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit
-from attnbench.run.process_state import Change, ProcessState
-from attnbench.run.process_tree import kill_descendants
-from attnbench.run.travel import unpack
+from attnbench.run.integrity import Change, ProcessState, frozen
+from attnbench.run.plan import does_not_fit, inputs_do_not_fit
+from attnbench.run.user_functions import unpack
 from attnbench.spec import Cell, Failed, Implementation, Incorrect, OutOfMemory, Unsupported
 from attnbench.steps import StepImplementation
 from attnbench.verifying.draws import Draws
@@ -41,7 +39,7 @@ from attnbench.verifying.subject import Wrong
 
 LOADED, ASKED = "while it was loaded", "when it was asked what it supports"
 WHEN: dict[type, str] = {
-    p.Enlist: LOADED,
+    p.Load: LOADED,
     p.Refusals: ASKED,
     p.VerifyOnly: ASKED,
     p.Open: "while it was built and checked",
@@ -54,10 +52,10 @@ WHEN: dict[type, str] = {
 """Questions that run code under test, and how a message says when that was."""
 _encode = p.encode  # bound before any kernel is loaded
 _measured: Path | None = None
-"""Folder of the function that was enlisted last; one process measures one."""
+"""Folder of the function that was loaded last; one process measures one."""
 
 
-def enlist(question: p.Enlist) -> p.Answer:
+def load_user_function(question: p.Load) -> p.Answer:
     """Load a function or object from outside the registry and make it known to this process."""
     global _measured
     try:
@@ -108,7 +106,7 @@ def load_from_ref(question: p.Describe) -> p.Done | p.Refused:
     return p.Refused(reason, not_in_ref=True) if reason else p.Done()
 
 
-def _require_within(question: p.Enlist) -> None:
+def _require_within(question: p.Load) -> None:
     """The code of another tree (an editable install, say) must not pass for that of a git ref."""
     assert question.reference is not None
     where = question.reference.rpartition(":")[0]
@@ -141,7 +139,7 @@ class Worker:
         self._draws: dict[str, Draws] = {}
         self._answers: dict[type, Callable[[Any], p.Answer]] = {
             p.Describe: self._describe,
-            p.Enlist: self._enlist,
+            p.Load: self._load,
             p.Refusals: self._refusals,
             p.VerifyOnly: lambda q: p.Reasons([self._implementation(q.implementation).verify_only or None]),
             p.Open: self._open,
@@ -172,8 +170,8 @@ class Worker:
     def _checked(self, question: p.Question, answer: p.Answer) -> p.Answer:
         """Return the answer, or the end of the cell if it changed what its time or its checks rely on."""
         when = WHEN[type(question)]
-        if isinstance(question, p.Enlist | p.Refusals | p.VerifyOnly):
-            if isinstance(question, p.Enlist) or not _all_ours(question):
+        if isinstance(question, p.Load | p.Refusals | p.VerifyOnly):
+            if isinstance(question, p.Load) or not _all_ours(question):
                 self._remember_changes(when)
             return answer
         assert isinstance(question, p.Open | p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.ExamineAfter)
@@ -238,9 +236,9 @@ class Worker:
             "environment": self._environment,
         }
 
-    def _enlist(self, question: p.Enlist) -> p.Answer:
+    def _load(self, question: p.Load) -> p.Answer:
         """Make a function known; from now on the commit is that of its file."""
-        answer = enlist(question)
+        answer = load_user_function(question)
         if self._environment.harness and isinstance(answer, p.Done):  # it was described before
             self._environment = msgspec.structs.replace(self._environment, commit=commit_of(_measured))
         return answer

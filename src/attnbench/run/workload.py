@@ -1,16 +1,13 @@
-"""All cells of one workload: opened in their workers, sampled in turn, finished into records.
-
-A cell that dies takes its worker along; the others of that worker are opened again and everything is sampled anew. So
-are the cells of a worker that ended between two questions, whoever ended it; if that happens twice, each is measured in
-a worker of its own.
-"""
+"""workload"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,12 +16,10 @@ from attnbench.measuring import anchors
 from attnbench.measuring.rates import Ceilings, above_roofline, cost_of, implausible, throughput_of
 from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, summarise
 from attnbench.run import protocol as p
-from attnbench.run.crew import Crew
-from attnbench.run.memory_need import least_bytes
-from attnbench.run.plan import Group
+from attnbench.run.machine import scratch
+from attnbench.run.plan import Group, least_bytes
+from attnbench.run.pool import Pool
 from attnbench.run.remote import WorkerDied
-from attnbench.run.remote_cell import CellDied, RemoteCell, SessionsLost, last_words
-from attnbench.run.scratch import scratch
 from attnbench.spec import Cell, Cost, Failed, Ok, OutOfMemory, Record, Time, Workload
 
 if TYPE_CHECKING:
@@ -43,9 +38,9 @@ class WorkloadRun:
     """One workload of one run."""
 
     def __init__(
-        self, request: Request, workload: Workload, crew: Crew, listener: Listener, rng: random.Random, seed: int
+        self, request: Request, workload: Workload, pool: Pool, listener: Listener, rng: random.Random, seed: int
     ) -> None:
-        self._request, self._workload, self._crew, self._listener = request, workload, crew, listener
+        self._request, self._workload, self._pool, self._listener = request, workload, pool, listener
         self._rng, self._seed = rng, seed
         self._records: dict[str, Record] = {}
         self._traced: set[str] = set()
@@ -61,7 +56,7 @@ class WorkloadRun:
 
     def records(self, cells: Sequence[Cell]) -> list[Record]:
         """A record for every cell, and for the anchors when something was timed."""
-        groups = {self._crew.group(cell.implementation) for cell in cells}
+        groups = {self._pool.group(cell.implementation) for cell in cells}
         self._in_company = len(groups) > 1
         heavy = self._heavy(cells) if self._in_company else []
         light = [cell for cell in cells if cell not in heavy]
@@ -71,16 +66,16 @@ class WorkloadRun:
                 self._run_apart(few)
             crowded = self._take_crowded()
             if 1 < len(crowded) < len(cells):
-                self._crew.dismiss_all()
+                self._pool.dismiss_all()
                 self._run_apart(crowded)
                 crowded = self._take_crowded()
             self._in_company = False
             for cell in crowded:
-                self._crew.dismiss_all()
+                self._pool.dismiss_all()
                 self._run_apart([cell])
             suspects, self._suspects = self._suspects, []
             for cell in suspects:
-                self._crew.dismiss(self._crew.group(cell.implementation))
+                self._pool.dismiss(self._pool.group(cell.implementation))
                 self._run_apart([cell], ALONE)
         return list(self._records.values())
 
@@ -104,10 +99,10 @@ class WorkloadRun:
 
     def _share(self, cell: Cell) -> float:
         """Of an accelerator's memory, what a cell needs at least."""
-        environment = self._crew.environment(self._crew.group(cell.implementation).framework)
+        environment = self._pool.environment(self._pool.group(cell.implementation).framework)
         if environment is None or environment.device == "cpu" or environment.memory_bytes is None:
             return 0.0
-        implementation = self._crew.registered(cell.implementation)
+        implementation = self._pool.registered(cell.implementation)
         need = 0 if implementation is None else least_bytes(implementation.configured(cell.config), self._workload)
         return need / environment.memory_bytes
 
@@ -118,8 +113,8 @@ class WorkloadRun:
     def _run_apart(self, cells: Sequence[Cell], why: str = APART) -> None:
         """Measure these cells only; `why` is noted."""
         self._run_together(cells)
-        groups = [self._crew.group(cell.implementation) for cell in cells]
-        self._crew.give_memory_back({*groups, *(self._crew.clean(group.framework) for group in groups)})
+        groups = [self._pool.group(cell.implementation) for cell in cells]
+        self._pool.give_memory_back({*groups, *(self._pool.clean(group.framework) for group in groups)})
         for cell in cells:
             if isinstance(record := self._records.get(cell.id), Ok):
                 self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, why))
@@ -129,7 +124,7 @@ class WorkloadRun:
             return
         groups: dict[Group, list[Cell]] = {}
         for cell in cells:
-            groups.setdefault(self._crew.group(cell.implementation), []).append(cell)
+            groups.setdefault(self._pool.group(cell.implementation), []).append(cell)
         self._anchored: set[Group] = set()
         # Before anything is open: measuring them may cost a worker its life.
         self._ceilings = self._measure_ceilings(groups) if self._request.measure else {}
@@ -141,15 +136,15 @@ class WorkloadRun:
                 break
             except CellDied as dead:
                 self._finish_lost(timed)
-                self._bury(dead)
+                self._record_lost(dead)
                 survivors = [one.cell for one in timed if one.group == dead.group and self._is_open(one.cell)]
                 others = [one for one in timed if one.group != dead.group and self._is_open(one.cell)]
                 timed = [*others, *(one for one in self._open_group(dead.group, survivors) if one.opened.timed)]
             except SessionsLost as lost:
                 timed = self._open_again(lost, timed)
         used = [*groups, *(group for group in self._anchored if group not in groups)]
-        with ThreadPoolExecutor(len(used) or 1) as pool:
-            list(pool.map(self._quietly_release, used))
+        with ThreadPoolExecutor(len(used) or 1) as threads:
+            list(threads.map(self._quietly_release, used))
 
     def _open_again(self, lost: SessionsLost, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
         """Return what is to be measured after a worker ended between two questions.
@@ -165,7 +160,7 @@ class WorkloadRun:
             mine = []
         elif lost.group in self._lost_once:
             died = WorkerDied("failed", "its process ended between two questions, twice")
-            self._bury(last_words(lost.cell, lost.group, self._crew, died))
+            self._record_lost(cell_died(lost.cell, lost.group, self._pool, died))
             mine = [cell for cell in mine if self._is_open(cell)]
         self._lost_once.add(lost.group)
         self._listener.warning(f"a {lost.group.framework} worker ended between two questions: its cells start again")
@@ -182,26 +177,26 @@ class WorkloadRun:
         return cell.id not in self._records and cell not in (*self._crowded_out, *self._suspects)
 
     def _measure_ceilings(self, groups: dict[Group, list[Cell]]) -> dict[str, Ceilings | None]:
-        environments = [self._crew.environment(group.framework) for group in groups]
+        environments = [self._pool.environment(group.framework) for group in groups]
         devices = dict.fromkeys(environment.device for environment in environments if environment is not None)
-        return {device: self._crew.ceilings(self._workload.dtype, device) for device in devices}
+        return {device: self._pool.ceilings(self._workload.dtype, device) for device in devices}
 
     def _open_all(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
         """Open every cell: on an accelerator group by group side by side, since compiling on the host is what takes the
         time there; one after the other on a CPU, where each would slow the others down."""
-        beside = {group: mine for group, mine in groups.items() if self._crew.accelerated(group.framework)}
+        beside = {group: mine for group, mine in groups.items() if self._pool.accelerated(group.framework)}
         opened = self._open_beside(beside) if beside else []
         alone = [(group, mine) for group, mine in groups.items() if group not in beside]
         return [*opened, *(one for group, mine in alone for one in self._open_group(group, mine))]
 
     def _open_beside(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
-        with ThreadPoolExecutor(len(groups)) as pool:
+        with ThreadPoolExecutor(len(groups)) as threads:
             try:
-                return [one for opened in pool.map(self._open_group, groups, groups.values()) for one in opened]
+                return [one for opened in threads.map(self._open_group, groups, groups.values()) for one in opened]
             except BaseException:
                 self._abandoned = True
                 for group in groups:
-                    self._crew.dismiss(group)  # or the pool would wait for whatever its threads are waiting for
+                    self._pool.dismiss(group)  # or the pool would wait for whatever its threads are waiting for
                 raise
 
     def _open_group(self, group: Group, cells: Sequence[Cell]) -> list[RemoteCell]:
@@ -211,7 +206,7 @@ class WorkloadRun:
             try:
                 return [one for cell in todo if (one := self._open(cell, group)) is not None]
             except CellDied as dead:
-                self._bury(dead)
+                self._record_lost(dead)
                 todo = [cell for cell in todo if self._is_open(cell)]
 
     def _open(self, cell: Cell, group: Group) -> RemoteCell | None:
@@ -223,24 +218,24 @@ class WorkloadRun:
         shared = None if group.has_user_code else str(self._shared)
         question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed, shared)
         try:
-            answer = self._crew.ask(group, question, request.timeout_s)
+            answer = self._pool.ask(group, question, request.timeout_s)
         except WorkerDied as died:
-            raise last_words(cell, group, self._crew, died) from died
+            raise cell_died(cell, group, self._pool, died) from died
         if isinstance(answer, p.Refused):
-            raise last_words(cell, group, self._crew, WorkerDied("failed", answer.reason))
+            raise cell_died(cell, group, self._pool, WorkerDied("failed", answer.reason))
         self._listener.verified(cell, isinstance(answer, p.Opened))
         if isinstance(answer, p.Closed):
             if answer.poisoned:
-                self._crew.dismiss(group)
+                self._pool.dismiss(group)
                 raise CellDied(cell, group, answer.record)
             self._finish(answer.record)
             return None
         assert isinstance(answer, p.Opened)
         if not answer.timed:
             self._finish(answer.record)
-        return RemoteCell(cell, group, answer, self._crew, request.timeout_s)
+        return RemoteCell(cell, group, answer, self._pool, request.timeout_s)
 
-    def _bury(self, dead: CellDied) -> None:
+    def _record_lost(self, dead: CellDied) -> None:
         if self._is_open(dead.cell):
             self._finish(dead.record)
 
@@ -256,8 +251,8 @@ class WorkloadRun:
 
     def _shares_memory(self, record: Record) -> bool:
         """Whether other workers held memory of the device it ran out of; on a CPU the limit is each worker's own."""
-        return record.implementation not in anchors.NAMES and self._crew.accelerated(
-            self._crew.group(record.implementation).framework
+        return record.implementation not in anchors.NAMES and self._pool.accelerated(
+            self._pool.group(record.implementation).framework
         )
 
     def _measure(self, timed: Sequence[RemoteCell]) -> None:
@@ -298,7 +293,7 @@ class WorkloadRun:
             times = _summaries(one, series)
             if self._implausible(ok, times) is not None:
                 device = ok.environment.device
-                self._ceilings[device] = self._crew.ceilings(self._workload.dtype, device, again=True)
+                self._ceilings[device] = self._pool.ceilings(self._workload.dtype, device, again=True)
                 return
 
     def _sample_other_clocks(self, one: RemoteCell) -> None:
@@ -338,7 +333,7 @@ class WorkloadRun:
     def _anchors(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
         """Open the two anchors in the clean worker of the first cell's framework: one process is enough to tell how
         fast the machine is, and no user code may make it look slower."""
-        group = self._crew.clean(timed[0].group.framework)
+        group = self._pool.clean(timed[0].group.framework)
         self._anchored.add(group)
         cells = [msgspec.structs.replace(one, implementation=name) for one in [timed[0].cell] for name in anchors.NAMES]
         # One that has brought a worker down before is not tried again; every turn has times of its own of the others.
@@ -348,14 +343,14 @@ class WorkloadRun:
     def _open_anchor(self, cell: Cell, group: Group) -> RemoteCell | None:
         question = p.Open(cell, False, True, None, self._seed)
         try:
-            answer = self._crew.ask(group, question, self._request.timeout_s)
+            answer = self._pool.ask(group, question, self._request.timeout_s)
         except WorkerDied as died:
-            raise last_words(cell, group, self._crew, died) from died
+            raise cell_died(cell, group, self._pool, died) from died
         if not isinstance(answer, p.Opened):
             reason = getattr(getattr(answer, "record", answer), "reason", type(answer).__name__)
             self._listener.warning(f"{cell.implementation} could not be opened: {reason}")
             return None
-        return RemoteCell(cell, group, answer, self._crew, self._request.timeout_s)
+        return RemoteCell(cell, group, answer, self._pool, self._request.timeout_s)
 
     def _cost(self, ok: Ok, median_ns: float, part: str = "") -> Cost:
         """Of the workload's pass, or of a part of it."""
@@ -408,9 +403,9 @@ class WorkloadRun:
                 continue
             question = p.Trace(one.cell.id, str(self._request.trace))
             try:
-                answer = self._crew.ask(one.group, question, self._request.timeout_s)
+                answer = self._pool.ask(one.group, question, self._request.timeout_s)
             except WorkerDied as died:
-                raise last_words(one.cell, one.group, self._crew, died) from died
+                raise cell_died(one.cell, one.group, self._pool, died) from died
             if isinstance(answer, p.Refused) and answer.not_open:
                 raise SessionsLost(one.cell, one.group)
             self._traced.add(one.cell.id)
@@ -422,7 +417,7 @@ class WorkloadRun:
     def _quietly_release(self, group: Group) -> None:
         """Let the worker drop this workload's arrays; one that dies now has already given its records."""
         try:
-            self._crew.ask(group, p.Release(), self._request.timeout_s)
+            self._pool.ask(group, p.Release(), self._request.timeout_s)
         except WorkerDied as died:
             self._listener.warning(f"a {group[0]} worker ended between workloads: {died.reason}")
 
@@ -444,3 +439,117 @@ def _warnings(time: Time) -> tuple[str, ...]:
         return ("unstable samples: one round says nothing of the spread",)
     half = (time.ci95_ns[1] - time.ci95_ns[0]) / 2 / time.median_ns
     return (f"unstable samples: the median is known to ±{half:.0%} only",) if half > UNSTABLE else ()
+
+
+OTHER_CLOCK_SAMPLES, FEWEST_BY_OTHER_CLOCK = 20, 5
+OTHER_CLOCK_NS = 3e8
+
+
+class CellDied(Exception):
+    """A cell took its worker along; `record` is what is left of it."""
+
+    def __init__(self, cell: Cell, group: Group, record: Record) -> None:
+        super().__init__(record.reason)
+        self.cell, self.group, self.record = cell, group, record
+
+
+class SessionsLost(Exception):
+    """A worker ended while nothing was asked of it: what it had open is gone, and no cell is known to be the cause."""
+
+    def __init__(self, cell: Cell, group: Group) -> None:
+        super().__init__(cell.id)
+        self.cell, self.group = cell, group
+
+
+def cell_died(cell: Cell, group: Group, pool: Pool, died: WorkerDied) -> CellDied:
+    """The death of a worker as that of the cell it was busy with."""
+    facts = {"implementation": cell.implementation, "workload": cell.workload, "config": cell.config}
+    return CellDied(cell, group, died.record(environment=pool.environments.get(group), **facts))
+
+
+@dataclass
+class RemoteCell:
+    """An open cell in a worker: a Source for the interleaving loop."""
+
+    cell: Cell
+    group: Group
+    opened: p.Opened
+    pool: Pool
+    timeout_s: float
+    warm: p.Warm | None = None
+    lost: Record | None = None
+    repeats: bool = True
+    clock_ns: int = 0
+    check_ns: int = 0
+    changed: tuple[str, ...] = ()
+    """What the cell was seen to change in its process while it was timed."""
+    by_other_clocks: dict[str, Time] = field(default_factory=dict)
+
+    @property
+    def call_ns(self) -> float:
+        """Estimate from the warm-up."""
+        return self.steady.call_ns
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What is sampled."""
+        return self.steady.parts
+
+    @property
+    def slow_clock(self) -> bool:
+        """Whether a visit has a large fixed cost."""
+        return self.steady.slow_clock
+
+    @property
+    def steady(self) -> p.Warm:
+        """What the warm-up found."""
+        assert self.warm is not None
+        return self.warm
+
+    def warm_up(self, clock: str | None = None) -> None:
+        """Make it steady, or when it is, change its clock; raises like `sample`."""
+        answer = self._ask(p.WarmUp(self.cell.id, clock, brief=self.warm is not None))
+        assert isinstance(answer, p.Warm)
+        self.warm = answer
+
+    def sample(self, part: str, count: int, calls: int) -> list[float]:
+        """Return ns per call; raises Dropped when the cell turned out wrong, CellDied when its worker is gone, and
+        SessionsLost when that had happened before."""
+        return self._sampled(p.Sample(self.cell.id, part, count, calls, self.steady.clock))
+
+    def sample_other(self, clock: str) -> list[float]:
+        """The main part by another clock."""
+        count = min(OTHER_CLOCK_SAMPLES, max(FEWEST_BY_OTHER_CLOCK, int(OTHER_CLOCK_NS / max(self.call_ns, 1.0))))
+        return self._sampled(p.SampleOther(self.cell.id, clock, count))
+
+    def examine_after(self) -> None:
+        """Check it once more when its sampling is over; raises like `sample`."""
+        start = perf_counter_ns()
+        self._ask(p.ExamineAfter(self.cell.id))
+        self.check_ns += perf_counter_ns() - start
+
+    def _sampled(self, question: p.Question) -> list[float]:
+        answer = self._ask(question)
+        assert isinstance(answer, p.Sampled)
+        self.repeats = self.repeats and answer.repeats
+        self.clock_ns += answer.clock_ns
+        self.check_ns += answer.check_ns
+        self.changed += answer.changed
+        return answer.ns
+
+    def _ask(self, question: p.Question) -> p.Answer:
+        try:
+            answer = self.pool.ask(self.group, question, self.timeout_s)
+        except WorkerDied as died:
+            raise cell_died(self.cell, self.group, self.pool, died) from died
+        if isinstance(answer, p.Refused) and answer.not_open:
+            raise SessionsLost(self.cell, self.group)
+        if isinstance(answer, p.Refused):
+            raise cell_died(self.cell, self.group, self.pool, WorkerDied("failed", answer.reason))
+        if not isinstance(answer, p.Closed):
+            return answer
+        if answer.poisoned:
+            self.pool.dismiss(self.group)
+            raise CellDied(self.cell, self.group, answer.record)
+        self.lost = answer.record
+        raise Dropped

@@ -27,7 +27,7 @@ from attnbench.frameworks.base import Inputs
 from attnbench.kernels.ring import messages as m
 from attnbench.kernels.ring.methods import METHODS, peak_of, program_of
 from attnbench.kernels.ring.spans import Spans
-from attnbench.lifeline import die_with_parent
+from attnbench.processes import die_with_parent
 from attnbench.spec import Pass
 
 if TYPE_CHECKING:

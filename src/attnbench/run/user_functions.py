@@ -1,14 +1,15 @@
-"""How a user's function reaches a worker: by reference (`file.py:name`), or by value through cloudpickle."""
+"""Functions of the user."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import os
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -19,8 +20,10 @@ from msgspec import Struct
 
 from attnbench import registry
 from attnbench.errors import UsageError
+from attnbench.registry import is_reference
+from attnbench.results.run_file import Run
+from attnbench.results.unreached import asked_references
 from attnbench.run import protocol as p
-from attnbench.run.naming import free_name
 from attnbench.run.plan import process_of
 from attnbench.spec import Implementation
 
@@ -28,7 +31,11 @@ LARGEST = 1 << 27
 """Bytes that are sent at most: modules that hold more data stay in this process."""
 
 
-class Traveller(Struct, frozen=True, kw_only=True):
+class CannotSend(UsageError):
+    """A function that holds something no other process can have."""
+
+
+class UserFunction(Struct, frozen=True, kw_only=True):
     """An implementation that is not in the registry of a fresh process."""
 
     name: str
@@ -43,12 +50,12 @@ class Traveller(Struct, frozen=True, kw_only=True):
         """Whether it needs no journey: it was registered in this very process."""
         return self.reference is None and self.pickled is None
 
-    def enlist(self, within: Sequence[str] = ()) -> p.Enlist:
+    def load(self, within: Sequence[str] = ()) -> p.Load:
         """The message that makes it known."""
-        return p.Enlist(self.name, self.framework, self.reference, self.pickled, list(within))
+        return p.Load(self.name, self.framework, self.reference, self.pickled, list(within))
 
 
-def from_reference(text: str, framework: str, taken: set[str], name: str = "") -> Traveller:
+def from_reference(text: str, framework: str, taken: set[str], name: str = "") -> UserFunction:
     """`file.py:function` or `package.module:function`, under its own name or `name`; the file is not run here."""
     where, _, attribute = text.rpartition(":")
     if where.endswith(".py"):
@@ -59,10 +66,10 @@ def from_reference(text: str, framework: str, taken: set[str], name: str = "") -
         lacks = "no file or module" if attribute else "no function"
         raise UsageError(f'"{text}" names {lacks}: write file.py:function or package.module:function.')
     name = free_name(name or attribute, taken)
-    return Traveller(name=name, framework=framework, process=process_of(name), label=text, reference=text)
+    return UserFunction(name=name, framework=framework, process=process_of(name), label=text, reference=text)
 
 
-def from_object(what: Callable[..., Any] | Implementation, framework: str, taken: set[str]) -> Traveller | None:
+def from_object(what: Callable[..., Any] | Implementation, framework: str, taken: set[str]) -> UserFunction | None:
     """A function or object, pickled by value; None when it cannot travel."""
     implementation = registry.resolve(what, framework)
     pickled = _pickle(what)
@@ -70,7 +77,7 @@ def from_object(what: Callable[..., Any] | Implementation, framework: str, taken
         return None
     name = free_name(implementation.name, taken)
     framework, process = implementation.framework, process_of(name)
-    return Traveller(name=name, framework=framework, process=process, label=name, pickled=pickled)
+    return UserFunction(name=name, framework=framework, process=process, label=name, pickled=pickled)
 
 
 def unpack(pickled: bytes) -> Any:
@@ -190,3 +197,96 @@ def _is_own(module: ModuleType) -> bool:
     if not isinstance(file, str) or not file.endswith(".py") or module.__name__ == "__main__":
         return False
     return sys.modules.get(module.__name__) is module and not os.path.realpath(file).startswith(_folders())
+
+
+def name_references(implementations: Iterable[Any], taken: Collection[str] = ()) -> dict[str, str]:
+    """Reference -> name: `a.py:f` is f; beside `b.py:f` it is a:f; beside `old/a.py:f` it is new/a:f."""
+    references = list(dict.fromkeys(what for what in implementations if is_reference(what)))
+    names: dict[str, str] = {}
+    for reference in references:
+        rivals = [other for other in references if other != reference and _function(other) == _function(reference)]
+        names[reference] = free_name(_apart(reference, rivals), {*taken, *names.values()})
+    return names
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """The name, with a number behind it when it is taken."""
+    if name not in taken:
+        return name
+    return next(f"{name}-{n}" for n in range(2, len(taken) + 3) if f"{name}-{n}" not in taken)
+
+
+def _apart(reference: str, rivals: Collection[str]) -> str:
+    """The shortest name that no rival has, as far as their places tell them apart."""
+    others = {_place(rival) for rival in rivals} - {_place(reference)}
+    shared = [_common_tail(_place(reference), other) for other in others]
+    return _called(reference, max(shared) + 1) if shared else _function(reference)
+
+
+def _called(reference: str, length: int) -> str:
+    between = "/" if _is_file(reference) else "."
+    return f"{between.join(_place(reference)[-length:])}:{_function(reference)}"
+
+
+def _common_tail(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    same = [a == b for a, b in zip(reversed(one), reversed(other))]
+    return same.index(False) if False in same else len(same)
+
+
+def _place(reference: str) -> tuple[str, ...]:
+    where = reference.rpartition(":")[0]
+    return Path(where).resolve().with_suffix("").parts if _is_file(reference) else tuple(where.split("."))
+
+
+def _is_file(reference: str) -> bool:
+    return reference.rpartition(":")[0].endswith(".py")
+
+
+def _function(reference: str) -> str:
+    return reference.rpartition(":")[2]
+
+
+def fingerprint_sources(implementations: Iterable[Any]) -> dict[str, str]:
+    """File or module of each reference, as it was written -> hash of its file, where there is one."""
+    found = {where: source_file(where) for where in _places(implementations)}
+    return {where: _hash(file) for where, file in found.items() if file is not None}
+
+
+def refuse_changed_sources(run: Path, before: Mapping[str, str], implementations: Iterable[Any]) -> None:
+    """Times of two versions of a function must not pass for those of one."""
+    asked = {source_file(where) for where in _places(implementations)} - {None}
+    for where, then in before.items():
+        file = source_file(where)
+        if file in asked and file is not None and _hash(file) != then:
+            raise UsageError(
+                f"{where} has changed since {run} was begun, which holds times of the older version: "
+                "start a new run, or undo the change and resume again."
+            )
+
+
+def sources_of(run: Run) -> dict[str, str]:
+    """Return the file or module of each function that a run was given by reference, as it was written, by its name."""
+    return {
+        name: reference.rpartition(":")[0]
+        for header in run.headers
+        for reference, name in name_references(asked_references(header.request)).items()
+    }
+
+
+def source_file(where: str) -> Path | None:
+    """The file of `file.py` or `package.module`, found without importing anything; None where there is none."""
+    if where.endswith(".py"):
+        file = Path(where).resolve()
+        return file if file.is_file() else None
+    *packages, module = where.split(".")
+    folders = [Path(folder, *packages) for folder in (*sys.path, "")]
+    files = (file for folder in folders for file in (folder / module / "__init__.py", folder / f"{module}.py"))
+    return next((file.resolve() for file in files if file.is_file()), None)
+
+
+def _places(implementations: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(what.rpartition(":")[0] for what in implementations if is_reference(what)))
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

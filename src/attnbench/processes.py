@@ -1,13 +1,44 @@
-"""A process with everything it started, as one thing: stop it, let it go on, end it."""
+"""Processes as whole families: end a process with all it has started, and end with the parent."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import select
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
 
 import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with_parent(socket: int, last: Callable[[], object] = lambda: None) -> None:
+    """End this process when the other end of its socket is gone, whatever the main thread is busy with; `last` comes
+    before that."""
+    hung_up = select.poll()
+    hung_up.register(socket, 0)  # no events: only a hang-up wakes it
+
+    def watch() -> None:
+        hung_up.poll()
+        last()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def keep_children_together() -> None:
+    """Let orphans among this process's descendants become its children, so that whoever ends it finds them; and wake
+    this process if its parent dies while it is stopped, so that it can see the hang-up. Linux only."""
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
 
 REFRESH_S = 0.1
 """Looking through all processes takes milliseconds; between two looks, signals go to the process groups known so far.
@@ -15,7 +46,7 @@ What leaves its group meanwhile is found by the next look."""
 
 
 class ProcessTree:
-    """A process, its descendants and their process groups; orphans count if the root adopts them (lifeline.py).
+    """A process, its descendants and their process groups; orphans count if the root adopts them (processes.py).
 
     The system gives the number of a process that has ended to another one, which may be anybody's. So a process is
     known by its number and the time it was started at, and looked at before every signal.

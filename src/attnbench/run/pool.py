@@ -1,21 +1,21 @@
-"""The workers of a run, one per group, started when first needed and replaced when they die.
-
-A user function is loaded in its own worker only. The anchors and the ceilings are measured in a clean worker of each
-framework, one that loads nothing but attnbench's own implementations.
-"""
+"""The workers of a run."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
 
 from attnbench import errors, frameworks, registry
 from attnbench.measuring.rates import Ceilings
+from attnbench.reading import decode_json
 from attnbench.run import protocol as p
-from attnbench.run.ceilings import load_ceilings, store_ceilings
+from attnbench.run.machine import cache_folder
 from attnbench.run.plan import Asked, Group, Planned, group_of
 from attnbench.run.remote import Local, Remote, WorkerDied
-from attnbench.run.travel import Traveller
+from attnbench.run.user_functions import UserFunction
 from attnbench.spec import Cell, Config, Environment, Implementation, Workload
 
 START_S = 120.0
@@ -27,18 +27,18 @@ KEEPS_MEMORY = frozenset({"jax"})
 """Frameworks whose process gives no device memory back while it lives."""
 
 
-class Crew:
+class Pool:
     """All workers of one run on one device kind per framework."""
 
     def __init__(
-        self, travellers: Sequence[Traveller], device: str | None, threads: int | None, in_process: bool = False
+        self, user_functions: Sequence[UserFunction], device: str | None, threads: int | None, in_process: bool = False
     ) -> None:
-        self._travellers, self._device, self._threads = travellers, device, threads
+        self._user_functions, self._device, self._threads = user_functions, device, threads
         self._in_process = in_process
         self._workers: dict[Group, Remote | Local] = {}
         self._lost: dict[Group, WorkerDied] = {}
         """Groups for which no worker could be started, twice in a row."""
-        self._enlisted: set[Group] = set()
+        self._loaded_once: set[Group] = set()
         self._believed: dict[tuple[Group, str], Ceilings] = {}
         """Ceilings by clean worker and dtype, measured or confirmed in this run."""
         self._lanes: dict[str, int] = {}
@@ -49,7 +49,7 @@ class Crew:
         """Framework -> why no worker of it can be had."""
         self.on_environment: Callable[[str, Environment], None] = lambda framework, environment: None
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,9 +81,9 @@ class Crew:
 
     def group(self, name: str) -> Group:
         """The worker an implementation runs in."""
-        for traveller in self._travellers:
-            if traveller.name == name:
-                return Group(traveller.framework, traveller.process, self._lanes.get(name, 0))
+        for user_function in self._user_functions:
+            if user_function.name == name:
+                return Group(user_function.framework, user_function.process, self._lanes.get(name, 0))
         return group_of(registry.get(name))._replace(lane=self._lanes.get(name, 0))
 
     def clean(self, framework: str) -> Group:
@@ -92,7 +92,7 @@ class Crew:
 
     def registered(self, name: str) -> Implementation | None:
         """An implementation that this process knows; None for one that only its worker has."""
-        known = any(traveller.name == name for traveller in self._travellers)
+        known = any(user_function.name == name for user_function in self._user_functions)
         return None if known else registry.get(name)
 
     def configs(self, one: Asked, workload: Workload) -> Sequence[Config]:
@@ -170,9 +170,9 @@ class Crew:
         if self.environment(group.framework) is None:
             self.on_environment(group.framework, answer.environment)
         self.environments.setdefault(group, answer.environment)
-        for traveller in self._travellers:
-            if (traveller.framework, traveller.process) == group[:2] and not traveller.is_here:
-                self._enlist(traveller, group)
+        for user_function in self._user_functions:
+            if (user_function.framework, user_function.process) == group[:2] and not user_function.is_here:
+                self._load(user_function, group)
 
     def _described(self, group: Group) -> p.Answer:
         """Ask a new worker what it is; one that dies before it answers is replaced, once."""
@@ -186,18 +186,18 @@ class Crew:
             self._workers[group] = self._new(group)
             return self._workers[group].ask(question, START_S)
 
-    def _enlist(self, traveller: Traveller, group: Group) -> None:
+    def _load(self, user_function: UserFunction, group: Group) -> None:
         """Load a user function in its worker; one that loaded before and does not now costs its own cells alone."""
         try:
-            answer = self._workers[group].ask(traveller.enlist(), START_S)
+            answer = self._workers[group].ask(user_function.load(), START_S)
             reason = answer.reason if isinstance(answer, p.Refused) else ""
         except WorkerDied as died:
             reason = f"{died.reason}."
-        if reason and group in self._enlisted:
-            raise WorkerDied("failed", f"{traveller.label} could not be loaded again: {reason}")
+        if reason and group in self._loaded_once:
+            raise WorkerDied("failed", f"{user_function.label} could not be loaded again: {reason}")
         if reason:
-            raise errors.UsageError(f"{traveller.label} could not be loaded: {reason}")
-        self._enlisted.add(group)
+            raise errors.UsageError(f"{user_function.label} could not be loaded: {reason}")
+        self._loaded_once.add(group)
 
     def ask(self, group: Group, question: p.Question, timeout_s: float) -> p.Answer:
         """Ask a group's worker; one that died, or whose answer nobody waited for (Ctrl-C), is not asked again.
@@ -253,7 +253,7 @@ class Crew:
     def _judge(self, name: str) -> Group:
         """Return the worker that says what an implementation supports: for user code its own, and no other."""
         group = self.group(name)._replace(lane=0)
-        known = any(traveller.name == name for traveller in self._travellers)
+        known = any(user_function.name == name for user_function in self._user_functions)
         return group if known or group.has_user_code else Group(group.framework)
 
     def verify_only(self, implementation: Implementation) -> str:
@@ -324,3 +324,25 @@ def _best(a: Ceilings | None, b: Ceilings | None) -> Ceilings | None:
     return Ceilings(
         max(a.flops_per_s, b.flops_per_s), max(a.bytes_per_s, b.bytes_per_s), max(a.cache_bytes, b.cache_bytes)
     )
+
+
+def _file(environment: Environment, dtype: str) -> Path:
+    return cache_folder() / f"ceilings-{environment.framework}-{environment.fingerprint}-{dtype}.json"
+
+
+def load_ceilings(environment: Environment, dtype: str) -> Ceilings | None:
+    """What was measured before, or None."""
+    try:
+        return decode_json(_file(environment, dtype).read_bytes(), Ceilings)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def store_ceilings(environment: Environment, dtype: str, ceilings: Ceilings) -> None:
+    """Keep them; a cache that cannot be written costs a second in the next run and nothing else."""
+    file = _file(environment, dtype)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(msgspec.json.encode(ceilings))
+    except OSError:
+        return

@@ -1,24 +1,27 @@
-"""One measurement at a time: a lock file in the user's cache folder that dies with its process.
-
-Everything that times holds it. `gate`, `bisect` and `compare` are refused at once if another process has it; runs and
-calls from Python wait for a while.
-"""
+"""This machine and user: the cache folder, the lock of measurements, temporary folders, and a workaround for AMX."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import platform
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
+from importlib.metadata import version
 from io import FileIO
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from threading import get_ident
 
 from attnbench.errors import UsageError
+from attnbench.frameworks import installed
 from attnbench.results.run_file import slug
-from attnbench.run.ceilings import cache_folder
 
 POLL_S = 0.2
 RUN_PATIENCE_S, LIBRARY_PATIENCE_S = 60.0, 600.0
@@ -26,6 +29,12 @@ RUN_PATIENCE_S, LIBRARY_PATIENCE_S = 60.0, 600.0
 project may call from several processes."""
 _held_here: dict[str, int] = {}
 """Locks of this process, and the thread that holds each."""
+
+
+def cache_folder() -> Path:
+    """Where the package keeps what can be measured again."""
+    base = os.environ.get("ATTNBENCH_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "attnbench"
 
 
 class CannotLock(UsageError):
@@ -109,3 +118,97 @@ def _no_lock(path: object, error: OSError) -> CannotLock:
     return CannotLock(
         f"cannot lock {path} ({error.strerror or error}): set ATTNBENCH_CACHE to a folder that can be written."
     )
+
+
+PREFIX = "attnbench-"
+OWNER = ".owner"
+"""File in each folder, locked as long as its owner lives: a lock dies with its process, whatever ended it."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Make a temporary folder that is gone afterwards; those of killed processes are removed first."""
+    remove_abandoned()
+    with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
+        place = Path(folder).resolve()
+        with owned(place / OWNER):
+            yield place
+
+
+def remove_abandoned() -> None:
+    """Remove folders whose owner is dead."""
+    for owner in Path(gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
+        remove_if_abandoned(owner)
+
+
+@contextmanager
+def owned(marker: Path) -> Iterator[None]:
+    """Make a file that is locked until the end, and says which system its owner runs on."""
+    with marker.with_name(f"{marker.name}.new").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(this_system())
+        file.flush()
+        os.rename(file.name, marker)  # never there without its lock
+        yield
+
+
+def remove_if_abandoned(marker: Path) -> None:
+    """Remove the folder of an `owned` file if its owner is dead.
+
+    A lock is seen by all processes of one kernel, in whatever container they are, and perhaps by no other machine: what
+    was made on another one, or before it was started anew, is left alone.
+    """
+    try:
+        with marker.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read() == this_system():
+                shutil.rmtree(marker.parent, ignore_errors=True)
+    except OSError:  # its owner lives, or it belongs to another user
+        return
+
+
+def this_system() -> str:
+    """Return what tells this running kernel from every other one; the name of the machine if there is no such thing."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
+VARIABLE = "ONEDNN_MAX_CPU_ISA"
+CAP = "AVX512_CORE_FP16"
+PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+
+
+def isa_cap() -> dict[str, str]:
+    """Variables that workers need so that torch survives here; empty on a healthy machine."""
+    if VARIABLE in os.environ or not _advertises_amx() or not installed("torch"):
+        return {}
+    note = cache_folder() / f"amx-{platform.node()}-{platform.release()}-{version('torch')}"
+    try:
+        trapped = note.read_text() == "trapped"
+    except OSError:
+        trapped = _probe()
+        _remember(note, trapped)
+    return {VARIABLE: CAP} if trapped else {}
+
+
+def _advertises_amx() -> bool:
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def _probe() -> bool:
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=120)
+    return done.returncode == -signal.SIGILL
+
+
+def _remember(note: Path, trapped: bool) -> None:
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text("trapped" if trapped else "fine")
+    except OSError:
+        return  # the next run probes again
