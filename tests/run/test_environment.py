@@ -15,9 +15,9 @@ from attnbench.measuring.sampling import ESTIMATOR
 from attnbench.run import protocol as p
 from attnbench.run import worker as worker_module
 from attnbench.run.environment import commit_of, without_home
-from attnbench.run.machine import cache_folder, load_ceilings, store_ceilings
+from attnbench.run.machine import cache_folder
 from attnbench.run.plan import Group
-from attnbench.run.pool import Pool
+from attnbench.run.pool import Pool, load_ceilings, store_ceilings
 from attnbench.run.remote import Remote
 from attnbench.run.worker import Worker
 from attnbench.spec import Environment
