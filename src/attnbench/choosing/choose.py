@@ -17,7 +17,7 @@ from attnbench.analyse.from_length import Part, boundary
 from attnbench.choosing.candidates import NOT_ASKED_FOR, Ground, Refusal, Source, check_names, survey
 from attnbench.choosing.pick import pick
 from attnbench.choosing.regret import held_out_of
-from attnbench.measuring.host_limit import host_limit
+from attnbench.measuring.rates import host_limit
 from attnbench.policy import Choice, Constraints, Crossing, Entry, Place, Policy, shape_of
 from attnbench.results.records import label
 from attnbench.results.standings import Standing

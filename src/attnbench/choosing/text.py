@@ -14,7 +14,7 @@ from attnbench.analyse.families import FRAMEWORKS
 from attnbench.choosing.candidates import Ground
 from attnbench.choosing.choose import Chosen, Unchosen
 from attnbench.choosing.regret import Loss, fixed_losses
-from attnbench.measuring.host_limit import HOST_LIMITED
+from attnbench.measuring.rates import HOST_LIMITED
 from attnbench.policy import Crossing, Entry, Place, Policy, Regret, pooled
 from attnbench.report.plain import plain_table
 from attnbench.report.units import DASH

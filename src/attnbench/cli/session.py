@@ -11,7 +11,7 @@ from attnbench.analyse.summary import answer
 from attnbench.cli.hints import explain_hints
 from attnbench.cli.order import Prepared, store_request
 from attnbench.cli.output import print_json, stderr_console, stdout_console
-from attnbench.measuring.host_limit import host_limit
+from attnbench.measuring.rates import host_limit
 from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
 from attnbench.report.tables import print_rankings

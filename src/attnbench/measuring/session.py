@@ -36,15 +36,14 @@ from attnbench.spec import (
     VerifiedAt,
     Workload,
 )
-from attnbench.verifying import partial_form, prefill_and_decode
 from attnbench.verifying.checks import examine, examine_after, examine_again
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.input_transforms import CallInputs, Transforms
-from attnbench.verifying.overwrites import require_kept
+from attnbench.verifying.invariants import check_prefill_and_decode, require_result_kept
+from attnbench.verifying.lse_and_partial import check_partial_form
 from attnbench.verifying.sparse_quality import quality_of
 from attnbench.verifying.subject import Subject, Wrong
-from attnbench.verifying.timed_calls import Boxes, TimedCalls
-from attnbench.verifying.timed_checks import TimedChecks
+from attnbench.verifying.timed_calls import Boxes, TimedCalls, TimedChecks
 from attnbench.workloads.cost import demand
 from attnbench.workloads.shrink import shrink
 
@@ -149,11 +148,11 @@ class Session:
             self.findings = examine_again(subject) if again else examine(subject, self._options.thorough)
             verified_at = self.findings.verified_at if again else self._verify_gradients_smaller()
             if self._options.thorough and not again:
-                self._add_properties(prefill_and_decode.check(subject, *self._verified_output(), self._call_for))
+                self._add_properties(check_prefill_and_decode(subject, *self._verified_output(), self._call_for))
                 self._add_properties(self._check_partial(subject))
             figures = {} if again else quality_of(subject, self._implementation, self.cell.config, self.findings.errors)
             for program in (self.programs.main, *self.programs.parts.values()):
-                require_kept(subject, program)
+                require_result_kept(subject, program)
         with stages.timed("profile"):
             kernels, kernels_reason = (None, SEEN_BEFORE) if again else self._profiled()
             memory = Memory(peak_bytes=None, reason=SEEN_BEFORE) if again else self._weigh()
@@ -322,7 +321,7 @@ class Session:
         if self._implementation.approximate:
             return ()
         partial = self._implementation.partial(self.cell.workload, self.cell.config)
-        return partial_form.check(subject, partial, self.findings.limits("out", self.cell.workload.dtype).relative)
+        return check_partial_form(subject, partial, self.findings.limits("out", self.cell.workload.dtype).relative)
 
     def _add_properties(self, held: tuple[str, ...]) -> None:
         errors = self.findings.errors

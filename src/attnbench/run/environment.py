@@ -13,7 +13,7 @@ import psutil
 from msgspec import Struct
 
 from attnbench.frameworks import Framework
-from attnbench.measuring.gpu_state import nvml_handle
+from attnbench.measuring.block import nvml_handle
 from attnbench.measuring.sampling import ESTIMATOR
 from attnbench.spec import DIRTY, Environment, Library
 

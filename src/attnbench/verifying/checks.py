@@ -15,17 +15,11 @@ import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Inputs
 from attnbench.spec import Array, Errors, VerifiedAt, Workload
-from attnbench.verifying import (
-    batch_and_heads,
-    lse,
-    magnitudes,
-    overwrites,
-    probes,
-    properties,
-    scale_and_softcap,
-    whole_output,
-)
+from attnbench.verifying import probes, whole_output
 from attnbench.verifying.error_location import Compass, describe
+from attnbench.verifying.invariants import check_overwritten_inputs, check_places, check_properties, hidden_nan
+from attnbench.verifying.lse_and_partial import check_lse
+from attnbench.verifying.scales import check_magnitudes, check_scale_and_softcap
 from attnbench.verifying.subject import Subject, Wrong, run
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 
@@ -60,18 +54,18 @@ def examine(subject: Subject, thorough: bool) -> Findings:
     found = examine_again(subject)
     dtype, names = subject.workload.dtype, OUTPUTS[subject.workload.pass_]
     limits = {name: found.limits(name, dtype) for name in names}
-    written = overwrites.check(subject, found.good[1], limits)
+    written = check_overwritten_inputs(subject, found.good[1], limits)
     moved = _check_places(subject, found)
     probed = _check_probes(subject, found)
-    lse_found = lse.check(subject, found.good, found.limits("out", dtype))
-    scales, powers = magnitudes.check(subject, _named(subject.workload, found.good[0]), limits, thorough)
-    held = (*properties.check(subject, thorough), *moved, *written, *probed, *([powers] if powers else []))
+    lse_found = check_lse(subject, found.good, found.limits("out", dtype))
+    scales, powers = check_magnitudes(subject, _named(subject.workload, found.good[0]), limits, thorough)
+    held = (*check_properties(subject, thorough), *moved, *written, *probed, *([powers] if powers else []))
     errors = msgspec.structs.replace(
         found.errors,
         lse=lse_found and lse_found.error,
         stability=scales,
         properties=held,
-        hidden_nan=properties.hidden_nan(subject),
+        hidden_nan=hidden_nan(subject),
     )
     return replace(found, errors=errors)
 
@@ -102,7 +96,7 @@ def examine_after(subject: Subject) -> None:
     whole_output.check_counted(subject)
     whole_output.check_counted_pairs(subject)
     first = _named(subject.workload, good[0]).items()
-    scale_and_softcap.check(subject, {name: _sampled(subject, name, array) for name, array in first}, _sampled)
+    check_scale_and_softcap(subject, {name: _sampled(subject, name, array) for name, array in first}, _sampled)
 
 
 def _check_outputs(subject: Subject) -> tuple[list[tuple[Array, ...]], Compared | None, dict[str, Compared]]:
@@ -232,7 +226,7 @@ def _require(
 
 def _check_places(subject: Subject, found: Findings) -> tuple[str, ...]:
     named, dtype = _named(subject.workload, found.good[0]), subject.workload.dtype
-    return batch_and_heads.check(subject, named, {name: found.limits(name, dtype).relative for name in named})
+    return check_places(subject, named, {name: found.limits(name, dtype).relative for name in named})
 
 
 def _repeats(subject: Subject, first: tuple[Array, ...]) -> bool:
@@ -256,7 +250,7 @@ def _check_probes(subject: Subject, found: Findings) -> tuple[str, ...]:
     )
     if subject.workload.pass_ == "forward":
         _check_pointed_rows(subject)
-    scale_and_softcap.check(subject, {name: _sampled(subject, name, array) for name, array in good.items()}, _sampled)
+    check_scale_and_softcap(subject, {name: _sampled(subject, name, array) for name, array in good.items()}, _sampled)
     return held
 
 

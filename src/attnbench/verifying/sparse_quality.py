@@ -13,7 +13,7 @@ import numpy as np
 
 from attnbench.masks.block_layout import block_layout
 from attnbench.spec import Config, Errors, Implementation
-from attnbench.verifying import lse
+from attnbench.verifying.lse_and_partial import on_first_set
 from attnbench.verifying.subject import Subject, Wrong
 from attnbench.verifying.tolerance import relative_error
 
@@ -31,7 +31,7 @@ def quality_of(subject: Subject, implementation: Implementation, config: Config,
         figures["output_error"] = errors.forward
     if subject.lse is not None:
         truths = subject.draws.truths(0, gradients=False)
-        figures["recall"] = _recall(lse.on_first_set(subject, subject.lse), [truth.lse for truth in truths])
+        figures["recall"] = _recall(on_first_set(subject, subject.lse), [truth.lse for truth in truths])
     least = implementation.declared_recall
     if least is not None and not figures.get("recall", 0.0) >= least:
         raise Wrong(f"recall of attention mass {figures.get('recall', 0.0):.3f} is less than the declared {least:.3f}")

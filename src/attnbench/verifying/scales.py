@@ -1,17 +1,16 @@
-"""Is it right for inputs of other sizes? Attention is linear in V and in dO, and the same for q * 2^n and k / 2^n:
-powers of two multiply its results exactly. Inputs ten and a hundred times as large have logits far beyond those of the
-other checks: a kernel that clamps, caps or overflows gives finite numbers there, and wrong ones."""
+"""scales"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Inputs
 from attnbench.spec import DTYPE_BYTES, Array
-from attnbench.verifying.batch_and_heads import head_norms
-from attnbench.verifying.draws import SCALED
+from attnbench.verifying.draws import SCALED, SETS
+from attnbench.verifying.invariants import head_norms
 from attnbench.verifying.subject import Subject, Wrong, run
 from attnbench.verifying.tolerance import EPS, SLACK, Limits, rounded_terms, typical_row
 
@@ -30,7 +29,9 @@ FLOAT16_POWERS = ((4, 2, 2), (2, 4, -2))
 """Powers of two for V, dO and Q (K gets the inverse), of each call: as far as the exponents of the dtype go."""
 
 
-def check(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits], thorough: bool) -> tuple[str, str]:
+def check_magnitudes(
+    subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits], thorough: bool
+) -> tuple[str, str]:
     """Require results that are right at all scales, and return (scales that were tried, the property that holds).
     `good` are the outputs on the first input set."""
     held = "" if subject.declared_error is not None else _check_powers(subject, good, limits)
@@ -152,3 +153,108 @@ def _require_clear_rows(
             f"{at[1] * subject.workload.group + member}, row {subject.draws.sample.rows[row]} (off by "
             f"{share[member, row]:.1e}, {allowed:.1e} allowed)"
         )
+
+
+STEP = 1e-3
+SCALE_OFF, CAP_OFF = 0.002, 0.04
+"""Shares that a right kernel may seem off by: it may round the scale to 16 bits, which is half of 0.4 %."""
+TAIL = 3e-7
+"""Chance that a right kernel seems further off: 5 standard errors of many rows, more of few."""
+PLAIN_FACTOR = 2
+"""Times what the plain implementation seems off by, which is allowed beside that."""
+ENOUGH_ROWS, MOST_SETS = 64, 32
+"""Rows that an estimate is made of: if one input set has fewer, so many sets are drawn for it at most."""
+
+Sampled = Callable[[Subject, str, Array], list[np.ndarray]]
+"""Outputs of the heads whose truth is known: (subject, name, array) -> [members, rows, width] of each."""
+
+
+Sets = Mapping[int | str, Mapping[str, Sequence[np.ndarray]]]
+"""Input set or probe -> the outputs on it, {name: sampled heads}."""
+
+
+def check_scale_and_softcap(subject: Subject, outputs: Mapping[str, Sequence[np.ndarray]], sampled: Sampled) -> None:
+    """Estimate both from the outputs on the first input set, {name: sampled heads}, if that is of normal numbers and
+    has enough rows, else on more sets. Of the soft cap in gradients more is seen if logits are near it."""
+    w = subject.workload
+    asked = {"scale": (w.softmax_scale, SCALE_OFF)}
+    if w.softcap is not None:
+        asked["softcap"] = (w.softcap, CAP_OFF)
+    sets: Sets = {0: outputs}
+    rows = len(subject.draws.sample.heads) * min(w.group * len(subject.draws.sample.rows), w.kv_len)
+    if rows < ENOUGH_ROWS or w.inputs != "normal":
+        more = min(MOST_SETS, -(-ENOUGH_ROWS // rows))
+        sets = {which: _outputs(subject, which, sampled) for which in range(SETS, SETS + more)}
+    names = [name for name in outputs if name == "out" or subject.draws.gradient_heads]
+    for parameter, (value, off) in asked.items():
+        for name in names if value else ():
+            _require_estimate(subject, name, parameter, value, off, sets)
+    if w.softcap is not None and (gradients := [name for name in names if name != "out"]):
+        pointed: Sets = {"pointed": _outputs(subject, "pointed", sampled)}
+        for name in gradients:
+            _require_estimate(subject, name, "softcap", w.softcap, CAP_OFF, pointed)
+
+
+def _outputs(subject: Subject, which: int | str, sampled: Sampled) -> dict[str, Sequence[np.ndarray]]:
+    fw = subject.framework
+    inputs = Inputs(*(fw.transpose(x, "bshd", subject.layout) for x in subject.draws.input_set(which)))
+    found = run(subject.programs.main, inputs)
+    fw.wait(found)
+    return {name: sampled(subject, name, array) for name, array in zip(OUTPUTS[subject.workload.pass_], found)}
+
+
+def _require_estimate(
+    subject: Subject,
+    name: str,
+    parameter: str,
+    value: float,
+    off: float,
+    sets: Sets,
+) -> None:
+    at, gradients = ("out", "dq", "dk", "dv").index(name), name != "out"
+    errors, usual, slopes = [], [], []
+    for which, outputs in sets.items():
+        truths = subject.draws.truths(which, gradients)
+        for got, truth, slope in zip(
+            outputs[name], truths, subject.draws.shifted(which, gradients, STEP, **{parameter: value})
+        ):
+            exact, plain = (
+                (truth.out, truth.plain_out)
+                if truth.grads is None or truth.plain_grads is None or not at
+                else (truth.grads[at - 1], truth.plain_grads[at - 1])
+            )
+            errors.append(got.reshape(exact.shape) - exact)
+            usual.append(plain - exact)
+            slopes.append(slope[at])
+    mine, plain = estimate(errors, slopes), estimate(usual, slopes)
+    limit = off + mine.uncertainty + PLAIN_FACTOR * abs(plain.value)
+    if not abs(mine.value) <= limit:
+        raise Wrong(
+            f"{name}: as if {parameter} were {value * (1 + mine.value):.5g}, not {value:.5g} (off by "
+            f"{100 * mine.value:.2g} %, {100 * limit:.2g} % allowed)"
+        )
+
+
+class Estimate(NamedTuple):
+    """A share by which a parameter seems off, and how far chance alone may move that."""
+
+    value: float
+    uncertainty: float
+
+
+def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray]) -> Estimate:
+    """Find the multiple of the slopes [..., rows, width] that fits the errors best; (0, inf) without any slope. Errors
+    within a row are not independent (a rounded logit moves all of it); those of rows are taken so."""
+    error, slope = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in arrays]) for arrays in (errors, slopes))
+    weights = np.einsum("ij,ij->i", slope, slope)
+    size = float(weights.sum())
+    if not size > 0:
+        return Estimate(0.0, float("inf"))
+    found = float(np.vdot(error, slope)) / size
+    rest = np.einsum("ij,ij->i", error - found * slope, slope)
+    rows = size**2 / float(weights @ weights)
+    if rows < 2:
+        return Estimate(found, float("inf"))
+    from scipy.special import stdtrit
+
+    return Estimate(found, float(-stdtrit(rows - 1, TAIL) * np.linalg.norm(rest) / size))

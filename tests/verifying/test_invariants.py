@@ -1,14 +1,17 @@
-"""What is wrong in one place only, where the sample does not look: the same numbers in other places tell."""
+"""Relations that hold for any attention: other places, one value in all of V, keys that nobody sees."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from attnbench import frameworks, masks
 from attnbench.spec import Workload
-from attnbench.verifying import batch_and_heads
+from attnbench.verifying import invariants
 from attnbench.verifying.draws import Draws
+from attnbench.verifying.invariants import check_places
 from attnbench.verifying.subject import Subject, Wrong, run
 
 SHAPE = {"batch": 6, "q_len": 12, "heads": 8, "kv_heads": 4, "head_dim": 8}
@@ -36,7 +39,7 @@ def subject(call, seed=0, declared_error=None, mask=None):
 
 def checked(one):
     good = {"out": run(one.programs.main, one.draws.inputs("bshd")[0])[0].copy()}
-    return batch_and_heads.check(one, good, ALLOWED)
+    return check_places(one, good, ALLOWED)
 
 
 def scaled(index):
@@ -76,3 +79,43 @@ def test_every_sampled_head_is_of_another_batch_row():
         chosen = _choose_heads(one.workload, np.random.default_rng(seed), 4)
         assert len({batch for batch, _ in chosen}) == 4
     assert len(set(_choose_heads(one.workload, np.random.default_rng(0), 20))) == 20
+
+
+SPARSE = masks.dilated([8, 16], [2, 4])
+MASKS = {
+    "dilated": SPARSE,
+    "causal and dilated": masks.causal() & SPARSE,
+    "dilated, keys hidden": SPARSE & masks.lengths([20, 7]),
+    "document by document": masks.documents(np.repeat([0, 1, 2], 8)) & masks.causal() & masks.lengths([20, 7]),
+    "strided blocks": masks.causal() & masks.dilated([24], [3]),
+}
+
+
+def sees(mask, **sizes):
+    usual = {"batch": 2, "q_len": 24, "heads": 4, "head_dim": 8, "mask": mask}
+    subject = SimpleNamespace(workload=Workload(**(usual | sizes)))
+    return subject.workload, invariants._rows_see(subject)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_that_see_a_key(name):
+    workload, found = sees(MASKS[name])
+    truth = MASKS[name].array(workload.mask_shape).any(axis=-1).transpose(0, 2, 1)
+    assert np.array_equal(np.broadcast_to(found, truth.shape), truth)
+
+
+def test_rows_that_do_not_see_their_own_place_are_looked_up_as_far_as_the_budget_goes(monkeypatch):
+    monkeypatch.setattr(invariants, "PAIRS_LOOKED_AT", 1)
+    monkeypatch.setattr(invariants, "ROWS_LOOKED_AT", 3)
+    mask = masks.dilated([8], [2])
+    workload, found = sees(mask)
+    truth = mask.array(workload.mask_shape).any(axis=-1).transpose(0, 2, 1)
+    known = ~np.isnan(found)
+    assert np.array_equal(found[known], np.broadcast_to(truth, found.shape)[known])
+    assert (found == 1).sum() == truth.sum()
+    assert 0 < (found == 0).sum() < (truth == 0).sum()
+
+
+def test_a_million_tokens_take_a_moment():
+    _, found = sees(masks.causal() & masks.dilated([2048, 8192], [1, 4]), batch=1, q_len=1 << 20)
+    assert (found == 1).all()

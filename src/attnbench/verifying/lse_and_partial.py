@@ -1,6 +1,4 @@
-"""The call that returns the LSE too is another call: is its output the verified one, and its LSE right, on every input
-set, for large logits of either sign, from every place, and after other values were written where its inputs lay? And is
-its gradient right, if it is said to have one?"""
+"""lse"""
 
 from __future__ import annotations
 
@@ -11,10 +9,11 @@ import numpy as np
 
 from attnbench import reference
 from attnbench.frameworks import Inputs
-from attnbench.spec import DTYPE_BYTES, Array, Call
-from attnbench.verifying import batch_and_heads, magnitudes, probes, whole_output
+from attnbench.spec import DTYPE_BYTES, Array, Call, Partial
+from attnbench.verifying import probes, whole_output
 from attnbench.verifying.draws import SCALED, by_head
-from attnbench.verifying.same_result import apart, spot
+from attnbench.verifying.invariants import draw_places, moved
+from attnbench.verifying.scales import COMPARED, require_right
 from attnbench.verifying.subject import Subject, Wrong, run
 from attnbench.verifying.tolerance import (
     FORWARD_FACTOR,
@@ -22,8 +21,11 @@ from attnbench.verifying.tolerance import (
     SLACK,
     Compared,
     Limits,
+    apart,
     compare_large_lse,
     compare_lse,
+    relative_error,
+    spot,
 )
 
 GRADIENT_PAIRS, GRADIENT_OFF = 1 << 24, {2: 0.05, 4: 1e-3, 8: 1e-3}
@@ -32,7 +34,7 @@ of an element: what is missing or of another base is off by a third at least."""
 Joined = Callable[[Inputs], Array]
 
 
-def check(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limits) -> Compared | None:
+def check_lse(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limits) -> Compared | None:
     """Judge it, or None where there is none. `good` are the verified outputs of each input set."""
     if subject.lse is None or subject.declared_error is not None:  # of an approximate one, quality takes the recall
         return None
@@ -48,12 +50,10 @@ def check(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limits) -
     if subject.lse_gradient and subject.workload.needs_gradients:
         _check_gradient(subject)
     bound = SLACK * worst.allowed
-    if (places := batch_and_heads.draw_places(subject)) is not None:
-        moved = Inputs(
-            *(batch_and_heads.moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), sets[0]))
-        )
+    if (places := draw_places(subject)) is not None:
+        elsewhere = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), sets[0])))
         there = np.take(_lse(subject, found[0])[places.batch], places.heads, axis=subject.head_axis)
-        _require_same(_lse(subject, joined(moved)), there, bound, "from other places")
+        _require_same(_lse(subject, joined(elsewhere)), there, bound, "from other places")
     if subject.framework.overwrites:
         inputs = Inputs(*subject.framework.snapshot(tuple(sets[0])))
         joined(inputs)
@@ -147,12 +147,12 @@ def _check_counted(subject: Subject, joined: Joined) -> None:
 def _check_large(subject: Subject, joined: Joined) -> None:
     """Judge both on inputs ten and a hundred times as large, and the LSE on queries that point at edges."""
     draws, w = subject.draws, subject.workload
-    for scale in magnitudes.COMPARED:
+    for scale in COMPARED:
         inputs = draws.scaled(subject.layout, scale)
         if all(subject.framework.is_finite(x) for x in inputs):
             array = joined(inputs)
             _require_large(subject, array, f"{SCALED}{scale:g}", f"inputs scaled by {scale:g}")
-            magnitudes.require_right(subject, scale, {"out": subject.framework.cast(array[..., :-1], w.dtype)})
+            require_right(subject, scale, {"out": subject.framework.cast(array[..., :-1], w.dtype)})
     if w.pass_ == "forward":
         _require_large(
             subject, joined(draws.probe("pointed", subject.layout)), "pointed", "queries that point at edges"
@@ -233,3 +233,69 @@ def _require_same(got: np.ndarray, want: np.ndarray, bound: float, how: str) -> 
     off = np.abs(np.where(seen, got, 0.0) - np.where(seen, want, 0.0)).max(initial=0.0)
     if not np.array_equal(np.isfinite(got), seen) or not off <= bound:
         raise Wrong(f"lse: another one {how} (off by {off:.2e}, {bound:.2e} allowed)")
+
+
+LEAST_SHARE = 0.2
+"""Of the weight of a row of the whole, what lies in the part at least."""
+
+
+def check_partial_form(subject: Subject, partial: Partial | None, relative: float) -> tuple[str, ...]:
+    """Return what held; nothing if there is no partial form, with a soft cap, or if a head is too large. `relative` is
+    what the output may be off by. One head is compared."""
+    w, draws, fw = subject.workload, subject.draws, subject.framework
+    if partial is None or w.softcap is not None or w.q_len * w.kv_len * w.group > GRADIENT_PAIRS:
+        return ()
+    (forward, backward), (q, k, v, dout) = partial, draws.inputs("bshd")[0]
+    rng = np.random.default_rng([draws.seed, 18])
+    batch, index = at = draws.sample.heads[int(rng.integers(len(draws.sample.heads)))]
+    members, rows = slice(index * w.group, (index + 1) * w.group), np.arange(w.q_len)
+    q1, k1, v1, dout1 = (
+        fw.numpy(by_head(x, "bshd", n, (at,))).astype(np.float64)[0]
+        for x, n in ((q, w.group), (k, 1), (v, 1), (dout, w.group))
+    )
+    head = reference.Head(q1, k1[0], v1[0], batch, index)
+    right = reference.forward_rows(w, head, rows, np, np.float64)
+    out, lse = forward(q, k, v)
+    mine, mine_lse = (fw.numpy(x).astype(np.float64) for x in (out, lse))
+    off = relative_error([mine[batch, :, members].transpose(1, 0, 2)], [right.out])
+    if not off <= SLACK * relative:
+        raise Wrong(f"its partial form: out is off by {off:.1e}, {SLACK * relative:.1e} allowed (head {index})")
+    plain = reference.forward_rows(w, head._replace(q=q1.astype("f4"), k=k1[0].astype("f4")), rows, np, np.float32)
+    if fault := compare_lse([mine_lse[batch, members]], [right.lse], [plain.lse]).fault:
+        raise Wrong(f"its partial form: {fault}")
+    if not w.needs_gradients:
+        return ("partial form",)
+    # The rest of the whole: keys elsewhere, of which only their weight and their mean value are known.
+    share = rng.uniform(LEAST_SHARE, 1.0, lse.shape).astype(np.float32)
+    mean = rng.standard_normal(mine.shape).astype(np.float32)
+    own = share.transpose(0, 2, 1)[..., None]
+    sees = np.isfinite(mine_lse).transpose(0, 2, 1)[..., None]
+    out = fw.array(np.where(sees, own * mine + (1 - own) * mean, 0.0), w.dtype, subject.device)
+    lse = fw.array(mine_lse - np.log(share), str(lse.dtype).rpartition(".")[2], subject.device)
+    found = [fw.numpy(x).astype(np.float64) for x in backward(q, k, v, out, lse, dout)]
+    whole = fw.numpy(out).astype(np.float64)[batch, :, members].transpose(1, 0, 2)
+    lives = np.isfinite(right.lse)
+    ratio = np.where(lives, np.exp(np.where(lives, right.lse - fw.numpy(lse)[batch, members], 0.0)), 0.0)[..., None]
+    exact = _gradients(subject, head, dout1, whole, ratio)
+    parts = (members, slice(index, index + 1), slice(index, index + 1))
+    for name, array, want, part in zip(("dq", "dk", "dv"), found, exact, parts):
+        off = relative_error([array[batch, :, part].transpose(1, 0, 2)], [want])
+        if not off <= (allowed := GRADIENT_OFF[DTYPE_BYTES[w.dtype]]):
+            raise Wrong(f"its partial form with a larger whole: {name} is off by {off:.1e}, {allowed:.1e} allowed")
+    return ("partial form",)
+
+
+def _gradients(
+    subject: Subject, head: reference.Head, dout: np.ndarray, whole: np.ndarray, ratio: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Return dq, dk and dv of a head [heads, tokens, width] if its weights are this share of a whole's, whose output is
+    `whole`: dS is P (dO V - dO out). By linearity, the gradients of the part alone with dO times its share, and those
+    of an LSE whose gradient is what the products dO out differ by."""
+    w, rows = subject.workload, np.arange(subject.workload.q_len)
+    own = reference.forward_rows(w, head, rows, np, np.float64).out
+    part = reference.backward_rows(w, head, dout * ratio, rows, np, np.float64)
+    weight = w.softmax_scale * (ratio * ((own - whole) * dout).sum(-1, keepdims=True))
+    keys = head._replace(v=head.k)
+    dq = part.dq + weight * reference.forward_rows(w, keys, rows, np, np.float64).out
+    dk = part.dk + reference.backward_rows(w, keys, weight * head.q, rows, np, np.float64).dv
+    return dq, dk[None], part.dv[None]

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from attnbench.measuring import gpu_state
+from attnbench.measuring import block
 from attnbench.run import environment
 
 pynvml = pytest.importorskip("pynvml")
@@ -40,13 +40,13 @@ def two_cards(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda handle, sensor: 40)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementLimit", lambda handle: 700_000)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: [])
-    gpu_state.nvml_handle.cache_clear()
+    block.nvml_handle.cache_clear()
     yield
-    gpu_state.nvml_handle.cache_clear()
+    block.nvml_handle.cache_clear()
 
 
 def test_the_card_in_use_is_read(two_cards):
-    state = gpu_state.gpu_state()
+    state = block.gpu_state()
     assert state is not None
     assert state.sm_mhz == 345
     assert environment._nvidia_facts()["sm_mhz"] == 345
@@ -57,7 +57,7 @@ def test_no_driver_means_no_facts(monkeypatch):
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    gpu_state.nvml_handle.cache_clear()
-    assert gpu_state.gpu_state() is None
+    block.nvml_handle.cache_clear()
+    assert block.gpu_state() is None
     assert environment._nvidia_facts() == {}
-    gpu_state.nvml_handle.cache_clear()
+    block.nvml_handle.cache_clear()
