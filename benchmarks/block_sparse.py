@@ -25,7 +25,7 @@ from publishing import publish
 
 from attnbench import registry
 from attnbench.frameworks import Inputs, Programs
-from attnbench.frameworks.torch import FRAMEWORK
+from attnbench.frameworks.torch.framework import FRAMEWORK
 from attnbench.masks import MaskShape
 from attnbench.masks.block_layout import block_layout
 from attnbench.run.machine import isa_cap

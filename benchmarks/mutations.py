@@ -34,7 +34,7 @@ os.environ.update(isa_cap())  # before torch is imported
 
 import torch
 
-from attnbench.frameworks.torch_plain import TorchNamespace
+from attnbench.frameworks.torch.plain import TorchNamespace
 
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = {"cpu": (64, 256, 1024, 4096), "cuda": (512, 2048, 8192)}

@@ -69,7 +69,7 @@ def tile_clock(workload: Workload, device: str) -> Callable[[Tile], tuple[float,
     """Seconds of a tile's forward pass with its merge, and of its backward pass with its sums, on one device."""
     import torch
 
-    from attnbench.frameworks.torch_profile import synchronize
+    from attnbench.frameworks.torch.programs import synchronize
     from attnbench.impls.partial.torch_merge import merge_, nothing_yet
     from attnbench.kernels.ring.kernels import Kernels
 

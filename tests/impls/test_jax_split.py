@@ -8,7 +8,7 @@ from jax_oracle import CPU, HOPPER, check, check_lse, draw
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.frameworks.jax import FRAMEWORK as JAX
+from attnbench.frameworks.jax.framework import FRAMEWORK as JAX
 from attnbench.impls.jax.einsum import EINSUM
 from attnbench.impls.jax.nn import CUDNN
 from attnbench.impls.jax.split import CUDNN_SPLIT, XLA_SPLIT, JaxSplit

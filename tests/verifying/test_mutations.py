@@ -7,8 +7,8 @@ import pytest
 from attnbench import frameworks, masks, registry
 from attnbench.spec import Workload
 from attnbench.verifying import probes
-from attnbench.verifying.scales import estimate
 from attnbench.verifying.draws import Draws
+from attnbench.verifying.scales import estimate
 
 torch = pytest.importorskip("torch")
 mutations = pytest.importorskip("mutations")

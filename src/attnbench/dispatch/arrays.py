@@ -6,7 +6,7 @@ from typing import Any
 
 from attnbench import frameworks
 from attnbench.errors import InvalidWorkload
-from attnbench.frameworks.jax_plain import kind_of_device
+from attnbench.frameworks.jax.plain import kind_of_device
 from attnbench.spec import Array, Pass
 
 

@@ -21,8 +21,8 @@ from attnbench.dispatch.array_masks import with_torch_array
 from attnbench.dispatch.choice import decide
 from attnbench.dispatch.order import TAKE_ARRAYS
 from attnbench.dispatch.plan import Plan, Plans, Words, chosen, demand_of, running
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.frameworks.torch_plain import MaskTensors
+from attnbench.frameworks.torch.internals import under_autocast, without_autocast
+from attnbench.frameworks.torch.plain import MaskTensors
 from attnbench.impls.partial.torch_rules import current
 from attnbench.masks import AnyMask, Full
 

@@ -9,7 +9,7 @@ from attnbench.dispatch.arrays import framework_of, pass_of
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.order import META, Candidate, Demand, order_of, why_not, why_not_auto
 from attnbench.dispatch.plan import Words, demand_of
-from attnbench.frameworks.torch_autocast import under_autocast
+from attnbench.frameworks.torch.internals import under_autocast
 from attnbench.masks import AnyMask
 from attnbench.policy import Choice
 from attnbench.printable import printable

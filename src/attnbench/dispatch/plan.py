@@ -15,7 +15,7 @@ from attnbench.dispatch.misses import report, tell_failure
 from attnbench.dispatch.order import Demand, Form
 from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.errors import Unsupported
-from attnbench.frameworks.jax_plain import in_usual_promotion
+from attnbench.frameworks.jax.plain import in_usual_promotion
 from attnbench.impls._arrays import workload_of
 from attnbench.impls.partial.torch_rules import NO_RULES, current
 from attnbench.masks import AnyMask

@@ -11,7 +11,7 @@ from attnbench import frameworks, masks
 from attnbench.dispatch.recognise import recognise
 from attnbench.dispatch.vmapped import examples, examples_here, varies
 from attnbench.errors import InvalidWorkload
-from attnbench.frameworks.torch_autocast import dtype_under_autocast
+from attnbench.frameworks.torch.internals import dtype_under_autocast
 from attnbench.impls._arrays import workload_of
 from attnbench.masks import AnyMask, MaskShape
 from attnbench.masks.combine import mask_of

@@ -22,7 +22,7 @@ from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Plan, Plans, Words, arranged, bytes_kept, chosen, demand_of, next_choice
 from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.errors import InvalidWorkload, Unsupported, UsageError
-from attnbench.frameworks.torch_autocast import without_autocast
+from attnbench.frameworks.torch.internals import without_autocast
 from attnbench.impls._arrays import LAYOUTS, both_heads
 from attnbench.impls.partial.torch_autograd import of_both, through_lse
 from attnbench.impls.partial.torch_once import refuse

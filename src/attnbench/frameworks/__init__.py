@@ -40,7 +40,8 @@ def get(name: str) -> Framework:
         raise UnknownName("framework", name, NAMES, "attnbench doctor")
     if not installed(name):
         raise UsageError(f"{name} is not installed: pip install 'attnbench[{name}]'.")
-    return import_module(f"attnbench.frameworks.{name}").FRAMEWORK
+    module = "numpy" if name == "numpy" else f"{name}.framework"
+    return import_module(f"attnbench.frameworks.{module}").FRAMEWORK
 
 
 def of(value: Any) -> str:

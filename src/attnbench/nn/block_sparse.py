@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
+from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.impls._arguments import check_tensors
 from attnbench.impls._arrays import dtype_name
 from attnbench.kernels.block_sparse.attend import attend

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from attnbench.frameworks.torch_autocast import under_autocast
+from attnbench.frameworks.torch.internals import under_autocast
 from attnbench.impls._arguments import check_tensors
 from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
 from attnbench.kernels.ring.function import check_kernel, key_lengths, ring_attention, shape_of

@@ -27,6 +27,8 @@ from attnbench.run import protocol as p
 from attnbench.run.plan import process_of
 from attnbench.spec import Implementation
 
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Names of folders of installed modules; one of another environment may be on the import path too."""
 LARGEST = 1 << 27
 """Bytes that are sent at most: modules that hold more data stay in this process."""
 
@@ -184,7 +186,7 @@ def _is_filled(cell: CellType) -> bool:
 
 @functools.cache
 def _folders() -> tuple[str, ...]:
-    """Return where installed modules lie, and attnbench."""
+    """Return the folders of installed modules, and attnbench's own."""
     kinds = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     sites = [*site.getsitepackages(), site.getusersitepackages()]
     ours = str(Path(__file__).parents[1])
@@ -196,7 +198,9 @@ def _is_own(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or module.__name__ == "__main__":
         return False
-    return sys.modules.get(module.__name__) is module and not os.path.realpath(file).startswith(_folders())
+    place = os.path.realpath(file)
+    installed = place.startswith(_folders()) or bool(INSTALLED & {*Path(place).parts})
+    return sys.modules.get(module.__name__) is module and not installed
 
 
 def name_references(implementations: Iterable[Any], taken: Collection[str] = ()) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnbench.errors import Unsupported
-from attnbench.frameworks.jax_plain import grouped_heads, in_usual_promotion, visible
+from attnbench.frameworks.jax.plain import grouped_heads, in_usual_promotion, visible
 from attnbench.impls.jax._masks import mask_arguments
 from attnbench.impls.partial import jax_blocks
 from attnbench.spec import Array, Call, Partial, Workload

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnbench.frameworks.torch_plain import attend, log_sum_exp, mask_tensors, once_per_device, scores
+from attnbench.frameworks.torch.plain import attend, log_sum_exp, mask_tensors, once_per_device, scores
 from attnbench.impls.partial.torch_merge import for_backward
 from attnbench.spec import Partial, Workload
 

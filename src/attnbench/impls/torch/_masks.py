@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from attnbench.frameworks.torch_plain import TorchNamespace, mask_tensors
+from attnbench.frameworks.torch.plain import TorchNamespace, mask_tensors
 from attnbench.masks import Blocks, Dense, Full, dense
 from attnbench.masks.block_layout import block_layout
 from attnbench.masks.large_bias import shifted

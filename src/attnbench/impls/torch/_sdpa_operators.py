@@ -14,7 +14,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
+from attnbench.frameworks.torch.plain import mask_tensors, once_per_device
 from attnbench.impls.partial.torch_merge import NEGATIVE_INFINITY, for_backward
 from attnbench.impls.partial.torch_rows import of_dense_rows
 from attnbench.impls.partial.torch_scale import pair_at_positive_scale

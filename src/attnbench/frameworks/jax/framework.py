@@ -1,7 +1,4 @@
-"""The JAX adapter: everything is compiled ahead of time, with arrays as arguments and the whole output tree awaited.
-
-A float64 workload runs under x64, a float32 one with full matmul precision, whatever the process's defaults are.
-"""
+"""jax"""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ from attnbench.frameworks.base import (
     WallClock,
     Watched,
 )
-from attnbench.frameworks.jax_clocks import KernelClock, cupti_problem, kernel_names
-from attnbench.frameworks.jax_programs import Compiler, compile_step
+from attnbench.frameworks.jax.clocks import KernelClock, cupti_problem, kernel_names
+from attnbench.frameworks.jax.programs import Compiler, compile_step
 from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 

@@ -1,7 +1,4 @@
-"""PyTorch behind the Framework interface, on CPU, CUDA, ROCm, XPU and MPS. ROCm, XPU and MPS are untested.
-
-Parts: torch_programs (the passes), torch_clocks (accelerator clocks), torch_profile (kernels and memory), torch_plain.
-"""
+"""torch"""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from attnbench.errors import UnknownName, UsageError
-from attnbench.frameworks import torch_profile, torch_state
 from attnbench.frameworks.base import (
     Clock,
     Framework,
@@ -29,9 +25,18 @@ from attnbench.frameworks.base import (
 )
 from attnbench.frameworks.host_memory import large_blocks
 from attnbench.frameworks.numpy import cpu_facts, versions
-from attnbench.frameworks.torch_clocks import CLOCKS
-from attnbench.frameworks.torch_plain import TorchNamespace
-from attnbench.frameworks.torch_programs import make_programs, owned
+from attnbench.frameworks.torch.clocks import CLOCKS
+from attnbench.frameworks.torch.internals import functions, refuse_modes, settings
+from attnbench.frameworks.torch.plain import TorchNamespace
+from attnbench.frameworks.torch.programs import (
+    accelerator_peak,
+    cpu_peak,
+    kernel_names,
+    make_programs,
+    owned,
+    synchronize,
+    write_trace,
+)
 from attnbench.masks import Namespace
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 
@@ -70,10 +75,10 @@ class TorchFramework(Framework):
         )
 
     def settings(self) -> Mapping[str, Setting]:
-        return torch_state.settings()
+        return settings()
 
     def functions(self) -> Sequence[tuple[str, Any, Watched]]:
-        return torch_state.functions()
+        return functions()
 
     def namespace(self, device: str) -> Namespace:
         # MPS has no float64.
@@ -114,12 +119,12 @@ class TorchFramework(Framework):
         while isinstance(tree, (tuple, list)) and tree:
             tree = tree[0]
         if isinstance(tree, torch.Tensor):
-            torch_profile.synchronize(tree.device.type)
+            synchronize(tree.device.type)
         elif torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
-        torch_state.refuse_modes()
+        refuse_modes()
         return tuple(array.detach().clone() for array in tree)
 
     def checksum(self, array: Array) -> bytes:
@@ -169,8 +174,8 @@ class TorchFramework(Framework):
 
     def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
         if device == "cpu":
-            return torch_profile.cpu_peak(program, inputs)
-        return torch_profile.accelerator_peak(program, inputs, _torch_device(device))
+            return cpu_peak(program, inputs)
+        return accelerator_peak(program, inputs, _torch_device(device))
 
     def held(self, device: str) -> int | None:
         import torch
@@ -181,10 +186,10 @@ class TorchFramework(Framework):
         return int(module.memory_allocated()) if hasattr(module, "memory_allocated") else None
 
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
-        return torch_profile.kernel_names(program, inputs, _torch_device(device))
+        return kernel_names(program, inputs, _torch_device(device))
 
     def trace(self, program: Program, inputs: Inputs, path: Path, device: str) -> Path:
-        return torch_profile.write_trace(program, inputs, path, _torch_device(device))
+        return write_trace(program, inputs, path, _torch_device(device))
 
     def matmul(self, size: int, dtype: str, device: str) -> Program:
         import torch

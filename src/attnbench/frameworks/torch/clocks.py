@@ -1,8 +1,4 @@
-"""Clocks of torch accelerators: events around the call, the profiler's kernel times, CUDA-graph replay.
-
-All three write twice the L2 cache before each call, so that every sample starts cold, and let outputs be looked at in
-stream order before anything waits: work left behind on another stream shows as a wrong result.
-"""
+"""clocks"""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from attnbench.frameworks.base import UNWATCHED, Clock, Inputs, InputSets, Program, Samples, Watch
-from attnbench.frameworks.torch_profile import is_device_work, raw_events, recorded, synchronize
-from attnbench.frameworks.torch_programs import ReplayableProgram
+from attnbench.frameworks.torch.programs import ReplayableProgram, is_device_work, raw_events, recorded, synchronize
 
 if TYPE_CHECKING:
     import torch

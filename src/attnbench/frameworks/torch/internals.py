@@ -1,12 +1,16 @@
-"""What torch has set for the whole process, and the functions of it that clocks and checks call."""
+"""internals"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import BuiltinFunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnbench.frameworks.base import Setting, Watched
+
+if TYPE_CHECKING:
+    import torch
 
 THREADS = "remove that call and pass --threads {0}, so that all are measured with as many"
 
@@ -111,3 +115,118 @@ def _read(read: Callable[[], Any]) -> Any:
         return read()
     except (AttributeError, RuntimeError) as error:
         return f"not readable ({type(error).__name__})"
+
+
+_UNCHANGED = nullcontext()
+
+
+def is_autocast(kind: str) -> bool:
+    """Whether autocast is on for that kind of device; torch knows none of meta tensors."""
+    import torch
+
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors as torch's own function takes them: in autocast's dtype if it is on, float64 excepted."""
+    kind = tensors[0].device.type
+    return tuple([x.to(dtype_under_autocast(x, kind)) for x in tensors]) if is_autocast(kind) else tensors
+
+
+def dtype_under_autocast(tensor: torch.Tensor, kind: str) -> torch.dtype:
+    """Return the dtype in which attention takes a tensor on that kind of device."""
+    import torch
+
+    changes = is_autocast(kind) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if changes else tensor.dtype
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is off on that kind of device, and afterwards as it was."""
+    import torch
+
+    if kind != "meta" and torch.compiler.is_dynamo_compiling():
+        return torch.autocast(kind, enabled=False)  # it costs more, and torch.compile can follow it
+    return _Off(kind) if is_autocast(kind) else _UNCHANGED
+
+
+def without_autocast_for(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is off on the device of the first tensor; others may be None."""
+    import torch
+
+    if not torch._C._is_any_autocast_enabled():
+        return _UNCHANGED
+    kind = next((x.device.type for x in arrays if isinstance(x, torch.Tensor)), None)
+    return _UNCHANGED if kind is None else without_autocast(kind)
+
+
+class _Off(AbstractContextManager[None]):
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        import torch
+
+        torch.set_autocast_enabled(self._kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        torch.set_autocast_enabled(self._kind, True)
+
+
+def share(made: Any, device: torch.device) -> Shared | None:
+    """What was just made on the current stream of a device, finished; None where no tensor can be seen in it."""
+    if device.type != "cuda":
+        return None
+    tensors = tuple(tensors_of(made))
+    if tensors or callable(made):
+        finish(device)
+    return Shared(tensors, device) if tensors else None
+
+
+class Shared:
+    """Tensors of one stream that others read too."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+        self._streams = {stream_of(device)}
+
+    def read_here(self) -> None:
+        """To be called before the current stream reads it."""
+        stream = stream_of(self._device)
+        if stream not in self._streams:
+            import torch
+
+            current = torch.cuda.current_stream(self._device)
+            for tensor in self._tensors:
+                tensor.record_stream(current)
+            self._streams.add(stream)
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream of a CUDA device, by its handle."""
+    import torch
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the current stream, unless it is being captured: then nothing runs yet, and waiting is an error."""
+    import torch
+
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+
+
+def tensors_of(made: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a tensor, in tuples of them, or in FlexAttention's table of blocks; not torch's causal biases."""
+    import torch
+
+    parts = made.as_tuple() if hasattr(made, "as_tuple") else made
+    if type(parts) is torch.Tensor:
+        yield parts
+    elif isinstance(parts, tuple | list):
+        for part in parts:
+            yield from tensors_of(part)

@@ -1,4 +1,4 @@
-"""A call -> compiled JAX programs for each pass. Whatever the call captured is handed over as an argument too."""
+"""programs"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Plain attention in torch, one operator after another: the yardstick of rounding error and the body of `torch.eager`.
-
-Products are taken in the inputs' dtype, everything on the logits in float32 (float64 for float64 inputs). Mask tensors
-are made on the device from the mask's own predicate, once per device, and passed in: nothing here depends on the call.
-"""
+"""plain"""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from attnbench.frameworks.torch_streams import Shared, share
+from attnbench.frameworks.torch.internals import Shared, share
 from attnbench.masks import Full
 from attnbench.masks.large_bias import shifted
 from attnbench.spec import Call, Workload

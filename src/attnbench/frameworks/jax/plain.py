@@ -1,7 +1,4 @@
-"""Plain attention in jax.numpy, the body of `jax.einsum`, and the arrays that masks become in JAX.
-
-Masks become arrays here, inside the traced call: positions are iotas that XLA fuses, only a mask's own data is stored.
-"""
+"""plain"""
 
 from __future__ import annotations
 
