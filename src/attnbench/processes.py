@@ -1,4 +1,4 @@
-"""Processes as whole families: end a process with all it has started, and end with the parent."""
+"""Processes with their descendants: end a process with all it has started, and end this one with its parent."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -18,8 +19,10 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(socket: int, last: Callable[[], object] = lambda: None) -> None:
-    """End this process when the other end of its socket is gone, whatever the main thread is busy with; `last` comes
-    before that."""
+    """End this process when the other end of its socket is closed, whatever its main thread is doing.
+
+    `last` is called before that.
+    """
     hung_up = select.poll()
     hung_up.register(socket, 0)  # no events: only a hang-up wakes it
 
@@ -32,8 +35,10 @@ def die_with_parent(socket: int, last: Callable[[], object] = lambda: None) -> N
 
 
 def keep_children_together() -> None:
-    """Let orphans among this process's descendants become its children, so that whoever ends it finds them; and wake
-    this process if its parent dies while it is stopped, so that it can see the hang-up. Linux only."""
+    """Make orphans among this process's descendants its children, so that ending it finds them (Linux only).
+
+    Also wake this process if its parent dies while it is stopped, so that it can see the closed socket.
+    """
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -41,39 +46,49 @@ def keep_children_together() -> None:
 
 
 REFRESH_S = 0.1
-"""Looking through all processes takes milliseconds; between two looks, signals go to the process groups known so far.
-What leaves its group meanwhile is found by the next look."""
+"""Seconds between two searches through all processes, which take milliseconds. Between them, signals go to the known
+process groups; a process that leaves its group meanwhile is found by the next search."""
+
+
+def mapped_files() -> list[str]:
+    """Return the files that are mapped into this process, such as shared libraries; empty if the system does not say."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:  # only Linux has this file
+        return []
+    names = {parts[5].removesuffix(" (deleted)") for line in lines if len(parts := line.split(maxsplit=5)) == 6}
+    return sorted(name for name in names if name.startswith(os.sep))
 
 
 class ProcessTree:
-    """A process, its descendants and their process groups; orphans count if the root adopts them (processes.py).
+    """A process, its descendants and their process groups; orphans count if the root adopts them.
 
-    The system gives the number of a process that has ended to another one, which may be anybody's. So a process is
-    known by its number and the time it was started at, and looked at before every signal.
+    The system reuses the ids of ended processes. So a process is identified by its id and its start time, and checked
+    before every signal.
     """
 
     def __init__(self, root: int | psutil.Process) -> None:
-        """Take the process that has this number now, if one has."""
+        """Take the process that has this id now, if there is one."""
         self._known: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             self._known = [root if isinstance(root, psutil.Process) else psutil.Process(root)]
         self._root = next(iter(self._known), None)
         self._groups: dict[int, list[psutil.Process]] = {}
-        """Process groups, and the known processes in each."""
+        """Process groups, with the known processes of each."""
         self._looked_at = float("-inf")
 
     def stop(self) -> None:
-        """Take the processor away from all of them."""
+        """Stop all processes of the tree, without ending them."""
         self._send(signal.SIGSTOP)
         if self._look():
             self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let all of them go on."""
+        """Let all processes of the tree run on."""
         self._send(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End all of them; what they start meanwhile is looked for until nothing new is there."""
+        """End all processes of the tree, and those that they start meanwhile."""
         self._look(at_once=True)
         self._send(signal.SIGSTOP)
         while self._look(at_once=True):
@@ -92,7 +107,7 @@ class ProcessTree:
                     os.kill(one.pid, number)
 
     def _look(self, at_once: bool = False) -> bool:
-        """Look for descendants anew unless that was done a moment ago; returns whether there are new ones."""
+        """Search for descendants, unless that was done a moment ago; return whether there are new ones."""
         now = time.monotonic()
         if not at_once and now - self._looked_at < REFRESH_S:
             return False
@@ -107,7 +122,7 @@ class ProcessTree:
 
 
 def _group(process: psutil.Process) -> int | None:
-    """Return the process group of a process; None if that has ended."""
+    """Return the process group of a process, or None if the process has ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         group = os.getpgid(process.pid)
         return group if process.is_running() else None
@@ -115,7 +130,7 @@ def _group(process: psutil.Process) -> int | None:
 
 
 def descendants(root: int | psutil.Process) -> list[psutil.Process]:
-    """Return the processes that a process has started, directly or not, and that still exist."""
+    """Return the running processes that a process has started, directly or not."""
     try:
         return (root if isinstance(root, psutil.Process) else psutil.Process(root)).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -1,4 +1,14 @@
-"""integrity"""
+"""Protection of times and checks against the code under test: the state of its process, and frozen declarations.
+
+The state of the process is taken before the code is loaded and compared after each of its turns. Settings are values of
+the whole process, such as threads and affinity. Functions are those that the clock and the checks call: ours, those of
+`time`, NumPy and the framework. A change that affects times or checks is refused; other changes are noted in the
+record. Code that works below Python (ctypes, another thread that restores everything in time) is not found;
+docs/method.md says so.
+
+What an implementation declares decides how it is checked and whether it is ranked. So a user's implementation is frozen
+when its worker first looks at it, and it may not bring a clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +41,22 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGALRM", "SIGVTALRM", "SIGPROF")
 VARIABLES = re.compile(
     r"^(OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|MALLOC_|XLA_FLAGS$|NVIDIA_TF32_OVERRIDE$|CUDA_VISIBLE_DEVICES$|CUDA_LAUNCH_BLOCKING$)"
 )
-"""Of the environment, what libraries read late or hand to processes that they start."""
+"""Environment variables that libraries read late or pass to processes that they start."""
 LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "RSS", "STACK", "MEMLOCK")
 
 
 class Change(NamedTuple):
-    """Something that is not as it was."""
+    """A difference between two states of a process."""
 
     what: str
-    """`torch's threads from 2 to 1`, or the name of a function that was replaced."""
+    """Name of a function that was replaced, or a text such as `torch's threads from 2 to 1`."""
     refused: bool
     """Whether times and checks cannot be trusted after it."""
     remedy: str = ""
     set_again: bool = False
-    """Whether each cell begins by setting it."""
+    """Whether every cell begins by setting this value."""
     harness: bool = True
-    """False for a function of a library: one of attnbench's own implementations may load a library that wraps it."""
+    """Whether it is attnbench's or Python's own; False for a library, which an implementation of ours may wrap."""
 
 
 class _Entry(NamedTuple):
@@ -58,7 +68,7 @@ class _Entry(NamedTuple):
 
 
 class ProcessState:
-    """The state of this process at one moment."""
+    """State of this process at one moment."""
 
     def __init__(self, framework: Framework) -> None:
         self._framework = framework
@@ -67,7 +77,7 @@ class ProcessState:
         self._instance = frozenset(vars(framework))
 
     def changes(self) -> list[Change]:
-        """Return what differs now from the state that was taken, settings first."""
+        """Return the differences between the stored state and the state now, settings first."""
         found: list[Change] = []
         now = _settings(self._framework)
         for name, before in self._settings.items():
@@ -95,7 +105,7 @@ def _in_words(value: object) -> str:
 
 
 def _settings(framework: Framework) -> dict[str, Setting]:
-    """Settings of the process and of its framework, by the name that a message uses."""
+    """Return the settings of the process and its framework, by the names that messages use."""
     found = {
         "running interval timers": Setting(_timers()),
         "Python's garbage collection": Setting((gc.isenabled(), gc.get_threshold())),
@@ -126,7 +136,7 @@ def _settings(framework: Framework) -> dict[str, Setting]:
 
 
 def _tools() -> tuple[Any, ...]:
-    """Return who uses sys.monitoring, which is there from Python 3.12 on."""
+    """Return the tools registered with sys.monitoring, which exists from Python 3.12 on."""
     monitoring = getattr(sys, "monitoring", None)
     return () if monitoring is None else tuple(monitoring.get_tool(tool) for tool in range(TOOLS))
 
@@ -137,8 +147,8 @@ def _timers() -> tuple[str, ...]:
 
 
 def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """Functions by where they are looked up, the code of those that are written in Python, and classes to which a
-    method could be added that hides an inherited one."""
+    """Return the watched functions by namespace, the code of those written in Python, and the classes to which a method
+    could be added that hides an inherited one."""
     entries: list[_Entry] = []
     codes: list[tuple[Any, ...]] = []
     shadows: list[tuple[Any, ...]] = []
@@ -162,7 +172,7 @@ def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]
 
 
 def _ours(framework: Framework) -> Iterator[tuple[str, Any, Watched]]:
-    """Every module and class of attnbench that is loaded, and the framework's adapter."""
+    """Yield every loaded module and class of attnbench, and the framework's adapter."""
     kinds = (FunctionType, BuiltinFunctionType, type, property, staticmethod, classmethod, cached_property)
     watched = Watched(kinds=(*kinds, type(msgspec.msgpack.Encoder().encode), type(lambda: 0)), code=True)
     for name, module in list(sys.modules.items()):
@@ -175,7 +185,7 @@ def _ours(framework: Framework) -> Iterator[tuple[str, Any, Watched]]:
 
 
 def _theirs() -> Iterator[tuple[str, Any, Watched]]:
-    """Modules of Python and NumPy that clocks and checks call."""
+    """Yield the modules of Python and NumPy that clocks and checks call."""
     for module in (time, resource, math, msgspec, msgspec.structs):
         yield module.__name__, module, Watched()
     for module in (np, np.linalg):
@@ -192,7 +202,7 @@ PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class Frozen(Implementation):
-    """Declares what another implementation declared once, and leaves the work to it."""
+    """An implementation whose declarations were read once; its work is delegated."""
 
     def __init__(self, inner: Implementation) -> None:
         self._inner = inner
@@ -200,48 +210,38 @@ class Frozen(Implementation):
             setattr(self, name, getattr(inner, name))
 
     def available(self, environment: Environment) -> str | None:
-        """As the implementation says."""
         return self._inner.available(environment)
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """As the implementation says."""
         return self._inner.supports(workload, environment)
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """As the implementation says."""
         return self._inner.configs(workload)
 
     def configs_here(self, workload: Workload, environment: Environment) -> Sequence[Config]:
-        """As the implementation says."""
         return self._inner.configs_here(workload, environment)
 
     def configured(self, config: Config) -> Implementation:
-        """Return the implementation as set to `config`, frozen too; itself if settings change nothing."""
+        """Return the implementation with the settings of `config`, frozen too; itself if settings change nothing."""
         found = self._inner.configured(config)
         return self if found is self._inner else frozen(found)
 
     def proofs(self, pass_: Pass) -> tuple[tuple[str, ...], ...]:
-        """As the implementation says."""
         return self._inner.proofs(pass_)
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """Build the implementation's call."""
         return self._inner.build(workload, config)
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """Build the implementation's call that returns the LSE too."""
         return self._inner.build_lse(workload, config)
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
-        """As the implementation has it."""
         return self._inner.partial(workload, config)
 
     def passes(self, workload: Workload, config: Config) -> Passes:
-        """As the implementation has them."""
         return self._inner.passes(workload, config)
 
     def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]] | None:
-        """As the implementation says."""
         return self._inner.quality(workload, config)
 
     def apparatus(self, framework: Any, config: Config) -> Any:
@@ -254,19 +254,17 @@ class Frozen(Implementation):
 
 
 class FrozenStep(Frozen, StepImplementation):
-    """The same of an implementation of a step."""
+    """A frozen implementation of a training step."""
 
     _inner: StepImplementation
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """Make the implementation's weights and inputs."""
         return self._inner.state(workload, config, arrays)
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Build the implementation's step."""
         return self._inner.function(workload, config)
 
 
 def frozen(implementation: Implementation) -> Implementation:
-    """Return an implementation whose declarations no longer change; reads each of them once."""
+    """Return an implementation whose declarations no longer change, since each of them is read once, here."""
     return FrozenStep(implementation) if isinstance(implementation, StepImplementation) else Frozen(implementation)

@@ -1,4 +1,4 @@
-"""Carry out a request: plan, then workload by workload open all cells, interleave them, and hand over the records."""
+"""The entry to a run: the request, the plan, and the loop over workloads that hands over their records."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ Sink = Callable[[Sequence[Record]], None]
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """What is asked of a run."""
+    """The parameters of a run."""
 
     workloads: tuple[Workload, ...]
     implementations: tuple[Any, ...]
     """Names, `file.py:function` or `module:function` references, functions, or Implementations."""
     framework: str = "torch"
-    """Of bare functions."""
+    """Framework of bare functions."""
     device: str | None = None
-    """None: the best of each framework."""
+    """Device kind; None takes the best one of each framework."""
     measure: bool = True
-    """False: verify only."""
+    """Whether cells are timed; False verifies them only."""
     budget_s: float = 1.0
     """Sampling time per cell."""
     trials: int | None = None
@@ -56,43 +56,44 @@ class Request(Struct, frozen=True, kw_only=True):
     precision: float = 0.01
     """Stop when the 95 % interval of the median is within this share of it."""
     timeout_s: float = 300.0
-    """For each stage of a cell."""
+    """Time limit of each question to a worker, such as opening a cell."""
     threads: int | None = None
     seed: int | None = None
     clock: str | None = None
     trace: Path | None = None
     thorough: bool = False
     in_process: bool = False
-    """Without isolation, for functions that cannot travel."""
+    """Whether everything runs in the calling process, for functions that cannot be sent to a worker."""
     every_config: bool = False
-    """Where a name alone means none of its settings (a pair of what?), take all that are worth trying here."""
+    """Whether an implementation that needs a setting (a pair needs its two halves) runs with every setting worth trying
+    if the request names none."""
     strict: bool = False
-    """A dtype that nothing takes is a wrong request, not a run of refusals."""
+    """Whether a run in which every cell is refused for its dtype raises UsageError."""
 
 
 class Listener:
-    """Told of progress; each method may be overridden."""
+    """Receiver of progress messages; each method may be overridden."""
 
     def environment(self, framework: str, environment: Environment) -> None:
-        """A framework's worker is up."""
+        """Receive the environment of a framework when its first worker has started."""
 
     def planned(self, cells: Sequence[Planned]) -> None:
-        """The plan is made."""
+        """Receive all planned cells before anything runs."""
 
     def stage(self, cell: Cell, stage: str) -> None:
-        """A cell enters "verify" or "measure"."""
+        """Report that a cell enters the stage "verify" or "measure"."""
 
     def verified(self, cell: Cell, ok: bool) -> None:
-        """A cell was examined."""
+        """Report whether a cell passed its checks."""
 
     def finished(self, record: Record) -> None:
-        """A cell is over."""
+        """Receive the final record of a cell."""
 
     def warning(self, text: str) -> None:
-        """Something the user should know."""
+        """Receive a warning for the user."""
 
     def waiting(self, text: str) -> None:
-        """Another process is measuring, and the run waits for it: nobody should have to guess why nothing happens."""
+        """Report that the run waits because another process is measuring; by default, log it as a warning."""
         logging.getLogger("attnbench").warning(text)
 
 
@@ -104,10 +105,10 @@ def launch(
     pool: Pool | None = None,
     patience_s: float = RUN_PATIENCE_S,
 ) -> None:
-    """Run every cell that is not in `done` (Cell.id); the sink gets the records of each workload as soon as it ends.
+    """Run every cell whose id is not in `done`, and pass the records of each workload to `sink` when it ends.
 
-    A standing `pool` is used and left alive; otherwise the run has workers of its own. What is timed is timed under the
-    machine's lock, which is waited for `patience_s` seconds: a UsageError if another process measures for longer.
+    A given `pool` is used and left alive; otherwise the run starts workers of its own and ends them. Timing needs the
+    machine's lock: raises UsageError if another process holds it for longer than `patience_s` seconds.
     """
     refuse_distortion()
     _check_clock(request)
@@ -154,7 +155,7 @@ def _run_all(
 
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:
-    """The cells, and the reason of each that would not run."""
+    """Return the cells of a request, each with the reason if it would not run."""
     _check_clock(request)
     wanted, user_functions = _recruit(request)
     with Pool(user_functions, request.device, request.threads, request.in_process) as pool:
@@ -165,7 +166,7 @@ def plan_only(request: Request, listener: Listener) -> list[Planned]:
 
 
 def _planned(request: Request, pool: Pool, cells: Sequence[Cell]) -> list[Planned]:
-    """The cells with their refusals; what is timed together is timed on one kind of device."""
+    """Return the cells with their refusals; a timed run refuses the CPU if another framework uses an accelerator."""
     planned = pool.refusals(cells)
     _require_device(request, pool)
     accelerator = next((found.device for found in pool.environments.values() if found.device != "cpu"), None)
@@ -182,7 +183,7 @@ def _on_accelerator(planned: Planned, pool: Pool, accelerator: str) -> Planned:
 
 
 def diagnose(listener: Listener) -> Diagnosis:
-    """Start one worker per framework and ask what can run."""
+    """Start one worker per framework and return which implementations can run here."""
     states: list[ImplementationState] = []
     broken: list[ImplementationState] = []
     known: list[Implementation] = []
@@ -220,7 +221,7 @@ def _state(implementation: Implementation, pool: Pool) -> ImplementationState:
 
 
 def _recruit(request: Request) -> tuple[list[Asked], list[UserFunction]]:
-    """What is wanted in the order asked, and the user_functions among it."""
+    """Return the requested implementations in order, and those of them that are user functions."""
     wanted: list[Asked] = []
     user_functions: list[UserFunction] = []
     # What an earlier in-process run registered may be replaced; a rival of this run may not.
@@ -267,7 +268,7 @@ def _check_clock(request: Request) -> None:
 
 
 def _warn_of_load(listener: Listener) -> None:
-    """A busy machine spoils times on its CPU more than any method can mend."""
+    """Warn if other programs keep the CPU busy, since times then vary."""
     cores = os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > BUSY_SHARE * cores:
@@ -275,26 +276,26 @@ def _warn_of_load(listener: Listener) -> None:
 
 
 def refuse_distortion() -> None:
-    """Some settings make every time wrong."""
+    """Raise UsageError if an environment variable is set that makes every time wrong."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise UsageError("CUDA_LAUNCH_BLOCKING is set: it times launches, not kernels. Unset it and run again.")
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """A time must be a finite number above 0."""
+    """Raise UsageError unless a duration is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and isfinite(value)):
         raise UsageError(f"{name} must be positive, a finite number of seconds, not {value!r}.")
 
 
 def _require_device(request: Request, pool: Pool) -> None:
-    """A device nobody has is a wrong request, not a sweep of refusals."""
+    """Raise UsageError if no framework has the requested device."""
     if request.device is not None and pool.unusable and not pool.environments:
         reasons = "; ".join(dict.fromkeys(pool.unusable.values()))
         raise UsageError(f'nothing can run on device "{request.device}": {reasons}. See `attnbench doctor`.')
 
 
 def _not_run(planned: Planned, pool: Pool) -> Record:
-    """Return the record of a cell that is refused, or for which no process could be started."""
+    """Return the record of a cell that is refused or whose worker could not be started."""
     cell = planned.cell
     group = pool.group(cell.implementation)
     facts: dict[str, Any] = {

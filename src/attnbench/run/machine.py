@@ -1,4 +1,11 @@
-"""This machine and user: the cache folder, the lock of measurements, temporary folders, and a workaround for AMX."""
+"""State of this machine and user that outlives a run: cache folder, measurement lock, temporary folders, AMX cap.
+
+Everything that times holds the lock, so that one measurement runs at a time; the lock ends with its process. `gate`,
+`bisect` and `compare` are refused at once if another process holds it; runs and calls from Python wait for a while.
+
+A processor that advertises matrix instructions (AMX) but traps on them kills torch in its first bfloat16 product; some
+virtual machines do. `isa_cap` tries this in a child process, once per machine, and limits what oneDNN may use.
+"""
 
 from __future__ import annotations
 
@@ -25,30 +32,30 @@ from attnbench.results.run_file import slug
 
 POLL_S = 0.2
 RUN_PATIENCE_S, LIBRARY_PATIENCE_S = 60.0, 600.0
-"""How long runs wait for the lock: those of the command line, and those of the Python interface, which the tests of a
-project may call from several processes."""
+"""Seconds that runs wait for the lock: those of the command line, and those of the Python interface, which the tests of
+a project may call from several processes."""
 _held_here: dict[str, int] = {}
-"""Locks of this process, and the thread that holds each."""
+"""Locks that this process holds, with the thread of each."""
 
 
 def cache_folder() -> Path:
-    """Where the package keeps what can be measured again."""
+    """Return the folder for results that can be measured again."""
     base = os.environ.get("ATTNBENCH_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "attnbench"
 
 
 class CannotLock(UsageError):
-    """The lock file itself cannot be had."""
+    """A lock file that cannot be opened or locked on this file system."""
 
 
 @contextmanager
 def machine_lock(
     name: str = "gate", doing: str = "", patience_s: float = 0.0, tell: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Hold the lock of that name; raises UsageError if another living process has it and keeps it for `patience_s`.
+    """Hold the lock of that name; raises UsageError if another process still holds it after `patience_s` seconds.
 
-    `doing` is what others are told: a gate, a run, a comparison. `tell` is called once if there is something to wait
-    for. The file is of this machine alone, because several machines may share a home folder.
+    `doing` is shown to processes that wait: a gate, a run, a comparison. `tell` is called once if there is something to
+    wait for. The file is named after this machine, because several machines may share a home folder.
     """
     path = cache_folder() / f"{name}-{slug(platform.node())}.lock"
     try:
@@ -83,8 +90,8 @@ def machine_lock(
 
 @contextmanager
 def measuring(doing: str, patience_s: float = 0.0, tell: Callable[[str], None] | None = None) -> Iterator[list[str]]:
-    """Hold the machine's lock unless this thread does already (a bisection compares) or this process is a worker of one
-    that does; yields what should be noted, such as that no lock can be had here."""
+    """Hold the machine's lock, unless this thread holds it already (a bisection compares) or this process is a worker
+    of the holder. Yields notes for the user, such as that no lock can be had here."""
     notes: list[str] = []
     if _held_here.get("gate") == get_ident() or os.environ.get("ATTNBENCH_WORKER"):
         yield notes
@@ -98,14 +105,14 @@ def measuring(doing: str, patience_s: float = 0.0, tell: Callable[[str], None] |
 
 
 def _write(file: FileIO, text: str) -> None:
-    """Say who holds the lock. It is held all the same if the disk is full."""
+    """Write the holder's name into the lock file. The lock is held all the same if the disk is full."""
     with suppress(OSError):
         file.truncate(0)
         file.write(text.encode())
 
 
 def _holder(name: str, file: FileIO) -> tuple[str, str]:
-    """Return who holds the lock, and how to end it."""
+    """Return a description of the lock's holder, and how to end it."""
     file.seek(0)
     pid, _, rest = file.read().decode(errors="replace").partition(" ")
     since, _, doing = rest.partition(" ")
@@ -122,13 +129,13 @@ def _no_lock(path: object, error: OSError) -> CannotLock:
 
 PREFIX = "attnbench-"
 OWNER = ".owner"
-"""File in each folder, locked as long as its owner lives: a lock dies with its process, whatever ended it."""
+"""Name of a file in each folder that is locked while its owner lives, since a lock ends with its process."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Make a temporary folder that is gone afterwards; those of killed processes are removed first."""
+    """Yield a temporary folder that is removed afterwards; folders of killed processes are removed first."""
     remove_abandoned()
     with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         place = Path(folder).resolve()
@@ -137,14 +144,14 @@ def scratch() -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Remove folders whose owner is dead."""
+    """Remove the temporary folders whose owner is dead."""
     for owner in Path(gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
         remove_if_abandoned(owner)
 
 
 @contextmanager
 def owned(marker: Path) -> Iterator[None]:
-    """Make a file that is locked until the end, and says which system its owner runs on."""
+    """Hold a lock on a new file that names the running system of its owner."""
     with marker.with_name(f"{marker.name}.new").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(this_system())
@@ -156,8 +163,8 @@ def owned(marker: Path) -> Iterator[None]:
 def remove_if_abandoned(marker: Path) -> None:
     """Remove the folder of an `owned` file if its owner is dead.
 
-    A lock is seen by all processes of one kernel, in whatever container they are, and perhaps by no other machine: what
-    was made on another one, or before it was started anew, is left alone.
+    All processes of one kernel see the lock, in any container, but other machines may not. So folders that were made on
+    another machine, or before a restart, are left alone.
     """
     try:
         with marker.open("r+") as file:
@@ -169,7 +176,7 @@ def remove_if_abandoned(marker: Path) -> None:
 
 
 def this_system() -> str:
-    """Return what tells this running kernel from every other one; the name of the machine if there is no such thing."""
+    """Return the id of the running kernel, or the machine's name if the system has no such id."""
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -182,7 +189,7 @@ PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 
 
 def isa_cap() -> dict[str, str]:
-    """Variables that workers need so that torch survives here; empty on a healthy machine."""
+    """Return the variables that keep torch from using instructions that trap here; empty on a healthy machine."""
     if VARIABLE in os.environ or not _advertises_amx() or not installed("torch"):
         return {}
     note = cache_folder() / f"amx-{platform.node()}-{platform.release()}-{version('torch')}"

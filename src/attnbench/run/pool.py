@@ -1,4 +1,8 @@
-"""The workers of a run."""
+"""The worker processes of a run, one per group: started when first needed, replaced when they die.
+
+A user function is loaded in a worker of its own. Anchors and ceilings are measured in a clean worker of each framework,
+which loads nothing but attnbench's own implementations. Measured ceilings are kept in the user's cache folder.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,14 @@ from attnbench.spec import Cell, Config, Environment, Implementation, Workload
 START_S = 120.0
 CEILINGS_S = 60.0
 NEAR, NEAR_COPY = 0.5, 0.25
-"""Share of a stored ceiling that a short look must reach; otherwise the stored one is measured again. A busy machine
-interrupts a copy, which takes long, more than a short product."""
+"""Shares of a stored ceiling that a brief measurement must reach; else the ceiling is measured again. Less is asked of
+a copy, which takes long and is interrupted more on a busy machine."""
 KEEPS_MEMORY = frozenset({"jax"})
-"""Frameworks whose process gives no device memory back while it lives."""
+"""Frameworks whose process returns no device memory to the system while it lives."""
 
 
 class Pool:
-    """All workers of one run on one device kind per framework."""
+    """The workers of one run, on one kind of device per framework."""
 
     def __init__(
         self, user_functions: Sequence[UserFunction], device: str | None, threads: int | None, in_process: bool = False
@@ -37,16 +41,16 @@ class Pool:
         self._in_process = in_process
         self._workers: dict[Group, Remote | Local] = {}
         self._lost: dict[Group, WorkerDied] = {}
-        """Groups for which no worker could be started, twice in a row."""
+        """Groups whose worker could not be started, twice in a row."""
         self._loaded_once: set[Group] = set()
         self._believed: dict[tuple[Group, str], Ceilings] = {}
-        """Ceilings by clean worker and dtype, measured or confirmed in this run."""
+        """Ceilings by clean worker and dtype that were measured or confirmed in this run."""
         self._lanes: dict[str, int] = {}
         self.clock: str | None = None
-        """The clock that was asked for, so that refusals can mention it."""
+        """The requested clock, for the refusals of cells on devices that lack it."""
         self.environments: dict[Group, Environment] = {}
         self.unusable: dict[str, str] = {}
-        """Framework -> why no worker of it can be had."""
+        """Frameworks without a worker, and the reason."""
         self.on_environment: Callable[[str, Environment], None] = lambda framework, environment: None
 
     def __enter__(self) -> Pool:
@@ -56,47 +60,47 @@ class Pool:
         self.dismiss_all()
 
     def dismiss_all(self) -> None:
-        """End every worker."""
+        """End all workers of the pool."""
         for group in list(self._workers):
             self.dismiss(group)
 
     def dismiss(self, group: Group) -> None:
-        """End a worker; the next question to its group starts another."""
+        """End the worker of a group; the next question to the group starts another."""
         worker = self._workers.pop(group, None)
         if worker is not None:
             worker.kill()
 
     def give_memory_back(self, groups: Iterable[Group]) -> None:
-        """End those of these workers whose memory nobody else could have otherwise."""
+        """End those workers of the groups whose framework would keep device memory otherwise."""
         for group in groups:
             if group.framework in KEEPS_MEMORY:
                 self.dismiss(group)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Of workers on an accelerator, those that these implementations need: where the idle ones hold its memory, no
-        other process can even open it."""
+        """End workers on an accelerator that none of these implementations needs, so that their memory is free."""
         needed = {self.group(name) for name in names}
         needed |= {self.clean(group.framework) for group in needed}
         self.give_memory_back(g for g in list(self._workers) if g not in needed and self.accelerated(g.framework))
 
     def group(self, name: str) -> Group:
-        """The worker an implementation runs in."""
+        """Return the worker in which an implementation runs."""
         for user_function in self._user_functions:
             if user_function.name == name:
                 return Group(user_function.framework, user_function.process, self._lanes.get(name, 0))
         return group_of(registry.get(name))._replace(lane=self._lanes.get(name, 0))
 
     def clean(self, framework: str) -> Group:
-        """Return the worker of a framework in which no user code is loaded, whatever runs in the calling process."""
+        """Return the worker of a framework in which no user code is loaded."""
         return Group(framework, "anchors") if self._in_process else Group(framework)
 
     def registered(self, name: str) -> Implementation | None:
-        """An implementation that this process knows; None for one that only its worker has."""
+        """Return an implementation of the registry; None for a user function, which only its worker knows."""
         known = any(user_function.name == name for user_function in self._user_functions)
         return None if known else registry.get(name)
 
     def configs(self, one: Asked, workload: Workload) -> Sequence[Config]:
-        """What to set an implementation to: as asked, or in every way worth trying where none is meant by its name."""
+        """Return the settings to run an implementation with: the requested one, or all worth trying if it needs
+        settings that the request does not name."""
         implementation = self.registered(one.name)
         if implementation is None or not implementation.every_config or {*implementation.tunables} <= {*one.config}:
             return (one.config,)
@@ -107,7 +111,8 @@ class Pool:
         return found or (one.config,)
 
     def spread(self, names: Sequence[str]) -> None:
-        """On an accelerator each implementation gets a worker of its own: opening them is bound by the host."""
+        """Give each implementation on an accelerator a worker of its own, so that their compilations run in
+        parallel."""
         taken: dict[Group, int] = {}
         for name in dict.fromkeys(names):
             base = self.group(name)._replace(lane=0)
@@ -116,16 +121,17 @@ class Pool:
                 taken[base] = taken.get(base, 0) + 1
 
     def accelerated(self, framework: str) -> bool:
-        """Whether a framework runs on something other than the CPU here."""
+        """Return whether a framework runs on another device than the CPU here."""
         environment = self.environment(framework)
         return environment is not None and environment.device != "cpu"
 
     def environment(self, framework: str) -> Environment | None:
-        """Where a framework runs; None before any worker of it has told."""
+        """Return the environment of a framework; None if none of its workers has started yet."""
         return next((found for group, found in self.environments.items() if group.framework == framework), None)
 
     def start(self, groups: Sequence[Group]) -> None:
-        """Start workers side by side (importing a framework takes seconds), then hear what they are."""
+        """Start the workers of groups in parallel (importing a framework takes seconds) and ask for their
+        environments."""
         for group in groups:
             if group in self._workers and not self._workers[group].alive:
                 self.dismiss(group)
@@ -175,7 +181,7 @@ class Pool:
                 self._load(user_function, group)
 
     def _described(self, group: Group) -> p.Answer:
-        """Ask a new worker what it is; one that dies before it answers is replaced, once."""
+        """Ask a new worker for its environment; a worker that dies before its answer is replaced once."""
         question = p.Describe([*sys.path, ""])
         try:
             return self._workers[group].ask(question, START_S)
@@ -187,7 +193,8 @@ class Pool:
             return self._workers[group].ask(question, START_S)
 
     def _load(self, user_function: UserFunction, group: Group) -> None:
-        """Load a user function in its worker; one that loaded before and does not now costs its own cells alone."""
+        """Load a user function in its worker. A failure raises UsageError at first; after an earlier success only the
+        function's own cells fail."""
         try:
             answer = self._workers[group].ask(user_function.load(), START_S)
             reason = answer.reason if isinstance(answer, p.Refused) else ""
@@ -200,10 +207,10 @@ class Pool:
         self._loaded_once.add(group)
 
     def ask(self, group: Group, question: p.Question, timeout_s: float) -> p.Answer:
-        """Ask a group's worker; one that died, or whose answer nobody waited for (Ctrl-C), is not asked again.
+        """Return a worker's answer; after an error or an interruption (Ctrl-C) the worker is ended.
 
-        One that ended after its last answer is replaced, which is nobody's fault as far as this question goes: the new
-        one refuses what it would have to have open (`not_open`).
+        A worker that ended after its last answer is replaced and asked again: the new one answers `not_open` to
+        questions about cells that the old one had open.
         """
         try:
             return self._ask(group, question, timeout_s)
@@ -225,7 +232,7 @@ class Pool:
             raise
 
     def refusals(self, cells: Sequence[Cell]) -> list[Planned]:
-        """Each cell with its reason not to run; the framework's plain worker judges for special processes too."""
+        """Return each cell with the reason if it will not run."""
         judges = {cell.implementation: self._judge(cell.implementation) for cell in cells}
         self.start(list(dict.fromkeys(judges.values())))
         planned: dict[str, Planned] = {}
@@ -240,7 +247,7 @@ class Pool:
         return [planned[cell.id] for cell in cells]
 
     def _reasons(self, group: Group, cells: Sequence[Cell]) -> list[str | None]:
-        """What the worker says; when the question kills it, each cell is asked about alone."""
+        """Return a worker's refusals; if the question ends the worker, ask about each cell separately."""
         try:
             answer = self.ask(group, p.Refusals(list(cells), self.clock), START_S)
         except WorkerDied as died:
@@ -251,13 +258,14 @@ class Pool:
         return answer.reasons
 
     def _judge(self, name: str) -> Group:
-        """Return the worker that says what an implementation supports: for user code its own, and no other."""
+        """Return the worker to ask what an implementation supports: the plain worker of its framework, or its own for
+        user code."""
         group = self.group(name)._replace(lane=0)
         known = any(user_function.name == name for user_function in self._user_functions)
         return group if known or group.has_user_code else Group(group.framework)
 
     def verify_only(self, implementation: Implementation) -> str:
-        """Why an implementation may be checked but not timed here; empty when it may be timed."""
+        """Return why an implementation may be checked but not timed here; empty if it may be timed."""
         try:
             answer = self.ask(self._judge(implementation.name), p.VerifyOnly(implementation.name), START_S)
         except WorkerDied as died:
@@ -266,9 +274,9 @@ class Pool:
         return answer.reasons[0] or ""
 
     def ceilings(self, dtype: str, device: str, again: bool = False) -> Ceilings | None:
-        """Best measured ceilings of a device over the frameworks at work, from the store or measured now.
+        """Return the highest ceilings of a device over all frameworks of the run, stored or measured now.
 
-        `again` measures once more and keeps the better: before a figure is called implausible.
+        `again` measures once more and keeps the higher figures, before a time is called implausible.
         """
         frameworks_here = dict.fromkeys(g.framework for g, found in self.environments.items() if found.device == device)
         groups = [self.clean(framework) for framework in frameworks_here]
@@ -294,7 +302,7 @@ class Pool:
         return known
 
     def _confirms(self, group: Group, dtype: str, stored: Ceilings) -> bool:
-        """Whether a short look at the device comes near what was stored: a file in a cache folder may say anything."""
+        """Return whether a brief measurement comes near the stored ceilings, which anything may have written."""
         try:
             answer = self.ask(group, p.MeasureCeilings(dtype, brief=True), CEILINGS_S)
         except WorkerDied:
@@ -309,7 +317,7 @@ class Pool:
         )
 
     def _measure_ceilings(self, group: Group, dtype: str) -> Ceilings | None:
-        """None where it cannot be done: the record then says that there is no ceiling."""
+        """Return the ceilings that a worker measures; None if it cannot, which the records then say."""
         try:
             answer = self.ask(group, p.MeasureCeilings(dtype), CEILINGS_S)
         except WorkerDied:
@@ -318,7 +326,7 @@ class Pool:
 
 
 def _best(a: Ceilings | None, b: Ceilings | None) -> Ceilings | None:
-    """The higher of each ceiling."""
+    """Return the higher of two values of each ceiling."""
     if a is None or b is None:
         return a or b
     return Ceilings(
@@ -331,7 +339,7 @@ def _file(environment: Environment, dtype: str) -> Path:
 
 
 def load_ceilings(environment: Environment, dtype: str) -> Ceilings | None:
-    """What was measured before, or None."""
+    """Return the stored ceilings of a device and dtype, or None."""
     try:
         return decode_json(_file(environment, dtype).read_bytes(), Ceilings)
     except (OSError, msgspec.DecodeError):
@@ -339,7 +347,7 @@ def load_ceilings(environment: Environment, dtype: str) -> Ceilings | None:
 
 
 def store_ceilings(environment: Environment, dtype: str, ceilings: Ceilings) -> None:
-    """Keep them; a cache that cannot be written costs a second in the next run and nothing else."""
+    """Store ceilings in the cache folder; a failure is ignored, since the next run can measure again."""
     file = _file(environment, dtype)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""Functions of the user."""
+"""Functions of the user: their names in a run, how they are sent to a worker, and whether their files changed.
+
+A function is sent by reference (`file.py:function`), or by value through cloudpickle.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,17 @@ from attnbench.run.plan import process_of
 from attnbench.spec import Implementation
 
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""Names of folders of installed modules; one of another environment may be on the import path too."""
+"""Names of folders of installed modules, in whatever environment."""
 LARGEST = 1 << 27
-"""Bytes that are sent at most: modules that hold more data stay in this process."""
+"""Most bytes that are sent; a function whose modules hold more stays in this process."""
 
 
 class CannotSend(UsageError):
-    """A function that holds something no other process can have."""
+    """A function that holds something which no other process can have, such as a lock."""
 
 
 class UserFunction(Struct, frozen=True, kw_only=True):
-    """An implementation that is not in the registry of a fresh process."""
+    """An implementation that a new process does not find in its registry."""
 
     name: str
     framework: str
@@ -49,16 +52,17 @@ class UserFunction(Struct, frozen=True, kw_only=True):
 
     @property
     def is_here(self) -> bool:
-        """Whether it needs no journey: it was registered in this very process."""
+        """Whether the function was registered in this process and runs here."""
         return self.reference is None and self.pickled is None
 
     def load(self, within: Sequence[str] = ()) -> p.Load:
-        """The message that makes it known."""
+        """Return the message that makes a worker load the function."""
         return p.Load(self.name, self.framework, self.reference, self.pickled, list(within))
 
 
 def from_reference(text: str, framework: str, taken: set[str], name: str = "") -> UserFunction:
-    """`file.py:function` or `package.module:function`, under its own name or `name`; the file is not run here."""
+    """Return the function of `file.py:function` or `package.module:function`, named like the function or `name`; its
+    file is not run here."""
     where, _, attribute = text.rpartition(":")
     if where.endswith(".py"):
         if not Path(where).is_file():
@@ -72,7 +76,7 @@ def from_reference(text: str, framework: str, taken: set[str], name: str = "") -
 
 
 def from_object(what: Callable[..., Any] | Implementation, framework: str, taken: set[str]) -> UserFunction | None:
-    """A function or object, pickled by value; None when it cannot travel."""
+    """Return a function or implementation, pickled by value; None if it cannot be sent."""
     implementation = registry.resolve(what, framework)
     pickled = _pickle(what)
     if pickled is None:
@@ -83,10 +87,10 @@ def from_object(what: Callable[..., Any] | Implementation, framework: str, taken
 
 
 def unpack(pickled: bytes) -> Any:
-    """Return what `from_object` has packed, in another process.
+    """Return the object that `from_object` has packed, in another process.
 
-    Modules that it uses are imported first, as far as they can be: importing them may register what it calls. It still
-    uses the copies that it brings, with the values that they had.
+    The modules that the object uses are imported first if possible, since importing them may register something that it
+    calls. The object still uses the copies that were packed with it, with the values they had.
     """
     parcel = cloudpickle.loads(pickled)
     for name in parcel["modules"]:
@@ -96,10 +100,10 @@ def unpack(pickled: bytes) -> Any:
 
 
 def _pickle(what: Any) -> bytes | None:
-    """Pack an object with the user's own modules that it reaches, all by value.
+    """Return an object packed by value with the user's own modules that it reaches; None if that fails or is too large.
 
-    A worker that imported them would measure what their files hold, not what this process has set since. None if
-    something in them cannot be packed, or it is too much.
+    A worker that imported these modules instead would measure what their files hold, without later changes of this
+    process.
     """
     own, home = _own_modules(what), _module_of(what)
     registered: list[ModuleType] = []
@@ -121,7 +125,7 @@ def _pickle(what: Any) -> bytes | None:
 
 
 def _own_modules(what: Any) -> list[ModuleType]:
-    """Return the modules of the user that an object reaches: those it is made in, and what functions in them name."""
+    """Return the user's modules that an object reaches: those that define it, and those that its functions name."""
     found: dict[str, ModuleType] = {}
     seen: set[int] = set()
     todo = [what]
@@ -148,8 +152,8 @@ def _module_of(one: Any) -> ModuleType | None:
 
 
 def _parts(one: Any) -> list[Any]:
-    """Return what is packed with an object: what a function names, holds and wraps, what an instance and a class of
-    the user hold."""
+    """Return the objects that are packed with an object: what a function names, holds and wraps, and what an instance
+    or a class of the user holds."""
     if isinstance(one, FunctionType):
         named = [one.__globals__[name] for name in _names(one.__code__) if name in one.__globals__]
         cells = [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
@@ -172,7 +176,7 @@ def _parts(one: Any) -> list[Any]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that a function's code uses, with those of functions in it."""
+    """Return the names that a function's code uses, including the functions nested in it."""
     inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
     return set(code.co_names).union(*inner)
 
@@ -194,7 +198,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def _is_own(module: ModuleType) -> bool:
-    """Whether a module is Python code of the user: neither installed nor attnbench's nor compiled."""
+    """Return whether a module is Python code of the user: not installed, not attnbench's, not compiled."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or module.__name__ == "__main__":
         return False
@@ -204,7 +208,8 @@ def _is_own(module: ModuleType) -> bool:
 
 
 def name_references(implementations: Iterable[Any], taken: Collection[str] = ()) -> dict[str, str]:
-    """Reference -> name: `a.py:f` is f; beside `b.py:f` it is a:f; beside `old/a.py:f` it is new/a:f."""
+    """Return the name of each reference: `a.py:f` is f; beside `b.py:f` it is a:f; beside `old/a.py:f` it is
+    new/a:f."""
     references = list(dict.fromkeys(what for what in implementations if is_reference(what)))
     names: dict[str, str] = {}
     for reference in references:
@@ -214,14 +219,14 @@ def name_references(implementations: Iterable[Any], taken: Collection[str] = ())
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """The name, with a number behind it when it is taken."""
+    """Return the name, with a number appended if it is taken."""
     if name not in taken:
         return name
     return next(f"{name}-{n}" for n in range(2, len(taken) + 3) if f"{name}-{n}" not in taken)
 
 
 def _apart(reference: str, rivals: Collection[str]) -> str:
-    """The shortest name that no rival has, as far as their places tell them apart."""
+    """Return the shortest name that differs from those of functions of the same name in other places."""
     others = {_place(rival) for rival in rivals} - {_place(reference)}
     shared = [_common_tail(_place(reference), other) for other in others]
     return _called(reference, max(shared) + 1) if shared else _function(reference)
@@ -251,13 +256,13 @@ def _function(reference: str) -> str:
 
 
 def fingerprint_sources(implementations: Iterable[Any]) -> dict[str, str]:
-    """File or module of each reference, as it was written -> hash of its file, where there is one."""
+    """Return the hash of the file of each reference, by file or module as it was written."""
     found = {where: source_file(where) for where in _places(implementations)}
     return {where: _hash(file) for where, file in found.items() if file is not None}
 
 
 def refuse_changed_sources(run: Path, before: Mapping[str, str], implementations: Iterable[Any]) -> None:
-    """Times of two versions of a function must not pass for those of one."""
+    """Raise UsageError if a file of the references has changed since the run began."""
     asked = {source_file(where) for where in _places(implementations)} - {None}
     for where, then in before.items():
         file = source_file(where)
@@ -269,7 +274,7 @@ def refuse_changed_sources(run: Path, before: Mapping[str, str], implementations
 
 
 def sources_of(run: Run) -> dict[str, str]:
-    """Return the file or module of each function that a run was given by reference, as it was written, by its name."""
+    """Return the file or module of each function that a run was given by reference, by the function's name."""
     return {
         name: reference.rpartition(":")[0]
         for header in run.headers
@@ -278,7 +283,7 @@ def sources_of(run: Run) -> dict[str, str]:
 
 
 def source_file(where: str) -> Path | None:
-    """The file of `file.py` or `package.module`, found without importing anything; None where there is none."""
+    """Return the file of `file.py` or `package.module`, found without importing anything; None if there is none."""
     if where.endswith(".py"):
         file = Path(where).resolve()
         return file if file.is_file() else None

@@ -16,6 +16,7 @@ import numpy as np
 
 from attnbench.errors import AttnBenchError
 from attnbench.frameworks.base import UNWATCHED, Clock, Framework, Inputs, InputSets, Program, Samples, Watch
+from attnbench.processes import mapped_files
 
 FLUSH_BYTES = 256 << 20
 """Twice the largest L2 so far (a B200's 126 MB): JAX does not tell the device's."""
@@ -267,21 +268,14 @@ def _name(kind: int, record: int) -> str:
 
 def _load() -> ctypes.CDLL:
     """Return the copy of CUPTI that this process has loaded, else the first one found: two copies would not work."""
+    loaded = [file for file in mapped_files() if LIBRARY.search(file)]
     problems: list[str] = []
-    for path in dict.fromkeys([*_loaded(), *_installed(), "libcupti.so", "libcupti.so.13", "libcupti.so.12"]):
+    for path in dict.fromkeys([*loaded, *_installed(), "libcupti.so", "libcupti.so.13", "libcupti.so.12"]):
         try:
             return ctypes.CDLL(path)
         except OSError as error:
             problems.append(str(error))
     raise CuptiFailed(f"there is no CUPTI library here ({problems[0]})")
-
-
-def _loaded() -> list[str]:
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    return sorted({line.split(maxsplit=5)[5] for line in lines if LIBRARY.search(line)})
 
 
 def _installed() -> list[str]:
