@@ -51,7 +51,7 @@ process groups; a process that leaves its group meanwhile is found by the next s
 
 
 def mapped_files() -> list[str]:
-    """Return the files that are mapped into this process, such as shared libraries; empty if the system does not say."""
+    """Return the files mapped into this process, such as shared libraries; empty if the system does not say."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:  # only Linux has this file
