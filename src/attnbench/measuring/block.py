@@ -1,4 +1,5 @@
-"""block"""
+"""A block, one side's turn in a comparison: several calls by wall time and by CPU or device time, with the GPU's
+clock."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from attnbench.frameworks.base import (
 )
 
 WALL_SHARE = 8
-"""On an accelerator one in so many calls is timed by the wall clock too."""
+"""Number of calls by the device's clock for each call by the wall clock, on an accelerator."""
 
 
 def take_block(
@@ -36,7 +37,7 @@ def take_block(
     calls: int,
     watch: Watch = UNWATCHED,
 ) -> Block:
-    """Nanoseconds per call by each metric."""
+    """Time some calls and return nanoseconds per call by each metric."""
     if clock.name == OwnClock.name:  # the processor's time of this process is not that of the ranks
         return Block({"wall": float(np.median(clock.sample(program, inputs, calls, 1, watch).ns))})
     if device != "cpu" and clock.name != "wall":
@@ -77,14 +78,14 @@ def _on_device(
 
 class GpuState(NamedTuple):
     """Clock of the multiprocessors; `throttled`: heat or the power supply slows them down. The ordinary power limit,
-    under which heavy kernels always run, does not count: the clock itself tells that."""
+    under which heavy kernels always run, does not count, since the clock shows it."""
 
     sm_mhz: float
     throttled: bool
 
 
 def gpu_state() -> GpuState | None:
-    """Read the clock of the GPU in use; None if the driver does not tell."""
+    """Read the clock of the GPU in use; None if the driver does not tell it."""
     handle = nvml_handle()
     if handle is None:
         return None
@@ -102,9 +103,9 @@ def gpu_state() -> GpuState | None:
 def nvml_handle() -> Any:
     """Return NVML's handle of the GPU that this process calls device 0; None if there is none.
 
-    NVML numbers all cards of the machine by bus address, CUDA those that CUDA_VISIBLE_DEVICES names, by speed unless
-    CUDA_DEVICE_ORDER says otherwise. So the card is found by its bus address. Call this after the framework was used:
-    it initialises CUDA, which a process that forks later must not do.
+    NVML numbers all cards of the machine by bus address; CUDA numbers those that CUDA_VISIBLE_DEVICES names, by speed
+    unless CUDA_DEVICE_ORDER says otherwise. So the card is found by its bus address. Call this after the framework was
+    used: it initialises CUDA, which a process that forks later must not do.
     """
     import pynvml
 
