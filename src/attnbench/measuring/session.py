@@ -25,13 +25,13 @@ from attnbench.measuring.block import take_block
 from attnbench.measuring.rates import cost_of
 from attnbench.registry import HERE, origin
 from attnbench.spec import (
-    Array,
     Call,
     Cell,
     Environment,
     Implementation,
     Memory,
     Ok,
+    Partial,
     Ranks,
     VerifiedAt,
     Workload,
@@ -39,8 +39,7 @@ from attnbench.spec import (
 from attnbench.verifying.checks import examine, examine_after, examine_again
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.input_transforms import CallInputs, Transforms
-from attnbench.verifying.invariants import check_prefill_and_decode, require_result_kept
-from attnbench.verifying.lse_and_partial import check_partial_form
+from attnbench.verifying.invariants import require_result_kept
 from attnbench.verifying.sparse_quality import quality_of
 from attnbench.verifying.subject import Subject, Wrong
 from attnbench.verifying.timed_calls import Boxes, TimedCalls, TimedChecks
@@ -149,11 +148,11 @@ class Session:
         with stages.timed("verify"), self._framework.precision(self.cell.workload.dtype):
             subject = self._examined = self._subject(self.cell.workload, self.programs, draws, call_lse)
             again = self._options.again
-            self.findings = examine_again(subject) if again else examine(subject, self._options.thorough)
+            if again:
+                self.findings = examine_again(subject)
+            else:
+                self.findings = examine(subject, self._options.thorough, self._call_for, self._partial)
             verified_at = self.findings.verified_at if again else self._verify_gradients_smaller()
-            if self._options.thorough and not again:
-                self._add_properties(check_prefill_and_decode(subject, *self._verified_output(), self._call_for))
-                self._add_properties(self._check_partial(subject))
             figures = {} if again else quality_of(subject, self._implementation, self.cell.config, self.findings.errors)
             for program in (self.programs.main, *self.programs.parts.values()):
                 require_result_kept(subject, program)
@@ -316,10 +315,6 @@ class Session:
         layout, gradient = self._implementation.layout, self._implementation.lse_gradient
         return Subject(self._framework, self._device, workload, layout, programs, draws, lse, declared, gradient)
 
-    def _verified_output(self) -> tuple[Array, float]:
-        """Return the output on the first input set and its allowed error; not for backward passes."""
-        return self.findings.good[0][0], self.findings.limits("out", self.cell.workload.dtype).relative
-
     def _call_for(self, workload: Workload) -> Call | None:
         """Return the implementation's call for another workload; None if it does not claim to support that one.
 
@@ -331,17 +326,10 @@ class Session:
             return None
         return self._implementation.build(workload, self.cell.config)
 
-    def _check_partial(self, subject: Subject) -> tuple[str, ...]:
-        """Check the partial form of an exact implementation, if it has one, and return the properties that hold."""
-        if self._implementation.approximate:
-            return ()
-        partial = self._implementation.partial(self.cell.workload, self.cell.config)
-        return check_partial_form(subject, partial, self.findings.limits("out", self.cell.workload.dtype).relative)
-
-    def _add_properties(self, held: tuple[str, ...]) -> None:
-        errors = self.findings.errors
-        errors = msgspec.structs.replace(errors, properties=(*errors.properties, *held))
-        self.findings = replace(self.findings, errors=errors)
+    def _partial(self) -> Partial | None:
+        """Return the partial form of an exact implementation, if it has one."""
+        approximate = self._implementation.approximate
+        return None if approximate else self._implementation.partial(self.cell.workload, self.cell.config)
 
     def _copied(self, inputs: Inputs) -> Inputs:
         """Return copies of inputs, for calls that are not watched and could change them, such as the first."""

@@ -14,7 +14,7 @@ ALIKE = 0.02
 """Rows this close, relative to their size, are the same row."""
 
 
-class Compass(NamedTuple):
+class RowPlaces(NamedTuple):
     """What the compared arrays [members, rows, width] are of: one per entry of `heads` (batch, key/value head)."""
 
     heads: Sequence[tuple[int, int]]
@@ -34,30 +34,30 @@ class Compass(NamedTuple):
 
 
 def describe(
-    got: Sequence[np.ndarray], exact: Sequence[np.ndarray], bad: np.ndarray, first: int, compass: Compass
+    got: Sequence[np.ndarray], exact: Sequence[np.ndarray], bad: np.ndarray, first: int, places: RowPlaces
 ) -> str:
     """Several lines; `bad` marks the wrong ones among all rows, flat."""
     mine, truth = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in arrays]) for arrays in (got, exact))
     wrong = np.flatnonzero(bad) if bad.any() else np.array([first])
-    batch, head = compass.head(first)
-    rows = _ranges(sorted({compass.row(int(flat)) for flat in wrong}))
+    batch, head = places.head(first)
+    rows = _ranges(sorted({places.row(int(flat)) for flat in wrong}))
     lines = [
         f"{len(wrong)} of {len(bad)} compared rows are wrong",
-        f"heads (batch:head): {_heads(wrong, compass)}",
-        f"rows: {rows} of {_ranges(sorted(compass.rows.tolist()))}",
-        f"first at batch {batch}, head {head}, row {compass.row(first)}:",
+        f"heads (batch:head): {_heads(wrong, places)}",
+        f"rows: {rows} of {_ranges(sorted(places.rows.tolist()))}",
+        f"first at batch {batch}, head {head}, row {places.row(first)}:",
         f"  got      {_values(mine[first])}",
         f"  expected {_values(truth[first])}",
     ]
-    hint = _factor(mine[wrong], truth[wrong]) or _stranger(mine[first], truth, first, compass)
+    hint = _factor(mine[wrong], truth[wrong]) or _stranger(mine[first], truth, first, places)
     return "\n".join([*lines, hint] if hint else lines)
 
 
-def _heads(wrong: np.ndarray, compass: Compass) -> str:
-    places = sorted({compass.head(int(flat)) for flat in wrong})
-    total = len(compass.heads) * compass.members
-    shown = ", ".join(f"{batch}:{head}" for batch, head in places[:SHOWN]) + (", ..." if len(places) > SHOWN else "")
-    return f"all {total} compared" if len(places) == total else f"{shown} ({len(places)} of {total} compared)"
+def _heads(wrong: np.ndarray, places: RowPlaces) -> str:
+    found = sorted({places.head(int(flat)) for flat in wrong})
+    total = len(places.heads) * places.members
+    shown = ", ".join(f"{batch}:{head}" for batch, head in found[:SHOWN]) + (", ..." if len(found) > SHOWN else "")
+    return f"all {total} compared" if len(found) == total else f"{shown} ({len(found)} of {total} compared)"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -82,12 +82,12 @@ def _factor(mine: np.ndarray, truth: np.ndarray) -> str:
     return f"it is {factor:.4g} x what it should be: a missing or doubled factor?"
 
 
-def _stranger(row: np.ndarray, truth: np.ndarray, first: int, compass: Compass) -> str:
+def _stranger(row: np.ndarray, truth: np.ndarray, first: int, places: RowPlaces) -> str:
     """Whether the row is right for another head."""
-    same_row = range(first % len(compass.rows), len(truth), len(compass.rows))
+    same_row = range(first % len(places.rows), len(truth), len(places.rows))
     for flat in same_row:
         size = float(np.linalg.norm(truth[flat]))
         if flat != first and size and float(np.linalg.norm(row - truth[flat])) < ALIKE * size:
-            batch, head = compass.head(flat)
+            batch, head = places.head(flat)
             return f"it is what batch {batch}, head {head} should give: are heads or groups mixed up?"
     return ""

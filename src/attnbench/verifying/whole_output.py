@@ -50,12 +50,13 @@ class Rows(NamedTuple):
     """What a row's error is at least measured against."""
 
 
-def check_first(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> None:
-    """Hold the outputs on the first input set against near-exact ones, row by row."""
+def check_first(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> tuple[str, ...]:
+    """Compare the outputs on the first input set with near-exact ones, row by row; return no property."""
     for name, rows in _compared(subject, "first", good).items():
         allowed = max(min(MORE_ROWS * limits[name].row, MISSING), LEAST_ROW)
         share = row_errors(rows.off, rows.size, rows.least, subject.workload.dtype)
         _require(subject, f"{LONG_NAMES[name]} (all rows)", name, share, np.full_like(share, allowed))
+    return ()
 
 
 def check_counted(subject: Subject) -> tuple[str, ...]:
