@@ -1,6 +1,7 @@
-"""Is it right? Everything a call must pass before it may be timed.
+"""Verification: everything a call must pass before it may be timed, as a list of named checks with their cost.
 
-A subject is one built call with its compiled programs; `examine` returns what it saw, or raises Wrong with the reason.
+A subject is one built call with its compiled programs. `examine` compares its outputs with the reference, makes all
+CHECKS, and returns the findings, or raises Wrong with the reason.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from attnbench.verifying.subject import Subject, Wrong, run
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 
 SETTLE_S = 0.004
-"""How long an output is watched for changes after its call has returned."""
+"""Seconds for which an output is watched for changes after its call has returned."""
 UNLIKE = 4
-"""An error of so many times the allowed one belongs to another result, not to a worse one."""
+"""Multiple of the allowed error from which on an output is called another result, not a less exact one."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a right subject showed. `good` are its outputs on each input set, for checks between timings."""
+    """Results of a right subject; `good` are its outputs on each input set, for checks between timings."""
 
     errors: Errors
     verified_at: VerifiedAt
@@ -47,10 +48,13 @@ class Findings:
     good: list[tuple[Array, ...]]
     forward: Limits | None
     backward: Mapping[str, Limits] | None
-    """What the output and each gradient were allowed; None when they were not compared."""
+    """Allowed errors of each gradient; as those of `forward`, None if they were not compared."""
 
     def limits(self, name: str, dtype: str) -> Limits:
-        """Of an output; gradients that were too large to compare are held to what the output's error lets them be."""
+        """Return the allowed errors of an output.
+
+        Gradients that were too large to compare are allowed what follows from the output's limits.
+        """
         known = (self.backward or {}).get(name) if name.startswith("d") else self.forward
         if known is not None:
             return known
@@ -126,7 +130,7 @@ def examine(
 
 
 def examine_again(subject: Subject) -> Findings:
-    """In another process of what was examined before: are its outputs right here too?"""
+    """Compare the outputs with the reference only, for a subject that another process has examined."""
     good, forward, gradients = _check_outputs(subject)
     backward = max(gradients.values(), key=lambda one: one.error, default=None)
     main = forward or backward
@@ -143,8 +147,11 @@ def examine_again(subject: Subject) -> Findings:
 
 
 def examine_after(subject: Subject) -> None:
-    """Check again, when a cell has been timed, what shows a path that is coarser than the verified one or another: its
-    outputs, keys and pairs counted, scale and soft cap. The truths are those of the first examination."""
+    """Check outputs, keys and pairs counted, scale and soft cap again after the last sample.
+
+    These checks show a path that differs from the verified one or is coarser. The truths are those of the first
+    examination.
+    """
     good, *_ = _check_outputs(subject)
     if subject.declared_error is not None:
         return
@@ -154,7 +161,7 @@ def examine_after(subject: Subject) -> None:
 
 
 def _check_outputs(subject: Subject) -> tuple[list[tuple[Array, ...]], Compared | None, dict[str, Compared]]:
-    """What it returned for each input set, its forward and each of its gradients compared with the truth."""
+    """Return the outputs on each input set, with the comparison of the forward result and of each gradient."""
     good = [_honest_call(subject, inputs) for inputs in subject.draws.inputs(subject.layout)]
     outputs = [_named(subject.workload, arrays) for arrays in good]
     forward = _check_forward(subject, outputs) if "out" in outputs[0] else None
@@ -163,7 +170,8 @@ def _check_outputs(subject: Subject) -> tuple[list[tuple[Array, ...]], Compared 
 
 
 def _honest_call(subject: Subject, inputs: Inputs) -> tuple[Array, ...]:
-    """One call that must return the right kind of arrays, finished, with its inputs untouched."""
+    """Return the outputs of one call; raises Wrong unless they are finished arrays of the right kind and the inputs are
+    unchanged."""
     fw, w = subject.framework, subject.workload
     before = fw.snapshot(tuple(inputs))
     output = run(subject.programs.main, inputs)
@@ -229,7 +237,7 @@ def _check_forward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared:
 
 
 def _check_backward(subject: Subject, outputs: list[dict[str, Any]]) -> dict[str, Compared]:
-    """dq, dk and dv of whole heads at this shape; none when not one fits the budget (a smaller shape is used then)."""
+    """Return the comparison of dq, dk and dv over whole heads; empty if no head fits the reference's budget."""
     heads, worst = subject.draws.gradient_heads, dict[str, Compared]()
     for which, named in enumerate(outputs):
         truths = subject.draws.truths(which, gradients=True) if heads else []
@@ -285,7 +293,7 @@ def _repeats(subject: Subject, first: tuple[Array, ...]) -> bool:
 
 
 def _sampled(subject: Subject, name: str, array: Array) -> list[np.ndarray]:
-    """[members, rows, width] of each head whose truth is known in float64."""
+    """Return rows [members, rows, width] of each head whose truth is known in float64."""
     sample, draws = subject.draws.sample, subject.draws
     if name == "out":
         return [subject.head_rows(array, at[0], _groups(subject, at)[0], sample.rows) for at in sample.heads]
@@ -294,7 +302,7 @@ def _sampled(subject: Subject, name: str, array: Array) -> list[np.ndarray]:
 
 
 def _check_pointed_rows(subject: Subject) -> tuple[str, ...]:
-    """Compare sampled rows whose logits are far from 0 and in which few keys have all the weight (forward only)."""
+    """Compare sampled rows in which few keys have all the weight by large logits, so that a clamp shows."""
     if subject.workload.pass_ != "forward":
         return ()
     sample, draws = subject.draws.sample, subject.draws
@@ -311,7 +319,7 @@ def _check_pointed_rows(subject: Subject) -> tuple[str, ...]:
 
 
 def _verified_at(subject: Subject) -> VerifiedAt:
-    """Shares of rows compared with the reference: in float64, or of whole heads in float32."""
+    """Return the shares of rows that are compared with the reference, in float64 or as whole heads in float32."""
     w, draws = subject.workload, subject.draws
     shape = {name: value for name, value in w.axes.items() if isinstance(value, int)}
     exact = subject.declared_error is None

@@ -1,4 +1,4 @@
-"""Where a wrong result is wrong, and what that looks like: for a kernel author who has to find it."""
+"""The location of an error in a wrong result, and a hint at its cause, for the author of a kernel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 SHOWN = 4
-"""Values of a row, ranges of rows, heads."""
+"""Number of values of a row, ranges of rows, and heads that are shown."""
 ALIKE = 0.02
-"""Rows this close, relative to their size, are the same row."""
+"""Relative difference up to which two rows count as the same row."""
 
 
 class RowPlaces(NamedTuple):
-    """What the compared arrays [members, rows, width] are of: one per entry of `heads` (batch, key/value head)."""
+    """The places of compared arrays [members, rows, width], one per entry of `heads` (batch, key/value head)."""
 
     heads: Sequence[tuple[int, int]]
     rows: np.ndarray
@@ -23,20 +23,20 @@ class RowPlaces(NamedTuple):
     """Query heads of a key/value head; 1 for gradients of K and V."""
 
     def head(self, flat: int) -> tuple[int, int]:
-        """(batch, head) of a flat row."""
+        """Return (batch, head) of a row by its flat index."""
         which, rest = divmod(flat, self.members * len(self.rows))
         batch, index = self.heads[which]
         return batch, index * self.members + rest // len(self.rows)
 
     def row(self, flat: int) -> int:
-        """Token of a flat row."""
+        """Return the token of a row by its flat index."""
         return int(self.rows[flat % len(self.rows)])
 
 
 def describe(
     got: Sequence[np.ndarray], exact: Sequence[np.ndarray], bad: np.ndarray, first: int, places: RowPlaces
 ) -> str:
-    """Several lines; `bad` marks the wrong ones among all rows, flat."""
+    """Return several lines about the wrong rows, which `bad` marks among all rows, by flat index."""
     mine, truth = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in arrays]) for arrays in (got, exact))
     wrong = np.flatnonzero(bad) if bad.any() else np.array([first])
     batch, head = places.head(first)
@@ -71,7 +71,7 @@ def _values(row: np.ndarray) -> str:
 
 
 def _factor(mine: np.ndarray, truth: np.ndarray) -> str:
-    """Whether everything that is wrong is the right answer times one number."""
+    """Return a hint if every wrong row is the right one times one number; else an empty text."""
     scale = float(np.vdot(truth, truth))
     if not scale or not np.isfinite(mine).all():
         return ""
@@ -83,7 +83,7 @@ def _factor(mine: np.ndarray, truth: np.ndarray) -> str:
 
 
 def _stranger(row: np.ndarray, truth: np.ndarray, first: int, places: RowPlaces) -> str:
-    """Whether the row is right for another head."""
+    """Return a hint if a wrong row is right for another head; else an empty text."""
     same_row = range(first % len(places.rows), len(truth), len(places.rows))
     for flat in same_row:
         size = float(np.linalg.norm(truth[flat]))

@@ -1,4 +1,9 @@
-"""invariants"""
+"""Relations that hold for any attention, so that whole outputs can be checked without a reference.
+
+The same numbers at other batch rows and heads, or in other memory, give the same results; one value in all of V is the
+result of every row; a key that is not seen changes nothing; all but the last token and then that one give what the
+whole sequence gives. No call may write into the result of an earlier one.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +21,27 @@ from attnbench.verifying.subject import Subject, Wrong, run
 from attnbench.verifying.tolerance import EPS, SLACK, SUMMED_ULPS, Limits, apart, spot
 
 SMALL = 1e-3
-"""Of a typical head's size: less than that is compared with it instead."""
+"""Share of a typical head's size; smaller heads are compared with it instead of their own size."""
 LONG_NAMES = {"out": "the output", "dq": "the gradient of Q", "dk": "the gradient of K", "dv": "the gradient of V"}
 
 
 class Places(NamedTuple):
-    """Where batch rows, query heads and key/value heads come from."""
+    """Sources of batch rows, query heads and key/value heads in moved arrays."""
 
     batch: np.ndarray
     heads: np.ndarray
     kv_heads: np.ndarray
 
     def of(self, name: str) -> np.ndarray:
-        """The heads of an array: q, out and their gradients have all, k and v the shared ones."""
+        """Return the sources of an array's heads: key/value heads for k, v and their gradients, else query heads."""
         return self.kv_heads if name in ("k", "v", "dk", "dv") else self.heads
 
 
 def check_places(subject: Subject, good: Mapping[str, Array], allowed: Mapping[str, float]) -> tuple[str, ...]:
-    """What was turned. `good` are the outputs on the first input set, `allowed` their relative errors."""
+    """Check that inputs moved to other batch rows and heads give moved results; return what was moved.
+
+    `good` are the outputs on the first input set, `allowed` their relative errors.
+    """
     places = draw_places(subject)
     if places is None:
         return ()
@@ -48,7 +56,7 @@ def check_places(subject: Subject, good: Mapping[str, Array], allowed: Mapping[s
 
 
 def draw_places(subject: Subject) -> Places | None:
-    """Where everything comes from when it is moved; None where nothing may be."""
+    """Draw where batch rows and heads move to; None if none may be moved under this mask."""
     w = subject.workload
     rng = np.random.default_rng(subject.draws.seed)
     batch = 0 if w.batch == 1 or w.visible_mask.per_batch else int(rng.integers(1, w.batch))
@@ -69,7 +77,7 @@ def _others(order: np.ndarray) -> bool:
 
 
 def moved(subject: Subject, array: Array, name: str, places: Places) -> Array:
-    """Batch rows and heads of an input or output, taken from these places."""
+    """Return an input or output with its batch rows and heads taken from these places."""
     for order, axis in ((places.batch, 0), (places.of(name), subject.head_axis)):
         if _others(order):
             index = subject.framework.namespace(subject.device).asarray(order)
@@ -107,7 +115,11 @@ OVERWRITES = "overwrites the result of its previous call"
 
 
 def check_overwritten_inputs(subject: Subject, good: tuple[Array, ...], limits: dict[str, Limits]) -> tuple[str, ...]:
-    """What was done; nothing where arrays cannot be changed. `good` are the verified outputs on the second set."""
+    """Check that a result is computed from its inputs and not found by their address; return the property.
+
+    Other values are written into the memory of inputs that were used before. `good` are the verified outputs on the
+    second input set. Nothing is checked if arrays cannot be changed in place.
+    """
     framework, program, workload = subject.framework, subject.programs.main, subject.workload
     first, second = subject.draws.inputs(subject.layout)[:2]
     if not framework.overwrites:
@@ -130,7 +142,7 @@ def check_overwritten_inputs(subject: Subject, good: tuple[Array, ...], limits: 
 
 
 def require_result_kept(subject: Subject, program: Program) -> None:
-    """Hold the result of a call over three later ones on the other input set: it must stay as it was."""
+    """Hold the result of a call over three later ones on the other input set; raises Wrong if it changes."""
     framework, (first, second) = subject.framework, subject.draws.inputs(subject.layout)[:2]
     if not framework.overwrites:
         return
@@ -147,8 +159,12 @@ Build = Callable[[Workload], Call | None]
 
 
 def check_prefill_and_decode(subject: Subject, good: Array, relative: float, build: Build) -> tuple[str, ...]:
-    """What held; nothing for other masks, or where `build` has no call for one of the steps. `good` is the verified
-    output on the first input set, `relative` its allowed error."""
+    """Check that all but the last token and then that one give what the whole sequence gives; return the property.
+
+    A model that decodes relies on this; a kernel that aligns a causal mask elsewhere than at the end fails it. `good`
+    is the verified output on the first input set, `relative` its allowed error. Nothing is checked for other masks, or
+    if `build` has no call for one of the steps.
+    """
     w = subject.workload
     if w.pass_ == "backward" or not isinstance(w.visible_mask, Causal) or w.q_len != w.kv_len or w.q_len < 2:
         return ()
@@ -193,7 +209,7 @@ ROWS_LOOKED_AT = 64
 PAIRS_LOOKED_AT = 1 << 28
 """On the host, about a second."""
 VALUES = {"float16": 2.0**15}
-"""Of V, 1 otherwise: sums of unnormalised weights times values that are kept in float16 end at 65504."""
+"""Value of V by dtype, 1 otherwise: sums of unnormalised weights times values that are kept in float16 end at 65504."""
 ULPS = {"float64": 64, "float32": 64, "float16": 4, "bfloat16": 2}
 
 
@@ -212,7 +228,8 @@ def check_unseen_key(subject: Subject) -> tuple[str, ...]:
 
 
 def hidden_nan(subject: Subject) -> str:
-    """`contained` when a NaN key and value that some rows do not see leaves those rows finite, else `leaks`."""
+    """Return `contained` if a NaN key and value leave the rows that do not see them finite, else `leaks`; empty if
+    every key is seen."""
     spot = _first_hidden(subject)
     if spot is None or subject.workload.pass_ == "backward":
         return ""
@@ -222,7 +239,7 @@ def hidden_nan(subject: Subject) -> str:
 
 
 def _with_key(subject: Subject, batch: int, key: int, value: float) -> Inputs:
-    """The first input set with one key and its value replaced."""
+    """Return the first input set with one key and its value replaced."""
     first = subject.draws.inputs(subject.layout)[0]
     index = (batch, key) if subject.layout == "bshd" else (batch, slice(None), key)
     k, v = (subject.framework.put(array, index, value) for array in (first.k, first.v))
@@ -230,7 +247,7 @@ def _with_key(subject: Subject, batch: int, key: int, value: float) -> Inputs:
 
 
 def _tolerance(subject: Subject) -> float:
-    """Relative: what the dtype's rounding explains."""
+    """Return the relative difference that the dtype's rounding explains."""
     if subject.declared_error is not None:
         return 4 * subject.declared_error
     dtype = subject.workload.dtype
@@ -238,8 +255,10 @@ def _tolerance(subject: Subject) -> float:
 
 
 def check_one_value(subject: Subject) -> tuple[str, ...]:
-    """Require of every row of every head that one value in all of V gives that value: weights may sum to something
-    else, or a row may have been left out. Returns the property."""
+    """Check on every row of every head that one value in all of V gives that value; return the property.
+
+    Weights that sum to something else fail it, and so does a row that was left out.
+    """
     if subject.workload.pass_ == "backward":
         return ()
     fw, first, dtype = subject.framework, subject.draws.inputs(subject.layout)[0], subject.workload.dtype
@@ -259,9 +278,9 @@ def check_one_value(subject: Subject) -> tuple[str, ...]:
 
 
 def _rows_see(subject: Subject) -> np.ndarray:
-    """[batch or 1, q, heads or 1] 1 where a row sees any key, 0 where it sees none, NaN where that was not looked up.
+    """Return [batch or 1, q, heads or 1]: 1 if a row sees a key, 0 if it sees none, NaN if that was not looked up.
 
-    Where rows see more than a run of keys, the key at a row's own place is looked at first, and all keys only for rows
+    If rows see more than a run of keys, the key at a row's own place is looked at first, and all keys only for rows
     that do not see that one, as far as PAIRS_LOOKED_AT goes.
     """
     mask, shape = subject.workload.visible_mask, subject.workload.mask_shape
@@ -285,7 +304,7 @@ def _rows_see(subject: Subject) -> np.ndarray:
 
 
 def _first_hidden(subject: Subject) -> tuple[int, int, np.ndarray] | None:
-    """A batch row, a key, and query rows that see it in no head; None when the looked-at rows see everything."""
+    """Return a batch row, a key, and query rows that see it in no head; None if the rows looked at see everything."""
     mask, shape = subject.workload.visible_mask, subject.workload.mask_shape
     rows = np.unique(np.linspace(0, shape.q_len - 1, min(shape.q_len, ROWS_LOOKED_AT)).astype(int))
     seen = np.asarray(mask.array(shape, rows).any(axis=1))

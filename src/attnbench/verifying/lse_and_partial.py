@@ -1,4 +1,11 @@
-"""lse"""
+"""Checks of the call that returns the LSE too, and of the partial form, of which attention over parts of a whole is
+built.
+
+The call with the LSE is another call: its output must be the verified one, and its LSE right on every input set, for
+large logits of either sign, at other places, and after other values were written where its inputs lay; so must its
+gradient if there is one. The output and LSE of the partial form are compared with the truth, and its gradients if
+output and LSE are those of a larger whole.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +36,14 @@ from attnbench.verifying.tolerance import (
 )
 
 GRADIENT_PAIRS, GRADIENT_OFF = 1 << 24, {2: 0.05, 4: 1e-3, 8: 1e-3}
-"""Pairs of a query and a key of a head whose gradients of the LSE are computed, and what they may be off by, by bytes
-of an element: what is missing or of another base is off by a third at least."""
+"""Most pairs of a query and a key in a head whose gradients of the LSE are computed, and the error they may have by
+bytes of an element: a missing gradient, or one of another base, is off by a third at least."""
 Joined = Callable[[Inputs], Array]
 
 
 def check_lse(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limits) -> Compared | None:
-    """Judge it, or None where there is none. `good` are the verified outputs of each input set."""
+    """Check the LSE and return its comparison, or None if there is no LSE; `good` are the verified outputs of each
+    input set."""
     if subject.lse is None or subject.declared_error is not None:  # of an approximate one, quality takes the recall
         return None
     sets = subject.draws.inputs(subject.layout)
@@ -65,7 +73,7 @@ def check_lse(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limit
 
 
 def sampled(subject: Subject, array: Array) -> list[np.ndarray]:
-    """LSE [g, rows] of each sampled head, of output and LSE side by side."""
+    """Return the LSE [g, rows] of each sampled head from an array with output and LSE side by side."""
     group, sample = subject.workload.group, subject.draws.sample
     heads = (slice(at[1] * group, (at[1] + 1) * group) for at in sample.heads)
     return [
@@ -75,12 +83,12 @@ def sampled(subject: Subject, array: Array) -> list[np.ndarray]:
 
 
 def on_first_set(subject: Subject, call: Call) -> list[np.ndarray]:
-    """The same of a call that returns (out, lse), on the first input set."""
+    """Return the LSE [g, rows] of each sampled head by a call that returns (out, lse), on the first input set."""
     return sampled(subject, _program(subject, call)(subject.draws.inputs(subject.layout)[0]))
 
 
 def _joined(subject: Subject, call: Call) -> Call:
-    """Make a call that returns output and LSE side by side in one array, wide: [..., value_dim + 1] in its layout."""
+    """Return a call that gives output and LSE side by side in one wide array, [..., value_dim + 1] in its layout."""
     fw, w = subject.framework, subject.workload
     wide = "float64" if w.dtype == "float64" else "float32"
 
@@ -96,7 +104,7 @@ def _joined(subject: Subject, call: Call) -> Call:
 
 
 def _program(subject: Subject, call: Call) -> Joined:
-    """Compile a call that returns (out, lse): inputs -> both side by side in one array."""
+    """Compile a call that returns (out, lse) and return a function of inputs that gives both side by side."""
     fw = subject.framework
     main = fw.programs(_joined(subject, call), "forward", subject.draws.inputs(subject.layout)[0]).main
 
@@ -129,7 +137,7 @@ def _judged(subject: Subject, array: Array, which: int) -> Compared:
 
 
 def _check_counted(subject: Subject, joined: Joined) -> None:
-    """Judge both on inputs of which every row, and its LSE, is known to a small share of one key's weight."""
+    """Check output and LSE on inputs of which every row is known to a small share of one key's weight."""
     draws, w = subject.draws, subject.workload
     array = joined(draws.probe("counted", subject.layout))
     whole_output.require_counted(subject, array[..., :-1], "output of the call that returns the LSE (keys counted)")
@@ -145,7 +153,7 @@ def _check_counted(subject: Subject, joined: Joined) -> None:
 
 
 def _check_large(subject: Subject, joined: Joined) -> None:
-    """Judge both on inputs ten and a hundred times as large, and the LSE on queries that point at edges."""
+    """Check output and LSE on inputs ten and a hundred times as large, and the LSE on queries that point at edges."""
     draws, w = subject.draws, subject.workload
     for scale in COMPARED:
         inputs = draws.scaled(subject.layout, scale)
@@ -171,7 +179,7 @@ def _require_large(subject: Subject, array: Array, which: str, words: str) -> No
 
 
 def _check_steep(subject: Subject, joined: Joined) -> None:
-    """Judge both if all logits lie far below 0."""
+    """Check output and LSE if all logits lie far below 0."""
     draws, w = subject.draws, subject.workload
     if not probes.can_be_steep(w):
         return
@@ -188,8 +196,11 @@ def _check_steep(subject: Subject, joined: Joined) -> None:
 
 
 def _check_gradient(subject: Subject) -> None:
-    """Compare the gradients of a weighted sum of the LSE with the truth, in one head: dS is P dLSE, so that dQ is an
-    attention over K and dK one of its dV. Nothing is required if there is a soft cap, or if a head is too large."""
+    """Compare the gradients of a weighted sum of the LSE with the truth, in one head.
+
+    dS is P dLSE, so that dQ is an attention over K, and dK has the form of dV. Nothing is checked if there is a soft
+    cap, or if a head is too large.
+    """
     draws, w, fw = subject.draws, subject.workload, subject.framework
     if w.softcap is not None or not draws.gradient_heads or w.q_len * w.kv_len * w.group > GRADIENT_PAIRS:
         return
@@ -223,12 +234,12 @@ def _check_gradient(subject: Subject) -> None:
 
 
 def _lse(subject: Subject, array: Array) -> np.ndarray:
-    """[b, t, h] or [b, h, t], as the layout is."""
+    """Return the LSE as float64, [b, t, h] or [b, h, t] by the layout."""
     return subject.framework.numpy(array[..., -1]).astype(np.float64)
 
 
 def _require_same(got: np.ndarray, want: np.ndarray, bound: float, how: str) -> None:
-    """Everywhere: -inf in the same rows, the others near each other."""
+    """Require -inf in the same rows and values near each other in the others."""
     seen = np.isfinite(want)
     off = np.abs(np.where(seen, got, 0.0) - np.where(seen, want, 0.0)).max(initial=0.0)
     if not np.array_equal(np.isfinite(got), seen) or not off <= bound:
@@ -236,12 +247,14 @@ def _require_same(got: np.ndarray, want: np.ndarray, bound: float, how: str) -> 
 
 
 LEAST_SHARE = 0.2
-"""Of the weight of a row of the whole, what lies in the part at least."""
+"""Least share of a row's weight in the whole that lies in the part."""
 
 
 def check_partial_form(subject: Subject, partial: Partial | None, relative: float) -> tuple[str, ...]:
-    """Return what held; nothing if there is no partial form, with a soft cap, or if a head is too large. `relative` is
-    what the output may be off by. One head is compared."""
+    """Check the partial form in one head and return the property; `relative` is the output's allowed error.
+
+    Nothing is checked if there is no partial form, if there is a soft cap, or if a head is too large.
+    """
     w, draws, fw = subject.workload, subject.draws, subject.framework
     if partial is None or w.softcap is not None or w.q_len * w.kv_len * w.group > GRADIENT_PAIRS:
         return ()
@@ -288,9 +301,11 @@ def check_partial_form(subject: Subject, partial: Partial | None, relative: floa
 def _gradients(
     subject: Subject, head: reference.Head, dout: np.ndarray, whole: np.ndarray, ratio: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Return dq, dk and dv of a head [heads, tokens, width] if its weights are this share of a whole's, whose output is
-    `whole`: dS is P (dO V - dO out). By linearity, the gradients of the part alone with dO times its share, and those
-    of an LSE whose gradient is what the products dO out differ by."""
+    """Return dq, dk and dv of a head [heads, tokens, width] as the part of a whole, whose output is `whole`.
+
+    `ratio` is the part's share of the whole's weights: dS is P (dO V - dO out). By linearity these are the gradients of
+    the part alone with dO times its share, and those of an LSE whose gradient is the difference of the products dO out.
+    """
     w, rows = subject.workload, np.arange(subject.workload.q_len)
     own = reference.forward_rows(w, head, rows, np, np.float64).out
     part = reference.backward_rows(w, head, dout * ratio, rows, np, np.float64)

@@ -1,4 +1,12 @@
-"""scales"""
+"""Results at other magnitudes, and estimates of scale and soft cap.
+
+Attention is linear in V and in dO, and the same for q * 2^n and k / 2^n: powers of two multiply its results exactly.
+Inputs ten and a hundred times as large have logits far beyond those of the other checks: a kernel that clamps, caps or
+overflows gives finite numbers there, and wrong ones.
+
+A wrong scale or soft cap moves all results in one known direction. The error along that direction is an estimate of how
+wrong it is, and over many elements far sharper than any norm.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +27,12 @@ COMPARED = (10.0, 100.0)
 """Scales at which results are compared with the reference, not only required to be finite."""
 OUTLIER = 1e4
 LARGE_FACTOR, LARGE_FLOOR, LARGE_MOST = 4, {2: 0.35, 4: 0.02, 8: 0.02}, 0.6
-"""What the result of one head may be off by at these scales: times the plain implementation's error, plus a share by
-bytes of an element. Rounding a large logit exchanges keys that nearly tie, in few rows; a clamp changes most rows."""
+"""Allowed error of one head at these scales: times the plain implementation's error, plus a share by bytes of an
+element. Rounding a large logit exchanges keys that nearly tie, in few rows; a clamp changes most rows."""
 CLEAR_GAP, CLEAR_ROUNDED, CLEAR_ROW, CLEAR_ULPS = 10.0, 8, 5e-3, 4
-"""A row is clear if its largest logit is above the second by more than this and so many ulp of the largest one: no
-rounding of logits exchanges its keys. What it may be off by: a share of it or of a typical row, and ulp."""
+"""Bounds of clear rows, whose largest logit is above the second by more than this and so many ulp of the largest one:
+no rounding of logits exchanges their keys. The last two are their allowed error: a share of the row or of a typical
+row, and ulp."""
 POWERS = ((20, -20, 10), (-20, 20, -10))
 FLOAT16_POWERS = ((4, 2, 2), (2, 4, -2))
 """Powers of two for V, dO and Q (K gets the inverse), of each call: as far as the exponents of the dtype go."""
@@ -32,8 +41,10 @@ FLOAT16_POWERS = ((4, 2, 2), (2, 4, -2))
 def check_magnitudes(
     subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits], thorough: bool
 ) -> tuple[str, str]:
-    """Require results that are right at all scales, and return (scales that were tried, the property that holds).
-    `good` are the outputs on the first input set."""
+    """Check results at all scales and return the scales that were tried, and the property that holds.
+
+    `good` are the outputs on the first input set.
+    """
     held = "" if subject.declared_error is not None else _check_powers(subject, good, limits)
     scales = SCALES if thorough else COMPARED
     tried = [f"{scale:g}" for scale in scales if _check_scale(subject, scale)]
@@ -84,7 +95,7 @@ def _rounded(subject: Subject, name: str) -> float:
 
 
 def _check_scale(subject: Subject, scale: float) -> bool:
-    """Return whether the scale could be tried: inputs that overflow say nothing."""
+    """Check results at a scale and return whether it could be tried: inputs that overflow say nothing."""
     inputs = subject.draws.scaled(subject.layout, scale)
     if not all(subject.framework.is_finite(x) for x in inputs):
         return False
@@ -101,8 +112,10 @@ def _require_finite(subject: Subject, outputs: tuple[Array, ...], case: str) -> 
 
 
 def require_right(subject: Subject, scale: float, outputs: Mapping[str, Array]) -> None:
-    """Compare the sampled rows of the output, or the whole dV of a head if there is no output: clear rows one by one,
-    and all together as far as rounding lets keys that nearly tie change places."""
+    """Compare the output's sampled rows with the truth, or the whole dV of a head if there is no output.
+
+    Clear rows are compared one by one, and all together as far as rounding lets keys that nearly tie change places.
+    """
     draws, w = subject.draws, subject.workload
     name = "out" if "out" in outputs else "dv"
     if name == "dv" and not draws.gradient_heads:
@@ -132,7 +145,7 @@ def require_right(subject: Subject, scale: float, outputs: Mapping[str, Array]) 
 
 
 def _clear_rows(subject: Subject, inputs: str) -> np.ndarray:
-    """Return which of the sampled rows are clear, [heads, members, rows]; with a soft cap, near which all tie, none."""
+    """Return which of the sampled rows are clear, [heads, members, rows]; none with a soft cap, near which all tie."""
     gap, largest = subject.draws.logit_gaps(inputs)
     clear = gap > CLEAR_GAP + CLEAR_ROUNDED * EPS[subject.workload.dtype] * largest
     return clear & (subject.workload.softcap is None)
@@ -141,7 +154,7 @@ def _clear_rows(subject: Subject, inputs: str) -> np.ndarray:
 def _require_clear_rows(
     subject: Subject, scale: float, at: tuple[int, int], clear: np.ndarray, got: np.ndarray, exact: np.ndarray
 ) -> None:
-    """Require of one head's rows [members, rows, width] that those are right in which one key has all the weight."""
+    """Require that clear rows of one head [members, rows, width], whose weight is all on one key, are right."""
     off, size = (np.linalg.norm(x, axis=-1) for x in (got - exact, exact))
     share = np.where(clear, off / np.maximum(size, typical_row(size)), 0.0)
     allowed = CLEAR_ROW + CLEAR_ULPS * EPS[subject.workload.dtype]
@@ -157,13 +170,13 @@ def _require_clear_rows(
 
 STEP = 1e-3
 SCALE_OFF, CAP_OFF = 0.002, 0.04
-"""Shares that a right kernel may seem off by: it may round the scale to 16 bits, which is half of 0.4 %."""
+"""Shares by which a right kernel may seem off; it may round the scale to 16 bits, which is half of 0.4 %."""
 TAIL = 3e-7
 """Chance that a right kernel seems further off: 5 standard errors of many rows, more of few."""
 PLAIN_FACTOR = 2
-"""Times what the plain implementation seems off by, which is allowed beside that."""
+"""Multiple of the plain implementation's estimate that is allowed in addition."""
 ENOUGH_ROWS, MOST_SETS = 64, 32
-"""Rows that an estimate is made of: if one input set has fewer, so many sets are drawn for it at most."""
+"""Rows that an estimate needs, and the most input sets that are drawn to reach them."""
 
 Sampled = Callable[[Subject, str, Array], list[np.ndarray]]
 """Outputs of the heads whose truth is known: (subject, name, array) -> [members, rows, width] of each."""
@@ -174,8 +187,11 @@ Sets = Mapping[int | str, Mapping[str, Sequence[np.ndarray]]]
 
 
 def check_scale_and_softcap(subject: Subject, outputs: Mapping[str, Sequence[np.ndarray]], sampled: Sampled) -> None:
-    """Estimate both from the outputs on the first input set, {name: sampled heads}, if that is of normal numbers and
-    has enough rows, else on more sets. Of the soft cap in gradients more is seen if logits are near it."""
+    """Estimate scale and soft cap from the outputs on the first input set; raises Wrong if one is off.
+
+    `outputs` are the sampled heads by name. More sets are drawn if the first has too few rows or is not of normal
+    numbers. Gradients show the soft cap best on logits near it.
+    """
     w = subject.workload
     asked = {"scale": (w.softmax_scale, SCALE_OFF)}
     if w.softcap is not None:
@@ -236,15 +252,18 @@ def _require_estimate(
 
 
 class Estimate(NamedTuple):
-    """A share by which a parameter seems off, and how far chance alone may move that."""
+    """The share by which a parameter seems off, and how far chance alone may move it."""
 
     value: float
     uncertainty: float
 
 
 def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray]) -> Estimate:
-    """Find the multiple of the slopes [..., rows, width] that fits the errors best; (0, inf) without any slope. Errors
-    within a row are not independent (a rounded logit moves all of it); those of rows are taken so."""
+    """Return the multiple of the slopes [..., rows, width] that fits the errors best; (0, inf) without any slope.
+
+    Errors within a row are not independent, since a rounded logit moves all of it; those of different rows are taken as
+    independent.
+    """
     error, slope = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in arrays]) for arrays in (errors, slopes))
     weights = np.einsum("ij,ij->i", slope, slope)
     size = float(weights.sum())

@@ -1,4 +1,12 @@
-"""timed"""
+"""Checks of timed calls: some calls of a visit are drawn at random, and their outputs are judged when its clock is
+over.
+
+Of a call with a fresh transform a few rows of one head are copied as soon as its sample is timed, and compared with the
+float64 reference of the call's own inputs. One call of a visit is held as a whole until the visit is over: if the visit
+has calls with a known transform, one of those, and its whole result is compared with the verified one. The gradients of
+K and V, whose rows depend on all queries, are checked by sums that hold for any attention, and, in as many visits as
+the budget allows, compared with the reference over a whole head, which is drawn when the visit is over.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +38,9 @@ from attnbench.verifying.tolerance import (
 )
 
 LOOKS = 16
-"""Calls of a visit that are looked at, if it has so few samples that several calls of each are."""
+"""Calls of a visit that are looked at if it has fewer samples, of several calls each."""
 ROWS, PAIRS = 64, 1 << 15
-"""Rows of a visit that are compared at most, and pairs of a query and a key that they may have together."""
+"""Most rows of a visit that are compared, and most pairs of a query and a key that they may have together."""
 COPIED = ("out", "dq")
 """Outputs whose rows depend on one query each."""
 
@@ -47,7 +55,7 @@ class Box(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What was copied of one call: rows of its outputs. `which` is its input set."""
+    """Copied rows of one call's outputs; `which` is its input set."""
 
     which: int
     transform: Transform
@@ -56,7 +64,7 @@ class Look(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The outputs of one call, and what was copied of them when its sample was timed, if anything."""
+    """Outputs of one call, and the rows copied of them when its sample was timed, if any."""
 
     which: int
     transform: Transform
@@ -65,7 +73,7 @@ class Held(NamedTuple):
 
 
 class Boxes:
-    """Cuts boxes out of arrays of one layout."""
+    """Functions that cut boxes out of arrays of one layout."""
 
     def __init__(self, framework: Framework, workload: Workload, layout: Layout) -> None:
         self.framework, self.workload = framework, workload
@@ -106,7 +114,7 @@ class Boxes:
 
 
 def most_rows(workload: Workload) -> int:
-    """Rows that may be compared after each visit."""
+    """Return how many rows may be compared after each visit."""
     return max(1, min(ROWS, PAIRS // (workload.kv_len * workload.group)))
 
 
@@ -152,7 +160,7 @@ class TimedCalls(Watch):
 
 
 MANY_ROWS = 16
-"""From so many rows on, their error as a whole is judged too."""
+"""Number of rows from which on their error as a whole is judged too."""
 NOTHING_LIKE = 0.9
 """Relative error that no approximation may have, whatever it declares: zeros have 1."""
 TYPICAL_ROWS = 1024
@@ -160,13 +168,13 @@ TYPICAL_ROWS = 1024
 BLOCK_VALUES = 1 << 24
 """Values of one array that are summed at once."""
 KEY_PAIRS, MOST_KEY_PAIRS, DEVICE_FASTER = 1 << 17, 1 << 25, 1 << 6
-"""Pairs of a query and a key that gradients of K and V are computed from per visit, on average over visits after the
-first one, and those of a head that is computed at all; an accelerator affords so many times as much."""
+"""Pairs of a query and a key from which gradients of K and V are computed: per visit on average after the first one,
+and at most for a head; then the factor that an accelerator affords."""
 DEVICE_BLOCK_PAIRS = 1 << 24
 
 
 class TimedChecks:
-    """Judges the timed calls of one cell; raises Wrong."""
+    """Judge of the timed calls of one cell; raises Wrong."""
 
     def __init__(
         self,
@@ -188,7 +196,7 @@ class TimedChecks:
         """Whether every call of the main program that was compared whole gave the same bits."""
 
     def judge(self, calls: TimedCalls, main: bool = True) -> None:
-        """Compare what was kept of a visit to the main program, or to a part of it."""
+        """Check what was kept of a visit to the main program, or to a part of it."""
         held = calls.held
         if held is not None and held.look is not None:
             for name, part in held.look.parts.items():
@@ -220,8 +228,11 @@ class TimedChecks:
                 raise _wrong(name, spot(differs, self.boxes.layout), differs.share, differs.allowed)
 
     def _compare_rows(self, which: int, at: tuple[int, int], looks: Sequence[Look]) -> None:
-        """Compare copied rows with the truth. The signs of K and V are moved to the queries and the results, so that
-        all calls on one input set share its K and V, and their rows are one computation."""
+        """Compare copied rows of calls on one input set with the truth.
+
+        The signs of K and V are moved to the queries and the results, so that all these calls share K and V, and their
+        rows are one computation.
+        """
         most = max(1, most_rows(self._workload) // looks[0].box.rows)
         if len(looks) > most:
             looks = [looks[n] for n in self._rng.choice(len(looks), most, replace=False)]
@@ -242,8 +253,8 @@ class TimedChecks:
     def _truth(
         self, which: int, at: tuple[int, int], rows: np.ndarray, q: np.ndarray, dout: np.ndarray | None, forward: bool
     ) -> dict[str, tuple[np.ndarray, np.ndarray | float]]:
-        """Output and dQ [g, rows, width] of queries [g, rows, d] at these rows, and what rounding may leave in each
-        row of dQ; in NumPy, or on the device."""
+        """Return output and dQ [g, rows, width] of queries [g, rows, d] at these rows, each with what rounding may
+        leave in its rows."""
         fw, w, whole = self._framework, self._workload, Box(*at, 0, self._workload.kv_len)
         k, v = (self.boxes.cut(x, whole, of_keys=True) for x in (self._sets[which].k, self._sets[which].v))
         namespace: Any = np if self._on_host else fw.namespace(self._device)
@@ -265,7 +276,7 @@ class TimedChecks:
         return np.asarray(array) if self._on_host else self._framework.numpy(array)
 
     def _wide(self, box: Array) -> Array:
-        """[heads, tokens, width] in float64, where the truth is computed."""
+        """Return [heads, tokens, width] in float64, where the truth is computed."""
         if self._on_host:
             return self.boxes.host(box)
         one = self._framework.cast(box[0], "float64")
@@ -273,7 +284,7 @@ class TimedChecks:
         return array_api_compat.array_namespace(one).permute_dims(one, (1, 0, 2)) if swap else one
 
     def _queries(self, which: int, transforms: Sequence[Transform], at: tuple[int, int], rows: np.ndarray) -> Array:
-        """Rows of Q as the calls got them, as many of each call."""
+        """Return rows of Q as the calls got them, the same number of each call."""
         each, noise = len(rows) // len(transforms), None
         if transforms[0].noise is not None:
             noise = self.boxes.row_factors([one.noise for one in transforms if one.noise is not None], at, each)
@@ -281,7 +292,7 @@ class TimedChecks:
         return self._transforms.queries(self._rows(self._sets[which].q, at, rows), factors, noise, rows)
 
     def _cotangents(self, which: int, transforms: Sequence[Transform], at: tuple[int, int], rows: np.ndarray) -> Array:
-        """Rows of dO as the calls got them, as many of each call."""
+        """Return rows of dO as the calls got them, the same number of each call."""
         each = len(rows) // len(transforms)
         rolled = (rows + np.repeat([one.roll for one in transforms], each)) % self._workload.q_len
         factors = self.boxes.row_factors([one.dout for one in transforms], at, each)
@@ -317,7 +328,7 @@ class TimedChecks:
                 raise _wrong(name, f"batch {at[0]}, the whole of {off.size} rows,", relative, most)
 
     def _typical_row(self, name: str) -> float:
-        """Norm of a row of the verified output, from the middle of one head."""
+        """Return the norm of a typical row of the verified output, from the middle of one head."""
         if name not in self._typical:
             of_keys = name not in COPIED
             tokens = self._workload.kv_len if of_keys else self._workload.q_len
@@ -328,9 +339,11 @@ class TimedChecks:
         return self._typical[name]
 
     def _compare_sums(self, held: Held, at: tuple[int, int]) -> None:
-        """Compare sums over all tokens of a head that must agree. K^T dK is dQ^T Q, because both are the sum of
-        dS[i, j] k[j] q[i]^T over all pairs; likewise V^T dV is O^T dO. Without an output, dV summed over the keys is dO
-        summed over the queries that see a key."""
+        """Compare sums over all tokens of a head that must agree.
+
+        K^T dK is dQ^T Q, because both are the sum of dS[i, j] k[j] q[i]^T over all pairs; in the same way V^T dV is O^T
+        dO. Without an output, dV summed over the keys is dO summed over the queries that see a key.
+        """
         w, outputs, of = self._workload, held.outputs, held.transform
         keys, queries, values, cotangents = (_Sum(self._number) for _ in range(4))
         seen, given = _rows_that_see(w, at[0]), self._sets[held.which]
@@ -358,7 +371,8 @@ class TimedChecks:
             self._require_sum("dv", values, cotangents, at)
 
     def _wants_keys(self, main: bool) -> bool:
-        """Whether a visit's gradients of K and V are compared with the reference: the first time, then by lot."""
+        """Return whether a visit's gradients of K and V are compared with the reference: the first time, then at
+        random."""
         w, faster = self._workload, 1 if self._on_host else DEVICE_FASTER
         pairs = w.q_len * w.group * w.kv_len
         if pairs > MOST_KEY_PAIRS * faster:
@@ -402,7 +416,7 @@ class TimedChecks:
 
 
 class _Sum:
-    """A sum of many terms, and the sum of their squares: about how large it is if they are unlike each other."""
+    """A sum of many terms, and the sum of their squares, which tells the size of a sum of unlike terms."""
 
     def __init__(self, number: Callable[[Array], np.ndarray]) -> None:
         self._number = number
@@ -426,7 +440,7 @@ def _blocks(at: tuple[int, int], tokens: int, width: int) -> Iterator[Box]:
 
 
 def _rows_that_see(workload: Workload, batch: int) -> np.ndarray | None:
-    """Whether each query of a batch row sees a key; None if the mask is not a run of keys per query."""
+    """Return whether each query of a batch row sees a key; None if the mask is not a run of keys per query."""
     interval = workload.visible_mask.interval(workload.mask_shape)
     if interval is None:
         return None
