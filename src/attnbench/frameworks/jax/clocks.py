@@ -1,4 +1,10 @@
-"""clocks"""
+"""The clock "kernel" of JAX on CUDA: all device work of a call (kernels, copies, fills), from CUPTI's activity records.
+
+torch's profiler counts the same three kinds. The profiler inside JAX (Mosaic GPU's) counts kernels only, so that a call
+whose cuDNN plan also clears a buffer looked faster from JAX than the same plan does from torch. Each timed call follows
+a flush of the L2 cache, and the flush's own kernel, whose name is found first, marks where one call ends and the next
+begins in CUPTI's list.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +46,7 @@ class Flush:
         self._buffer = self._rewrite(self._buffer)
 
     def wait(self) -> None:
-        """Until the buffer is written."""
+        """Wait until the buffer is written."""
         self._buffer.block_until_ready()
 
 
@@ -51,7 +57,7 @@ def _flush_then_wait(flush: Flush) -> None:
 
 @cache
 def cupti_problem(device: Any) -> str | None:
-    """None when CUPTI sees the kernels of this process, else why not. Tried, not guessed; the answer is kept."""
+    """Return why CUPTI does not see the kernels of this process, or None; it is tried once and the answer kept."""
     flush = Flush(device)
     try:
         seen = record(lambda: _flush_then_wait(flush))

@@ -1,4 +1,7 @@
-"""jax"""
+"""The JAX adapter: everything is compiled ahead of time, with arrays as arguments and the whole output tree awaited.
+
+A float64 workload runs under x64, a float32 one with full matmul precision, whatever the process's defaults are.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,11 @@ SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_platforms", "jax_default_device", "jax_debug_nans",
     "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_enable_checks", "jax_transfer_guard",
 )  # fmt: skip
-"""Of jax.config, what a call may depend on; a float32 or float64 workload sets its own precision."""
+"""Settings of jax.config that a call may depend on; a float32 or float64 workload sets its own precision."""
 
 
 def import_jax() -> Any:
-    """JAX, told before its first import to take device memory as it needs it: torch may share the card."""
+    """Import JAX so that it takes device memory only as it needs it, since torch may share the card."""
     if "jax" not in sys.modules:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
@@ -249,7 +252,8 @@ class JaxFramework(Framework):
         return isinstance(error, jax.errors.JaxRuntimeError) and exhausted
 
     def exact(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Under x64 and without TF32, compiled: float64 stays float64 and float32 is not rounded further."""
+        """Compile a function under x64 and without TF32, so that float64 stays float64 and float32 is not rounded
+        further."""
         jax = import_jax()
         compiled = jax.jit(function, compiler_options=QUICKLY_COMPILED)
 
@@ -270,7 +274,7 @@ than computing them."""
 
 
 def _kind(device: Any) -> str:
-    """JAX says "gpu" for both vendors; its client says which one."""
+    """Return the vendor of a JAX device, which calls both vendors' devices "gpu"."""
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
@@ -302,7 +306,7 @@ def _version_pair(text: str) -> tuple[int, int]:
 
 
 def _store_trace(found: Path, path: Path) -> Path:
-    """Put the trace where it was asked for: unpacked when the name ends in .json, packed otherwise."""
+    """Store the trace at a path: unpacked if the name ends in .json, packed otherwise."""
     if path.is_dir():
         path = path / found.name
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""plain"""
+"""Plain attention in jax.numpy, the body of `jax.einsum`, and the arrays that masks become in JAX.
+
+Masks become arrays here, inside the traced call: positions are iotas that XLA fuses, only a mask's own data is stored.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def in_usual_promotion(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def visible(mask: Mask, shape: MaskShape) -> jax.Array:
-    """Boolean [b|1, h|1, q, kv], made of iotas and the mask's data."""
+    """Return visibility [b|1, h|1, q, kv] as booleans, made of iotas and the mask's data."""
     import jax.numpy as jnp
 
     seen = None
@@ -55,7 +58,8 @@ def visible(mask: Mask, shape: MaskShape) -> jax.Array:
 
 
 def _part_visible(part: Mask, shape: MaskShape) -> Any:
-    """Looking up every pair of a stored array is a slow gather in XLA; broadcasting or repeating it is free."""
+    """Return the visibility of one part; stored arrays are broadcast or repeated, since a lookup of every pair is a
+    slow gather in XLA."""
     import jax.numpy as jnp
 
     if isinstance(part, Dense):
@@ -69,9 +73,9 @@ def _part_visible(part: Mask, shape: MaskShape) -> Any:
 
 
 def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
-    """What is added to the logits of visible pairs, broadcastable to [b, h, q, kv]; None for unweighted masks.
+    """Return what is added to the logits of visible pairs, broadcastable to [b, h, q, kv]; None for unweighted masks.
 
-    Of a large bias without what is added to whole rows: see `row_tops`.
+    A large bias lacks what is added to whole rows: see `row_tops`.
     """
     import jax.numpy as jnp
 
@@ -91,7 +95,8 @@ def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
 
 
 def row_tops(workload: Workload) -> np.ndarray | None:
-    """What the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if it lacks nothing."""
+    """Return what the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if it lacks
+    nothing."""
     shift = shifted(workload.visible_mask, workload.mask_shape, np.float32)
     return None if shift is None else shift.top
 
@@ -101,7 +106,7 @@ def _four_axes(array: np.ndarray) -> np.ndarray:
 
 
 def _indices(part: Mask, shape: MaskShape) -> list[Any]:
-    """The mask's own index arrays as iotas, so that a T x S table is never a constant of the program."""
+    """Return the mask's own index arrays as iotas, so that a T x S table is never a constant of the program."""
     from jax import lax
 
     sizes = [index.shape for index in part.indices(shape)]
@@ -109,7 +114,7 @@ def _indices(part: Mask, shape: MaskShape) -> list[Any]:
 
 
 def rows_that_see(mask: Mask, shape: MaskShape) -> np.ndarray | None:
-    """[b|1, q, h|1] on the host: rows with at least one visible key; None when that is every row."""
+    """Return which rows see a key, [b|1, q, h|1] on the host; None if every row does."""
     interval = mask.interval(shape)
     if interval is not None:
         low, high = (np.clip(edge, 0, shape.kv_len) for edge in interval)
@@ -123,14 +128,14 @@ def rows_that_see(mask: Mask, shape: MaskShape) -> np.ndarray | None:
 
 
 def zero_blind_rows(out: Array, rows: np.ndarray | None) -> Array:
-    """Output [b, q, h, d] with 0 (and no gradient) where a row sees no key."""
+    """Return an output [b, q, h, d] with 0 (and no gradient) in rows that see no key."""
     import jax.numpy as jnp
 
     return out if rows is None else jnp.where(jnp.asarray(rows)[..., None], out, jnp.zeros((), out.dtype))
 
 
 def whole_lse(lse: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Array:
-    """LSE [b, h, q] in float32 with what a large bias adds to a row, -inf where a row sees no key."""
+    """Return the LSE [b, h, q] in float32 with what a large bias adds to a row, -inf in rows that see no key."""
     import jax.numpy as jnp
 
     lse = lse.astype(jnp.float32) if tops is None else lse.astype(jnp.float32) + jnp.asarray(tops)
@@ -138,7 +143,8 @@ def whole_lse(lse: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> A
 
 
 def plain_call(workload: Workload, with_lse: bool = False) -> Call:
-    """Grouped einsum in layout bshd; logits and softmax float32 (float64 for float64), probabilities in the dtype."""
+    """Return a grouped einsum in layout bshd; logits and softmax float32 (float64 for float64), weights in the
+    dtype."""
     rows, tops = rows_that_see(workload.visible_mask, workload.mask_shape), row_tops(workload) if with_lse else None
 
     def call(q: Array, k: Array, v: Array) -> Any:
@@ -158,14 +164,14 @@ def plain_call(workload: Workload, with_lse: bool = False) -> Call:
 
 
 def plain_lse(workload: Workload, q: Array, k: Array, rows: np.ndarray | None) -> Array:
-    """The LSE alone, differentiable; `rows` are those that see a key."""
+    """Return the LSE alone, differentiable; `rows` are those that see a key."""
     import jax
 
     return _lse(_masked_logits(workload, q, k, jax.lax.Precision.HIGHEST), rows, row_tops(workload))
 
 
 def _lse(logits: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Array:
-    """[b, h, q] of [b, kv_heads, group, q, kv]"""
+    """Return the LSE [b, h, q] of logits [b, kv_heads, group, q, kv]."""
     import jax
 
     b, kv_heads, group, q_len, _ = logits.shape
@@ -173,7 +179,7 @@ def _lse(logits: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Arr
 
 
 def _masked_logits(workload: Workload, q: Array, k: Array, precision: Any) -> Array:
-    """[b, kv_heads, group, q, kv]"""
+    """Return logits [b, kv_heads, group, q, kv], finite and very low if hidden."""
     import jax.numpy as jnp
 
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -193,16 +199,16 @@ def _masked_logits(workload: Workload, q: Array, k: Array, precision: Any) -> Ar
 
 
 def grouped_heads(array: Array, workload: Workload) -> Array:
-    """[b|1, h|1, q, kv] -> [b|1, kv_heads|1, group|1, q, kv]"""
+    """Reshape [b|1, h|1, q, kv] to [b|1, kv_heads|1, group|1, q, kv]."""
     b, h, *pair = array.shape
     return array.reshape(b, 1, 1, *pair) if h == 1 else array.reshape(b, workload.kv_heads, workload.group, *pair)
 
 
 def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: Array, weight: Array | None) -> Array:
-    """Grouped einsum in layout bshd with a mask that is an argument: `seen` and `weight` are [b|1, h|1, q|1, kv|1].
+    """Attend in layout bshd with a mask that is an argument: `seen` and `weight` are [b|1, h|1, q|1, kv|1].
 
-    The workload's own mask is not looked at. A row that sees no key has logits that are all alike: its output is to be
-    cleared by the caller.
+    The workload's own mask is not looked at. A row that sees no key has logits that are all alike: the caller must
+    clear its output.
     """
     import jax
     import jax.numpy as jnp

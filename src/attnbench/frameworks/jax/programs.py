@@ -1,4 +1,4 @@
-"""programs"""
+"""Compiled JAX programs of each pass of a call. Whatever the call captured is handed over as an argument too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Compiler:
         self._compile_ns += perf_counter_ns() - start
 
     def programs(self, pass_: Pass) -> Programs:
-        """The main program of the pass, and for train its two halves."""
+        """Return the main program of the pass, and for train its two halves."""
         if pass_ == "forward":
             main, temp = self._forward()
             return Programs(main, self._compile_ns, temp_bytes=temp)
@@ -78,8 +78,11 @@ class Compiler:
         )
 
     def _without_copies(self, function: Callable[..., Any], *arguments: Any) -> tuple[Callable[..., Any], Any]:
-        """A compiled function and what it returns. An output that is an input (Q, K and V, kept for the backward pass)
-        is handed through outside: XLA would copy it, and the copy would be timed."""
+        """Return a compiled function and the shapes of its results, without copies of inputs that it returns.
+
+        XLA would copy an output that is an input (Q, K and V, kept for the backward pass), and the copy would be timed;
+        so it is handed through outside.
+        """
         tree = self._jax.tree_util
         with self._in_precision():
             traced = self._jax.jit(function).trace(*arguments)
@@ -111,7 +114,7 @@ class Compiler:
 
 
 def compile_step(jax: Any, function: Callable[[Any], tuple[Array, ...]], state: Any) -> Programs:
-    """A pytree of arrays -> a tuple of arrays, compiled for these shapes."""
+    """Compile a function from a pytree of arrays to a tuple of arrays, for these shapes."""
     start = perf_counter_ns()
     with _no_persistent_cache(jax):
         compiled = jax.jit(function).trace(state).lower().compile()
@@ -126,7 +129,10 @@ def _temp_bytes(compiled: Any) -> int | None:
 
 @contextmanager
 def _no_persistent_cache(jax: Any) -> Iterator[None]:
-    """A compile time read back from disk is none. JAX asks only once whether there is a cache: make it ask again."""
+    """Disable JAX's persistent cache, since a compile time read back from disk is none.
+
+    JAX asks only once whether there is a cache, so it is made to ask again.
+    """
     if not jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         yield
         return

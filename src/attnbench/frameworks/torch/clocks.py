@@ -1,4 +1,8 @@
-"""clocks"""
+"""Clocks of torch accelerators: events around the call, the profiler's kernel times, CUDA-graph replay.
+
+All three write twice the L2 cache before each call, so that every sample starts cold, and let outputs be looked at in
+stream order before anything waits: work left behind on another stream shows as a wrong result.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,8 @@ CYCLES_PER_NS = 2
 
 
 class ColdCache:
-    """Writes twice the L2 cache. 16-bit integers, whose fill kernel nothing else in attention uses: see KernelClock."""
+    """Buffer of twice the L2 cache. It holds 16-bit integers, whose fill kernel nothing else in attention uses: see
+    KernelClock."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -36,11 +41,11 @@ class ColdCache:
         self._mark = torch.empty(1024, dtype=torch.int16, device=device)
 
     def flush(self) -> None:
-        """Evict what the last call left."""
+        """Clear the cache of the last call's data."""
         self._buffer.fill_(1)
 
     def mark(self) -> None:
-        """A tiny fill, seen by the profiler as the end of a call."""
+        """Write a few values, which the profiler shows as the end of a call."""
         self._mark.fill_(1)
 
 
@@ -60,7 +65,8 @@ class _DeviceClock(Clock):
         prepare: Callable[[int], None],
         look: Callable[[int, tuple[Any, ...]], None],
     ) -> list[float]:
-        """ns of each call between events, a few enqueued at a time; `look` comes after the second event of each."""
+        """Return nanoseconds of each call between events, a few enqueued at a time; `look` follows the second event of
+        each."""
         pairs: list[tuple[Any, Any]] = []
         ns: list[float] = []
         for index, call in enumerate(calls):
@@ -145,7 +151,7 @@ class KernelClock(_DeviceClock):
 
 @cache
 def _fence_names(device: str) -> frozenset[str]:
-    """Kernel names of flush and mark, learned by profiling them alone."""
+    """Return the kernel names of flush and mark, found by profiling them alone."""
     cold = ColdCache(device)
     synchronize(device)
     with recorded(device, host=False) as profiler:
@@ -159,7 +165,7 @@ def _fence_names(device: str) -> frozenset[str]:
 
 
 def _between_fences(events: Sequence[Any], fences: frozenset[str], calls: int) -> list[float]:
-    """Device ns of each call: a fence opens it (the flush) and the next one closes it (the mark)."""
+    """Return device nanoseconds of each call, between the flush that opens it and the mark that closes it."""
     ns = [0.0] * calls
     seen = 0
     for event in events:
@@ -222,7 +228,7 @@ class GraphClock(_DeviceClock):
 
 
 def _means(ns: Sequence[float], calls: int) -> list[float]:
-    """Mean over the calls of each sample."""
+    """Return the mean over the calls of each sample."""
     edges = range(0, len(ns) + 1, calls)
     return [sum(ns[begin:end]) / calls for begin, end in pairwise(edges)]
 

@@ -1,4 +1,8 @@
-"""torch"""
+"""PyTorch behind the Framework interface, on CPU, CUDA, ROCm, XPU and MPS. ROCm, XPU and MPS are untested.
+
+programs.py has the passes and the profiler, clocks.py the accelerator clocks, internals.py private APIs and settings,
+plain.py plain attention.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ DEVICE_CLOCKS = {"cuda": ("events", "kernel", "graph"), "rocm": ("events", "kern
 
 
 class TorchFramework(Framework):
-    """The adapter."""
+    """Adapter of torch."""
 
     name = "torch"
     overwrites = True
@@ -128,7 +132,7 @@ class TorchFramework(Framework):
         return tuple(array.detach().clone() for array in tree)
 
     def checksum(self, array: Array) -> bytes:
-        """Digest of sums of the bits along each of the last two axes, so that little comes to the host."""
+        """Return a digest of sums of the bits along each of the last two axes, so that little comes to the host."""
         import torch
 
         bits = _bits(array.detach())
@@ -228,14 +232,14 @@ class TorchFramework(Framework):
 
 
 def _bits(array: Array) -> Array:
-    """View the array as whole numbers of the same width."""
+    """View an array as whole numbers of the same width."""
     import torch
 
     return array.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.dtype.itemsize])
 
 
 def _torch_device(device: str) -> str:
-    """Our device kind -> torch's device string (ROCm builds call their GPUs cuda)."""
+    """Return torch's device string of our device kind (ROCm builds call their GPUs cuda)."""
     known = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu", "mps": "mps"}
     if device not in known:
         raise UsageError(f'torch has no device "{device}": use one of {", ".join(known)}.')
@@ -243,7 +247,7 @@ def _torch_device(device: str) -> str:
 
 
 def _full_precision() -> None:
-    """float32 products are float32 products: no TF32. Set for measuring only, never on the production path."""
+    """Set float32 products to full precision, without TF32; for measuring only, never on the production path."""
     import torch
 
     torch.set_float32_matmul_precision("highest")

@@ -1,4 +1,12 @@
-"""internals"""
+"""torch's private APIs and the state of its process: settings, active modes, autocast, streams.
+
+Both passes of attention take their inputs in autocast's dtype, as torch's own do, and compute with autocast off: a call
+whose forward ran in 16 bits and whose backward in 32, or the other way round, would not have the gradient of anything.
+
+Tensors that are made once and read on any CUDA stream are finished before anyone else can find them, so no stream reads
+what another still writes; and the allocator knows every stream that reads them, so their memory is not reused while one
+of those has work left.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +24,7 @@ THREADS = "remove that call and pass --threads {0}, so that all are measured wit
 
 
 def settings() -> Mapping[str, Setting]:
-    """Return settings by name: threads, active modes and precision are refused, the others told."""
+    """Return settings by name: changes of threads, active modes and precision are refused, others are noted."""
     import torch
 
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
@@ -53,7 +61,8 @@ def settings() -> Mapping[str, Setting]:
 
 
 def functions() -> Sequence[tuple[str, Any, Watched]]:
-    """Return torch's modules and classes; of its functional ones nothing here calls any, so changes are only told."""
+    """Return torch's modules and classes to watch; changes of its functional ones, which nothing here calls, are only
+    noted."""
     import torch
 
     library = Watched(harness=False)
@@ -121,7 +130,7 @@ _UNCHANGED = nullcontext()
 
 
 def is_autocast(kind: str) -> bool:
-    """Whether autocast is on for that kind of device; torch knows none of meta tensors."""
+    """Return whether autocast is on for a kind of device; never for meta tensors, which torch does not know there."""
     import torch
 
     return kind != "meta" and torch.is_autocast_enabled(kind)
@@ -176,7 +185,7 @@ class _Off(AbstractContextManager[None]):
 
 
 def share(made: Any, device: torch.device) -> Shared | None:
-    """What was just made on the current stream of a device, finished; None where no tensor can be seen in it."""
+    """Return tensors just made on a device's current stream, finished; None if no tensor is seen in `made`."""
     if device.type != "cuda":
         return None
     tensors = tuple(tensors_of(made))
@@ -193,7 +202,7 @@ class Shared:
         self._streams = {stream_of(device)}
 
     def read_here(self) -> None:
-        """To be called before the current stream reads it."""
+        """Register the current stream as a reader; call this before it reads."""
         stream = stream_of(self._device)
         if stream not in self._streams:
             import torch
@@ -205,7 +214,7 @@ class Shared:
 
 
 def stream_of(device: torch.device) -> int:
-    """The current stream of a CUDA device, by its handle."""
+    """Return the handle of a CUDA device's current stream."""
     import torch
 
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -221,7 +230,8 @@ def finish(device: torch.device) -> None:
 
 
 def tensors_of(made: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tensor, in tuples of them, or in FlexAttention's table of blocks; not torch's causal biases."""
+    """Yield the tensors in a tensor, in tuples of them, or in FlexAttention's table of blocks; not torch's causal
+    biases."""
     import torch
 
     parts = made.as_tuple() if hasattr(made, "as_tuple") else made

@@ -1,4 +1,8 @@
-"""plain"""
+"""Plain attention in torch, one operator after another: the yardstick of rounding error and the body of `torch.eager`.
+
+Products are taken in the inputs' dtype, everything on the logits in float32 (float64 for float64 inputs). Mask tensors
+are made on the device from the mask's own predicate, once per device, and passed in: nothing here depends on the call.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ Made = TypeVar("Made")
 
 
 class TorchNamespace:
-    """The functions a mask predicate needs, with its arrays on one device.
+    """The functions that a mask predicate needs, with its arrays on one device.
 
     `exact` takes logarithms in float64: right for a bias that is made once, wasteful inside a compiled kernel.
     """
@@ -31,24 +35,24 @@ class TorchNamespace:
         self._exact = exact
 
     def asarray(self, array: np.ndarray, /) -> torch.Tensor:
-        """A copy on the device."""
+        """Copy an array to the device."""
         import torch
 
         return torch.from_numpy(np.array(array)).to(self._device)
 
     def log(self, x: torch.Tensor, /) -> torch.Tensor:
-        """Natural logarithm."""
+        """Return the natural logarithm of each element."""
         return x.double().log() if self._exact else x.log()
 
     def where(self, condition: torch.Tensor, x: torch.Tensor | float, y: torch.Tensor | float, /) -> torch.Tensor:
-        """Choice per element; x and y may be plain numbers."""
+        """Choose x or y per element; both may be plain numbers."""
         import torch
 
         return torch.where(condition, x, y)
 
 
 class MaskTensors(NamedTuple):
-    """A mask on a device, axes [b or 1, h or 1, q, kv]; None where the mask has nothing of the kind."""
+    """A mask on a device, axes [b or 1, h or 1, q, kv]; None for what the mask does not have."""
 
     visible: torch.Tensor | None
     weight: torch.Tensor | None
@@ -56,7 +60,8 @@ class MaskTensors(NamedTuple):
     dead: torch.Tensor | None
     """Rows that see no key, [b or 1, h or 1, q, 1]; None when every row sees one."""
     top: torch.Tensor | None = None
-    """What `weight` lacks in whole rows, to be added to the LSE, [b or 1, h or 1, q]; None if it lacks nothing."""
+    """Log-weight to add to the LSE of whole rows, which `weight` lacks, [b or 1, h or 1, q]; None if it lacks
+    nothing."""
 
 
 def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
@@ -85,10 +90,10 @@ def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
 
 
 def once_per_device(make: Callable[[torch.device], Made], constant: bool = True) -> Callable[[torch.device], Made]:
-    """Build may not know the device: what depends on it is made at the first call there and kept.
+    """Return a function that makes something at the first call on each device and keeps it.
 
-    To torch.compile it is a constant, unless it is a function, which must be looked into and be made before. Calls on
-    other CUDA streams may read what one of them made.
+    Build may not know the device. To torch.compile the result is a constant, unless it is a function, which must be
+    looked into and be made before. Calls on other CUDA streams may read what one of them made.
     """
     made: dict[torch.device, Made] = {}
     shared: dict[torch.device, Shared] = {}
@@ -122,7 +127,7 @@ def outside_modes() -> AbstractContextManager[object]:
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, mask: MaskTensors, scale: float, softcap: float | None) -> torch.Tensor:
-    """q, k in layout bshd -> logits [b, h, q, kv], -inf where hidden; rows that see no key have logits 0."""
+    """Return logits [b, h, q, kv] of q and k in layout bshd: -inf if hidden; 0 in rows that see no key."""
     import torch
 
     (batch, q_len, heads, dim), kv_heads = q.shape, k.shape[2]
@@ -149,7 +154,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, mask: MaskTensors, scale: float, so
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskTensors, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k, v in layout bshd -> (out, logits [b, h, q, kv]); rows that see no key give 0 and have logits 0."""
+    """Return (out, logits [b, h, q, kv]) in layout bshd; rows that see no key give 0 and have logits 0."""
     import torch
 
     (batch, q_len, heads, _), kv_heads = q.shape, k.shape[2]
@@ -162,7 +167,7 @@ def attend(
 
 
 def log_sum_exp(logits: torch.Tensor, mask: MaskTensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[b, h, q], float32 unless a dtype is given, -inf for rows that see no key."""
+    """Return the LSE [b, h, q], float32 unless a dtype is given, -inf for rows that see no key."""
     import torch
 
     lse = logits.logsumexp(-1)
@@ -173,7 +178,7 @@ def log_sum_exp(logits: torch.Tensor, mask: MaskTensors, dtype: torch.dtype | No
 
 
 def plain_call(workload: Workload) -> Call:
-    """The plain implementation of a workload, layout bshd, differentiable."""
+    """Return the plain implementation of a workload, layout bshd, differentiable."""
     masks = once_per_device(lambda device: mask_tensors(workload, device))
     scale, softcap = workload.softmax_scale, workload.softcap
     return lambda q, k, v: attend(q, k, v, masks(q.device), scale, softcap)[0]

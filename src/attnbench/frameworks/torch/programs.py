@@ -1,4 +1,8 @@
-"""programs"""
+"""Programs of the passes of a torch call, and what the profiler and the allocators tell of them.
+
+A call `(q, k, v) -> out` becomes the forward pass without a graph, the backward pass alone, or both. Of one run of a
+program are told: operators and kernels, peak memory, a trace.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,14 @@ class ReplayableProgram(Program):
 
 
 def owned(value: Any) -> bool:
-    """A plain, concrete tensor: no subclass (fake, lazy, functional), no meta device."""
+    """Return whether a value is a plain, concrete tensor: no subclass (fake, lazy, functional), no meta device."""
     import torch
 
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type != "meta"
 
 
 def make_programs(call: Call, pass_: Pass, example: Inputs) -> Programs:
-    """`compile_ns` is the time of the first calls for a call that compiles, and 0 for an eager one."""
+    """Return the programs of a pass; `compile_ns` is the time of the first calls if the call compiles, else 0."""
     output = _checked(call)
     forward = Program(run=lambda state: (output(*state),), prepare=_leaves)
     backward = ReplayableProgram(
@@ -127,7 +131,7 @@ SDPA = re.compile(r"^aten::_(scaled_dot_product|flash_attention|efficient_attent
 
 
 def synchronize(device: str) -> None:
-    """Wait for everything queued on the device; nothing to do on a CPU."""
+    """Wait for everything queued on the device; return at once for a CPU."""
     import torch
 
     if device != "cpu":
@@ -161,18 +165,18 @@ def _profiled(program: Program, inputs: Inputs, device: str, **options: Any) -> 
 
 
 def raw_events(profiler: profile) -> list[Any]:
-    """The profiler's events in order of time (the summary it makes of them has lost memory and device order)."""
+    """Return the profiler's events in order of time (its own summary has lost memory and device order)."""
     assert profiler.kineto_results is not None
     return sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
 
 
 def is_device_work(event: Any) -> bool:
-    """A kernel, copy or fill that ran on an accelerator, not a host event or an annotation drawn over kernels."""
+    """Return whether an event is a kernel, copy or fill on an accelerator, not a host event or an annotation."""
     return event.device_type().name != "CPU" and not event.is_user_annotation() and event.name() != "[memory]"
 
 
 def kernel_names(program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
-    """Operators of a CPU call; on an accelerator the SDPA operators, marks of compiled graphs, and kernels."""
+    """Return the operators of a CPU call; on an accelerator its SDPA operators, compiled graphs and kernels."""
     if device not in ("cpu", "cuda", "xpu"):
         return None, f"torch's profiler does not see kernels on {device}"
     host: list[str] = []
@@ -190,7 +194,7 @@ def kernel_names(program: Program, inputs: Inputs, device: str) -> tuple[list[st
 
 
 def _operator(name: str) -> str | None:
-    """The name to list for a host event, without numbers that change from run to run; None for noise."""
+    """Return the name to list for a host event, without numbers that change from run to run; None for noise."""
     if name.startswith("aten::"):
         return None if BOOKKEEPING.match(name) else name
     if compiled := COMPILED.match(name):
@@ -199,14 +203,17 @@ def _operator(name: str) -> str | None:
 
 
 def write_trace(program: Program, inputs: Inputs, path: Path, device: str) -> Path:
-    """One call as a Chrome/Perfetto trace."""
+    """Write one call as a Chrome/Perfetto trace and return the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _profiled(program, inputs, device, record_shapes=True).export_chrome_trace(str(path))
     return path
 
 
 def cpu_peak(program: Program, inputs: Inputs) -> Peak:
-    """Running sum of the allocator's events inside `run`; preparation is profiled too, so that its frees are seen."""
+    """Return the peak of the running sum of the allocator's events inside `run`.
+
+    Preparation is profiled too, so that its frees are seen.
+    """
     from torch.profiler import record_function
 
     program.run(program.prepare(inputs))
@@ -230,7 +237,8 @@ def cpu_peak(program: Program, inputs: Inputs) -> Peak:
 
 
 def _new_bytes(output: Any, inputs: Any) -> int:
-    """Bytes of the outputs that lie in no input's memory; a view counts as much of its memory as it can show."""
+    """Return the bytes of the outputs that lie in no input's memory; a view counts as much of its memory as it
+    shows."""
     given = {array.untyped_storage().data_ptr() for array in _tensors(inputs)}
     made: dict[int, int] = {}
     for array in _tensors(output):
@@ -242,7 +250,7 @@ def _new_bytes(output: Any, inputs: Any) -> int:
 
 
 def _tensors(tree: Any) -> Iterator[Any]:
-    """Plain tensors in containers and modules."""
+    """Yield the plain tensors in containers and modules."""
     import torch
 
     if isinstance(tree, torch.nn.Module):
@@ -255,7 +263,7 @@ def _tensors(tree: Any) -> Iterator[Any]:
 
 
 def accelerator_peak(program: Program, inputs: Inputs, device: str) -> Peak:
-    """The caching allocator's own high-water marks around `run`."""
+    """Return the caching allocator's own high-water marks around `run`."""
     import torch
 
     module = torch.get_device_module(device)
