@@ -1,7 +1,9 @@
 """The worker processes of a run, one per group: started when first needed, replaced when they die.
 
-A user function is loaded in a worker of its own. Anchors and ceilings are measured in a clean worker of each framework,
-which loads nothing but attnbench's own implementations. Measured ceilings are kept in the user's cache folder.
+A user function is loaded in a worker of its own, which is stopped while nothing is asked of it: threads that spin and
+processes that it has started would otherwise take the processor from others. Anchors and ceilings are measured in a
+clean worker of each framework, which loads nothing but attnbench's own implementations. Measured ceilings are kept in
+the user's cache folder.
 """
 
 from __future__ import annotations
@@ -179,6 +181,8 @@ class Pool:
         for user_function in self._user_functions:
             if (user_function.framework, user_function.process) == group[:2] and not user_function.is_here:
                 self._load(user_function, group)
+        if group.has_user_code:
+            self._workers[group].pause()
 
     def _described(self, group: Group) -> p.Answer:
         """Ask a new worker for its environment; a worker that dies before its answer is replaced once."""
@@ -225,11 +229,16 @@ class Pool:
             raise self._lost[group]
         if group not in self._workers:
             raise WorkerDied("failed", self.unusable[group.framework])
+        worker = self._workers[group]
         try:
-            return self._workers[group].ask(question, timeout_s)
+            worker.resume()
+            answer = worker.ask(question, timeout_s)
+            if group.has_user_code:
+                worker.pause()
         except BaseException:
             self.dismiss(group)
             raise
+        return answer
 
     def refusals(self, cells: Sequence[Cell]) -> list[Planned]:
         """Return each cell with the reason if it will not run."""

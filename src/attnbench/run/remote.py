@@ -237,6 +237,14 @@ class Remote:
         """Whether the process still runs."""
         return self._process.poll() is None
 
+    def pause(self) -> None:
+        """Stop the process and everything it started until `resume`."""
+        self._tree.stop()
+
+    def resume(self) -> None:
+        """Let stopped processes go on."""
+        self._tree.resume()
+
     def abort(self) -> None:
         """End the worker's processes, so that a thread which waits for its answer gets an error; `kill` must follow."""
         self._tree.kill()
@@ -261,6 +269,12 @@ class Local:
         return self._worker.answer(question)
 
     alive = True
+
+    def pause(self) -> None:
+        """Leave the calling process running."""
+
+    def resume(self) -> None:
+        """Leave the calling process running, as `pause` did."""
 
     def abort(self) -> None:
         """Leave the process alone, since it is the caller's own."""

@@ -1,7 +1,7 @@
 """Programs of the passes of a torch call, and what the profiler and the allocators tell of them.
 
-A call `(q, k, v) -> out` becomes the forward pass without a graph, the backward pass alone, or both. Of one run of a
-program are told: operators and kernels, peak memory, a trace.
+A call `(q, k, v) -> out` becomes the forward pass without a graph, the backward pass alone, or both. The profiler and
+the allocators give operators and kernels, peak memory, or a trace of one run.
 """
 
 from __future__ import annotations
