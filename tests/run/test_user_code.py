@@ -13,9 +13,8 @@ import psutil
 import pytest
 from cli_process import wait_for
 
-from attnbench import masks, registry
+from attnbench import masks, processes, registry
 from attnbench.comparing.compare import compare
-from attnbench.run import process_tree
 from attnbench.run import protocol as p
 from attnbench.run.pool import Pool
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Workload
@@ -188,7 +187,7 @@ def test_user_functions_never_share_a_process(lab, kernel, importers):
 
 def test_a_user_functions_processes_are_stopped_in_its_rivals_turns(lab, kernel, importers, monkeypatch):
     """Threads that spin and helpers would take the processor from whoever is timed."""
-    monkeypatch.setattr(process_tree, "REFRESH_S", 0.0)
+    monkeypatch.setattr(processes, "REFRESH_S", 0.0)
     helper = """
         import subprocess, time
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
