@@ -44,7 +44,7 @@ from attnbench.verifying.sparse_quality import quality_of
 from attnbench.verifying.subject import Subject, Wrong
 from attnbench.verifying.timed_calls import Boxes, TimedCalls, TimedChecks
 from attnbench.workloads.cost import demand
-from attnbench.workloads.shrink import shrink
+from attnbench.workloads.suites import shrink
 
 SHORT_NS = 1e6
 """Time of a call below which kernel time is published: events also count the gaps around and between kernels, a few us

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnbench.masks.block_layout import block_layout
+from attnbench.masks.cuts import block_layout
 from attnbench.spec import Config, Errors, Implementation
 from attnbench.verifying.lse_and_partial import on_first_set
 from attnbench.verifying.subject import Subject, Wrong
