@@ -61,8 +61,8 @@ class Unsupported(AttnBenchError, NotImplementedError):
 
 
 class PolicyMiss(AttnBenchError):
-    """No measured policy speaks for a call, and the setting on_miss asks for an error there."""
+    """No measured policy covers a call, and the setting on_miss asks for an error there."""
 
 
 class PolicyWarning(UserWarning):
-    """No measured policy speaks for a call, or one that was asked for does not hold here."""
+    """No measured policy covers a call, or one that was asked for does not hold here."""
