@@ -154,15 +154,8 @@ class MultiheadDilatedAttention(nn.Module):
         self.widths = (embed_dim, kv_heads * self.head_dim, kv_heads * self.head_dim)
         self.in_proj = nn.Linear(embed_dim, sum(self.widths), bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
-        self.attention = self.attention_class(
-            segment_lengths,
-            dilation_rates,
-            causal=causal,
-            offset=offset,
-            scale=scale,
-            mix_grad=mix_grad,
-            dropout=dropout,
-        )
+        options = {"causal": causal, "offset": offset, "scale": scale, "mix_grad": mix_grad, "dropout": dropout}
+        self.attention = self.attention_class(segment_lengths, dilation_rates, **options)
 
     def forward(self, x: torch.Tensor, *, kv_lengths: Lengths = None) -> torch.Tensor:
         """Return [b, s, embed_dim]; tokens from kv_lengths[b] on are padding that no token sees."""

@@ -74,21 +74,11 @@ class RingDilatedAttention(DilatedAttention):
             q, k, self.process_group, agreement(q, k, v, causal=self.causal, scale=self.scale, **said)
         )
         return ring_attention(
-            q,
-            k,
-            v,
-            causal=self.causal,
-            scale=self.scale,
-            layout=self.layout,
-            inner=inner,
-            process_group=self.process_group,
-            lengths=lengths,
-            dilated=self.pattern,
-            detached=self.mix_grad == "detached",
-            blocks=self.blocks(lengths[0], q.shape[2]),
-            kv_lengths=limits,
+            q, k, v, causal=self.causal, scale=self.scale, layout=self.layout, inner=inner,
+            process_group=self.process_group, lengths=lengths, dilated=self.pattern,
+            detached=self.mix_grad == "detached", blocks=self.blocks(lengths[0], q.shape[2]), kv_lengths=limits,
             return_lse=return_lse,
-        )
+        )  # fmt: skip
 
     def blocks(self, tokens: int, heads: int) -> Blocks | None:
         """Return the block mask over the whole sequence that restricts the pattern: None, all blocks are kept."""
@@ -126,20 +116,9 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            embed_dim,
-            num_heads,
-            segment_lengths,
-            dilation_rates,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            bias=bias,
-            offset=offset,
-            scale=scale,
-            mix_grad=mix_grad,
-            dropout=dropout,
-            device=device,
-            dtype=dtype,
-        )
+            embed_dim, num_heads, segment_lengths, dilation_rates, num_kv_heads=num_kv_heads, causal=causal, bias=bias,
+            offset=offset, scale=scale, mix_grad=mix_grad, dropout=dropout, device=device, dtype=dtype,
+        )  # fmt: skip
         self.attention = self._over_ranks(RingDilatedAttention, process_group, layout)
 
     def heads_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -223,17 +202,8 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         mix_grad: Literal["full", "detached"] = "full",
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(
-            segment_lengths,
-            dilation_rates,
-            process_group=process_group,
-            layout=layout,
-            causal=causal,
-            offset=offset,
-            scale=scale,
-            mix_grad=mix_grad,
-            dropout=dropout,
-        )
+        options = {"causal": causal, "offset": offset, "scale": scale, "mix_grad": mix_grad, "dropout": dropout}
+        super().__init__(segment_lengths, dilation_rates, process_group=process_group, layout=layout, **options)
         if (block_mask is None) == (sparsity is None):
             raise UsageError("give either block_mask or sparsity (with pattern), and not both.")
         if sparsity is None:
@@ -306,22 +276,10 @@ class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            embed_dim,
-            num_heads,
-            segment_lengths,
-            dilation_rates,
-            process_group=process_group,
-            layout=layout,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            bias=bias,
-            offset=offset,
-            scale=scale,
-            mix_grad=mix_grad,
-            dropout=dropout,
-            device=device,
-            dtype=dtype,
-        )
+            embed_dim, num_heads, segment_lengths, dilation_rates, process_group=process_group, layout=layout,
+            num_kv_heads=num_kv_heads, causal=causal, bias=bias, offset=offset, scale=scale, mix_grad=mix_grad,
+            dropout=dropout, device=device, dtype=dtype,
+        )  # fmt: skip
         given = {"block_mask": block_mask, "sparsity": sparsity}
         given |= {"pattern": pattern, "block_size": block_size, "seed": seed}
         named = {name: value for name, value in given.items() if value is not None}
