@@ -17,12 +17,13 @@ from attnbench.choosing.candidates import Ground
 from attnbench.choosing.choose import Chosen
 from attnbench.errors import InvalidWorkload
 from attnbench.policy import REACH, Place, shape_of
+from attnbench.results.ratios import LEAST_STEP
 from attnbench.results.standings import Standing, contenders
 from attnbench.spec import Workload
 
 NEAR_ENOUGH = 1.3
 """Ratio of neighbouring lengths up to which no length between them is proposed."""
-LEAST_STAKE = log(1.02)
+LEAST_STAKE = log(LEAST_STEP)
 """Log of the ratio by which two choices must differ at both ends; below it the crossing counts as found."""
 STEPS = (64, 16, 4, 1)
 """Steps of new lengths, the first that fits between the neighbours: kernels prefer large powers of two."""

@@ -35,8 +35,7 @@ def bisect(
 
     Example: `attnbench bisect torch.sdpa --good v1.0 --bad main --seq-len 1024 --causal`
     """
-    from attnbench.comparing.bisect import find_first_slower
-    from attnbench.comparing.bisect_text import closing, not_confirmed
+    from attnbench.comparing.bisect import closing, find_first_slower, not_confirmed
     from attnbench.run.git import resolve
     from attnbench.run.lock import machine_lock
 

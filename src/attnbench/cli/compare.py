@@ -47,8 +47,7 @@ def compare(
     """
     from attnbench.cli.options import Choice
     from attnbench.cli.selection import OWN_SHAPE, select_workloads
-    from attnbench.comparing.progress import ExperimentProgress
-    from attnbench.comparing.text import print_comparison
+    from attnbench.comparing.text import ExperimentProgress, print_comparison
     from attnbench.config import load_settings
     from attnbench.run.lock import measuring
 

@@ -43,8 +43,8 @@ def export(
 
     Examples: `attnbench export latest --format parquet -o run.parquet` · `attnbench export latest --format csv`
     """
+    from attnbench.results.exports.benchmark_tools import timed
     from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
-    from attnbench.results.exports.timed import timed
 
     sources, paths = _read(runs or ("latest",), words)
     if form in JSON:

@@ -103,8 +103,8 @@ def _is_path(what: str) -> bool:
 
 def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusive: str) -> GateReport:
     from attnbench.cli.inputs import find_run
-    from attnbench.comparing.stored_gate import gate_stored
-    from attnbench.comparing.thresholds import load_thresholds
+    from attnbench.comparing.gate_cases import load_thresholds
+    from attnbench.comparing.stored import gate_stored
 
     if not _is_stored(baseline) or not _is_stored(current):
         stored, option = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
@@ -156,8 +156,8 @@ def _gate_refs(
     from attnbench.cli.selection import filter_words, select_workloads
     from attnbench.comparing.ci_files import FILES, write_files
     from attnbench.comparing.gate import GateOrder, gate_refs
-    from attnbench.comparing.progress import ExperimentProgress
-    from attnbench.comparing.thresholds import load_thresholds
+    from attnbench.comparing.gate_cases import load_thresholds
+    from attnbench.comparing.text import ExperimentProgress
 
     name, workloads = select_workloads(suite, False, Shape(), Choice())
     floors = load_thresholds(settings.thresholds)

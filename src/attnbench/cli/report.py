@@ -122,7 +122,7 @@ def _history(sources: Sequence[Source]) -> History:
 
 def _annotate(page: Page) -> None:
     """Print workflow annotations to stderr if the command runs on GitHub."""
-    from attnbench.comparing.annotations import record_commands
+    from attnbench.comparing.ci_files import record_commands
 
     if os.environ.get("GITHUB_ACTIONS") == "true":
         titled = len(page.parts) > 1

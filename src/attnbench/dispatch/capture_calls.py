@@ -18,11 +18,10 @@ import numpy as np
 from attnbench import frameworks, masks
 from attnbench.errors import InvalidWorkload
 from attnbench.frameworks.torch_autocast import dtype_under_autocast
-from attnbench.impls._arrays import workload_of
+from attnbench.impls._arguments import workload_of
 from attnbench.masks import AnyMask, MaskShape
-from attnbench.masks.combine import mask_of
-from attnbench.masks.data import to_numpy
-from attnbench.masks.literals import literal
+from attnbench.masks.base import to_numpy
+from attnbench.masks.combine import literal, mask_of
 from attnbench.spec import Array, Workload
 
 UNKNOWN = object()

@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from attnbench import registry
 from attnbench.dispatch.demand import Demand, Form, environment_of
 from attnbench.errors import UsageError
-from attnbench.impls.partial.torch_rules import ruled_out
+from attnbench.impls.partial.torch_choice import ruled_out
 from attnbench.spec import Config, Implementation, Workload
 
 ORDER: dict[str, tuple[str, ...]] = {

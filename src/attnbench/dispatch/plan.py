@@ -22,7 +22,7 @@ from attnbench.dispatch.order import remember_failure, withdraw_failure
 from attnbench.errors import Unsupported
 from attnbench.frameworks.jax_plain import in_usual_promotion
 from attnbench.masks import AnyMask
-from attnbench.masks.data import FrozenArray
+from attnbench.masks.base import FrozenArray
 from attnbench.policy.policy import label_of
 from attnbench.spec import Array, Call, Config, Implementation
 from attnbench.tracing import is_fake

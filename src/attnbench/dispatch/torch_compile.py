@@ -29,12 +29,10 @@ from attnbench.dispatch.order import known_failure
 from attnbench.dispatch.plan import Plan, Plans, arranged, built, bytes_kept, next_choice
 from attnbench.errors import InvalidWorkload, Unsupported, UsageError
 from attnbench.frameworks.torch_autocast import without_autocast
-from attnbench.impls._arrays import LAYOUTS, both_heads
-from attnbench.impls.partial.torch_autograd import of_both, through_lse
-from attnbench.impls.partial.torch_once import refuse
-from attnbench.impls.partial.torch_rules import current
-from attnbench.masks.combine import mask_of
-from attnbench.masks.literals import literal
+from attnbench.impls._arguments import LAYOUTS, both_heads
+from attnbench.impls.partial.torch_autograd import of_both, refuse, through_lse
+from attnbench.impls.partial.torch_choice import current
+from attnbench.masks.combine import literal, mask_of
 from attnbench.spec import Array, Call, Config, Implementation, Workload
 from attnbench.tracing import constant_when_traced
 

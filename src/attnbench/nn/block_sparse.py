@@ -19,8 +19,7 @@ import torch
 
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.impls._arguments import check_causal, check_scale, check_tensors, check_whole, number
-from attnbench.impls._arrays import dtype_name
+from attnbench.impls._arguments import check_causal, check_scale, check_tensors, check_whole, dtype_name, number
 from attnbench.kernels.block_sparse import gate as heads_first
 from attnbench.kernels.block_sparse.attend import attend
 from attnbench.kernels.block_sparse.content import estimate
@@ -28,7 +27,7 @@ from attnbench.kernels.block_sparse.gate import LEARNING_RATE, BlockGate
 from attnbench.kernels.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.masks import Mask, MaskShape, causal, full
-from attnbench.masks.block_layout import block_layout
+from attnbench.masks.cuts import block_layout
 from attnbench.tracing import outside_graphs
 from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 
