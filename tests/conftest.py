@@ -15,7 +15,7 @@ import pytest
 import standing_workers
 
 from attnbench import registry
-from attnbench.run.instructions import isa_cap
+from attnbench.run.machine import isa_cap
 from attnbench.run.remote import Remote
 
 os.environ.update(isa_cap())  # before torch is first imported
