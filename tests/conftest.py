@@ -81,13 +81,10 @@ def _registry_restored():
 
 
 @pytest.fixture(autouse=True)
-def _workers_are_forked(request):
-    """Importing a framework takes seconds. Tests marked `interpreter` start each worker as users do."""
-    real = Remote.__dict__["start"]
-    if sys.platform == "linux" and request.node.get_closest_marker("interpreter") is None:
-        Remote.start = classmethod(standing_workers.start)
-    yield
-    Remote.start = real
+def _workers_are_forked(request, monkeypatch):
+    """Tests marked `standing` do not wait for workers that import a framework."""
+    if sys.platform == "linux" and request.node.get_closest_marker("standing"):
+        monkeypatch.setattr(Remote, "start", classmethod(standing_workers.start))
 
 
 @pytest.fixture(autouse=True)

@@ -93,7 +93,12 @@ def start(cls, framework: str, device: str | None, threads: int | None):
         parent = _parents[key]
         if parent is None or parent.process.poll() is not None:
             parent = _parents[key] = Parent(framework, environ)
-        process, connection = parent.fork(device, environ, output.fileno())
+        try:
+            process, connection = parent.fork(device, environ, output.fileno())
+        except BaseException:  # Ctrl-C, say: an answer may be on its way that nobody has read
+            parent.socket.close()
+            del _parents[key]
+            raise
     remote._pin(process.pid, threads)
     return cls(framework, process, connection, output)
 
@@ -129,6 +134,8 @@ def _serve(channel: socket.socket, framework: str) -> None:
         if channel in ready:
             head, descriptors, _, _ = socket.recv_fds(channel, 8, 3)
             if not head:
+                for pid in pipes:
+                    os.kill(pid, signal.SIGKILL)
                 return
             request = json.loads(_exactly(channel, int.from_bytes(head)))
             connection, output, status = descriptors

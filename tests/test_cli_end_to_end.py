@@ -13,6 +13,7 @@ from cli_process import finish, start
 
 from attnbench.results.run_file import read_run
 
+pytestmark = pytest.mark.standing
 TINY = ["--seq-len", "32", "--heads", "4:2", "--head-dim", "16", "--causal", "--budget", "0.05"]
 KERNEL = """
 import torch

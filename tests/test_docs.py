@@ -17,6 +17,7 @@ from documented import DOCS, README, ROOT
 
 import attnbench as ab
 
+pytestmark = pytest.mark.standing
 PAGES = sorted(DOCS.glob("*.md"))
 LINKED = [*PAGES, README, ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

@@ -260,7 +260,6 @@ def test_one_that_ends_its_worker_whenever_it_was_sampled_is_found_out(lab, trap
     assert any("measured apart" in note for note in seen.by_name["numpy.float32"].notes)
 
 
-@pytest.mark.interpreter
 def test_a_worker_that_is_gone_before_it_is_asked_is_replaced(causal):
     with Pool((), None, None) as pool:
         group = Group("numpy")
@@ -329,14 +328,12 @@ class Fails:
         return self._real("attnbench.no_such_module" if self.started <= self._times else module, *words, **more)
 
 
-@pytest.mark.interpreter
 def test_a_worker_that_dies_while_it_starts_is_tried_again(lab, monkeypatch):
     starts = Fails(monkeypatch, 1)
     assert [record.status for record in lab("numpy.float32", measure=False).records] == ["ok"]
     assert starts.started == 2
 
 
-@pytest.mark.interpreter
 def test_one_that_never_starts_has_failed_and_is_tried_by_the_next_resume(lab, trap, monkeypatch):
     starts = Fails(monkeypatch, 3)  # both at first, and the first one again
     seen = lab("numpy.float32", trap("honest"), measure=False)
@@ -386,7 +383,6 @@ def test_two_names_for_one_function_are_not_ranked_apart(lab, trap, causal):
 
 
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt, OSError, RuntimeError])
-@pytest.mark.interpreter
 def test_no_worker_outlives_an_exception(trap, ceilings, causal, trouble):
     children = []
 
