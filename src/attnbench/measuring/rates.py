@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from attnbench.spec import Cost, Throughput, Workload
 from attnbench.workloads.cost import demand
@@ -15,9 +17,9 @@ IMPLAUSIBLE = 1.10
 class Ceilings(Struct, frozen=True):
     """What this device reached in a large matrix product and a large copy, measured, not read off a data sheet."""
 
-    flops_per_s: float
-    bytes_per_s: float
-    cache_bytes: int = 0
+    flops_per_s: Annotated[float, Meta(gt=0)]
+    bytes_per_s: Annotated[float, Meta(gt=0)]
+    cache_bytes: Annotated[int, Meta(ge=0)] = 0
     """Data up to this size may be served from cache, where the copy ceiling does not hold."""
 
 
