@@ -8,7 +8,7 @@ import pytest
 
 import attnbench as ab
 from attnbench import frameworks, masks
-from attnbench.dispatch.arrays import device_of, framework_of, to_layout
+from attnbench.dispatch.demand import device_of, framework_of, to_layout
 from attnbench.errors import InvalidWorkload
 from attnbench.impls._arguments import dtype_name, workload_of
 from attnbench.spec import Workload
