@@ -1,4 +1,4 @@
-"""NumPy as a framework: eager, on the CPU, gradients only where a call brings its own `vjp`."""
+"""NumPy as a framework: eager, on the CPU, gradients only if a call brings its own `vjp`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from attnbench.errors import UnknownName, Unsupported
 from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Setting, WallClock, unseen
 from attnbench.frameworks.host_memory import host_memory, large_blocks
 from attnbench.masks import Namespace
+from attnbench.processes import mapped_files
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 
 BLAS_COUNTERS = (
@@ -36,7 +37,7 @@ THREADS = "remove that call and pass --threads, which holds for all that are mea
 
 
 def cpu_name() -> str:
-    """Model name of the processor."""
+    """Return the model name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -47,7 +48,7 @@ def cpu_name() -> str:
 
 
 def cpu_facts() -> dict[str, Any]:
-    """The fields of Environment that every CPU framework fills alike."""
+    """Return the fields of Environment that every framework on a CPU fills alike."""
     memory = host_memory()
     return {
         "cpu": cpu_name(),
@@ -60,20 +61,19 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def _openmp_threads() -> int:
-    """What OMP_NUM_THREADS says of the outermost level ("4,2" has two); 0 where it says nothing that counts."""
+    """Return the threads that OMP_NUM_THREADS sets for the outermost level ("4,2" has two levels); 0 if it sets
+    none."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
 
 @cache
 def _blas_counters() -> tuple[Callable[[], int], ...]:
-    """Return the functions that tell how many threads the BLAS libraries in this process use; Linux only."""
-    paths: set[str] = set()
-    with suppress(OSError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        paths = {line.split(maxsplit=5)[5] for line in lines if re.search(r"/[^/]*(openblas|mkl_rt)[^/]*\.so", line)}
+    """Return the functions that count the threads of the BLAS libraries in this process; none but on Linux."""
     found: list[Callable[[], int]] = []
-    for path in sorted(paths):
+    for path in mapped_files():
+        if not re.search(r"/[^/]*(openblas|mkl_rt)[^/]*\.so[^/]*$", path):
+            continue
         with suppress(OSError):
             library = ctypes.CDLL(path)
             name = next((one for one in BLAS_COUNTERS if hasattr(library, one)), None)
@@ -83,7 +83,7 @@ def _blas_counters() -> tuple[Callable[[], int], ...]:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Versions of the distributions that are installed."""
+    """Return the versions of the distributions that are installed."""
     found = {}
     for name in names:
         try:
@@ -94,7 +94,7 @@ def versions(*names: str) -> dict[str, str]:
 
 
 class NumpyFramework(Framework):
-    """The adapter."""
+    """Adapter of NumPy."""
 
     name = "numpy"
     overwrites = True
