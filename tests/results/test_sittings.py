@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec import structs
 from record_factory import noisy, ok
 
-from attnbench.analyse.summary import closing
 from attnbench.choosing.candidates import Source
 from attnbench.choosing.choose import choose
 from attnbench.results.ratios import paired_ratio
+from attnbench.results.sentences import closing
 from attnbench.results.standings import rank
 
 MORNING, EVENING = "2026-01-01T08:00:00.000000Z", "2026-01-01T20:00:00.000000Z"

@@ -12,13 +12,13 @@ from itertools import groupby, pairwise
 
 from msgspec import Struct, structs
 
-from attnbench.analyse.families import length, tracks
-from attnbench.analyse.from_length import Part, boundary
 from attnbench.choosing.candidates import NOT_ASKED_FOR, Ground, Refusal, Source, check_names, survey
 from attnbench.choosing.pick import pick
 from attnbench.choosing.regret import held_out_of
 from attnbench.measuring.host_limit import host_limit
 from attnbench.policy import Choice, Constraints, Crossing, Entry, Place, Policy, shape_of
+from attnbench.results.by_length import Part, boundary
+from attnbench.results.families import length, tracks
 from attnbench.results.records import label
 from attnbench.results.standings import Standing
 

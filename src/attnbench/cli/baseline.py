@@ -46,7 +46,7 @@ def listing(*, words: Words = "", folder: Folder = None, json: Json = False) -> 
     from rich.markup import escape
 
     from attnbench.cli.output import print_json, stdout_console
-    from attnbench.report.plain import plain_table
+    from attnbench.report.terminal import plain_table
     from attnbench.report.units import duration
 
     rows = [_row(one) for one in _matching(_chosen(folder), words)]
@@ -71,7 +71,7 @@ def show(
 ) -> int:
     """One baseline in full, with its anchors."""
     from attnbench.cli.output import print_json, stdout_console
-    from attnbench.report.detail import print_cell
+    from attnbench.report.terminal import print_cell
 
     one = _only(identity, _chosen(folder))
     if json:

@@ -8,7 +8,7 @@ from attnbench.cli.options import Json
 def doctor(*, json: Json = False) -> int:
     """Device, libraries really loaded, and for every implementation whether it can run here, and why not."""
     from attnbench.cli.output import print_json, stderr_console, stdout_console
-    from attnbench.report.doctor import print_diagnosis
+    from attnbench.report.environment import print_diagnosis
     from attnbench.report.progress import Silent
     from attnbench.run import launch as launcher
 

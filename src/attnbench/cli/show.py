@@ -28,12 +28,11 @@ def show(
     json: Json = False,
 ) -> int:
     """Tables and closing sentence of a run; `--detail` for each cell."""
-    from attnbench.analyse.summary import answer
     from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.cli.session import document
-    from attnbench.report.detail import print_cell
-    from attnbench.report.tables import print_rankings
+    from attnbench.report.terminal import print_cell, print_rankings
     from attnbench.results.run_file import read_run
+    from attnbench.results.sentences import answer
     from attnbench.results.standings import Standings
     from attnbench.results.unreached import tell_unreached
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from attnbench.comparing.history import Change, Excluded, Trend
 from attnbench.comparing.level_changes import LEAST_POINTS, THRESHOLD, detector_missing
 from attnbench.printable import printable, shortened
-from attnbench.report.plain import plain_table
+from attnbench.report.terminal import plain_table
 from attnbench.report.units import significant
 
 BLOCKS = "▁▂▃▄▅▆▇█"
