@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from attnbench.measuring.host_limit import host_limit, notes_of
+from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.results.advice import Recommendation
 from attnbench.results.by_length import crossover
 from attnbench.results.families import Track, tracks

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.measuring.host_limit import HOST_LIMITED, host_limit, notes_of
+from attnbench.measuring.rates import HOST_LIMITED, host_limit, notes_of
 from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.environment import environment_line

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from attnbench.measuring.host_limit import CallTime, call_time, told_host_limit
+from attnbench.measuring.rates import CallTime, call_time, told_host_limit
 from attnbench.results.advice import Figure, Recommendation, listed, ratio_figure, tokens
 from attnbench.results.families import Family, Track, length
 from attnbench.results.growth import stores_scores

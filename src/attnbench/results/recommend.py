@@ -12,7 +12,7 @@ from math import exp, log
 
 from msgspec import structs
 
-from attnbench.measuring.host_limit import told_host_limit
+from attnbench.measuring.rates import told_host_limit
 from attnbench.results.advice import Figure, Kind, Pick, Recommendation, listed, ratio_figure, workloads
 from attnbench.results.by_length import flash_of, launch_bound_of, threshold_of
 from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, tracks, tracks_of

@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.measuring.host_limit import HOST_LIMITED, notes_of, told_host_limit
+from attnbench.measuring.rates import HOST_LIMITED, notes_of, told_host_limit
 from attnbench.printable import shortened
 from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, TOO_WIDE, Ratio, paired_ratio
 from attnbench.results.records import (

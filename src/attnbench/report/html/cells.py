@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from attnbench.measuring.host_limit import host_limit, notes_of
+from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.report.html.layout import WinnerMap, lay_out, set_beside
 from attnbench.report.html.sections import Section, ShapeNames, kind_words, length_text, name_shapes
 from attnbench.results.records import baseline, exact, framework_of, is_timed, label

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnbench.comparing.gate_markdown import LIMIT, clean
-from attnbench.measuring.host_limit import HOST_LIMITED
+from attnbench.measuring.rates import HOST_LIMITED
 from attnbench.report.html.cells import Cell, winner_rows
 from attnbench.report.html.derived import not_run
 from attnbench.report.html.page import Page, Part
