@@ -21,10 +21,10 @@ from attnbench.kernels.block_sparse.gate import BlockGate
 from attnbench.kernels.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.masks import MaskShape, causal, full
+from attnbench.masks.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 from attnbench.masks.cuts import block_layout
 from attnbench.nn.sparse_options import check_common, check_share, checked_pool, checked_seed, refuse_unused
 from attnbench.tracing import outside_graphs
-from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 
 MOST_SIZES = 16
 """Sizes of which a module keeps its tables, those used last: lengths that keep changing would fill the device."""

@@ -12,9 +12,9 @@ import torch
 from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.masks import Blocks, MaskShape
+from attnbench.masks.block_patterns import BLOCK_SIZE, PATTERNS, block_pattern, check_sparsity
 from attnbench.nn.ring import Layout, RingDilatedAttention, RingMultiheadDilatedAttention
 from attnbench.nn.sparse_options import checked_seed
-from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, block_pattern, check_sparsity
 
 
 class BlockSparseRingDilatedAttention(RingDilatedAttention):
