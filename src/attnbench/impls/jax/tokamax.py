@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnbench.frameworks.jax_plain import rows_that_see, zero_blind_rows
+from attnbench.frameworks.jax.plain import rows_that_see, zero_blind_rows
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._libraries import import_beside_torch
