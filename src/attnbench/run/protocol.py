@@ -205,7 +205,7 @@ class Sampled(Struct, tag="sampled"):
 
 
 class BlockTaken(Struct, tag="block_taken"):
-    """One arm's turn in a comparison."""
+    """One side's turn in a comparison."""
 
     block: Block
     began_ns: int = 0
