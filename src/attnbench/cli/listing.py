@@ -61,8 +61,8 @@ def _describe(name: str) -> dict[str, Any]:
         found = registry.get(name)
     except UsageError as error:
         return row | {"approximate": None, "what": str(error)}
-    doc = type(found).__doc__ or sys.modules[type(found).__module__].__doc__ or ""
-    what = doc.strip().partition("\n")[0] + (" (by name only)" if found.by_name_only else "")
+    doc = found.description or type(found).__doc__ or sys.modules[type(found).__module__].__doc__ or ""
+    what = " ".join(doc.strip().partition("\n\n")[0].split()) + (" (by name only)" if found.by_name_only else "")
     return row | {"approximate": found.approximate, "what": what}
 
 

@@ -100,7 +100,7 @@ def _fields(w: Workload) -> dict[str, Any]:
 
 
 def _grid(axes: dict[str, Any]) -> list[Workload]:
-    from attnbench.workloads.grid import grid
+    from attnbench.workloads.suite_file import grid
 
     return grid(**axes)
 

@@ -15,7 +15,7 @@ from attnbench.impls.torch._compile import CompiledCall
 from attnbench.kernels.block_sparse.gathered import block_tables, needs_blocks
 from attnbench.kernels.block_sparse.tiles import beyond_the_kernels, candidates, read_config
 from attnbench.kernels.block_sparse.triton_interpreter import interpreted, mend
-from attnbench.masks.block_layout import split_blocks
+from attnbench.masks.cuts import split_blocks
 from attnbench.spec import Call, Config, Environment, Implementation, Partial, Workload
 
 

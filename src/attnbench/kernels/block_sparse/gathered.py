@@ -12,7 +12,7 @@ from attnbench.frameworks.torch_plain import once_per_device
 from attnbench.impls.conditions import first_reason, needs_device, needs_equal_dims, needs_no_softcap
 from attnbench.kernels.block_sparse import cpu
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
-from attnbench.masks.block_layout import block_layout, split_blocks
+from attnbench.masks.cuts import block_layout, split_blocks
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 

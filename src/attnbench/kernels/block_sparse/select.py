@@ -16,7 +16,7 @@ import torch
 from attnbench.errors import UsageError
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.masks import Mask, MaskShape, blocks
-from attnbench.masks.block_layout import block_layout
+from attnbench.masks.cuts import block_layout
 from attnbench.workloads.block_patterns import ROUNDING
 
 POOL = 8

@@ -6,8 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnbench import masks
-from attnbench.impls.partial.torch_choice import choose
-from attnbench.impls.partial.torch_rules import Rules, current
+from attnbench.impls.partial.torch_choice import Rules, choose, current
 from attnbench.spec import Partial, Workload
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnbench.impls.partial.torch_rules import Rules, current
+from attnbench.impls.partial.torch_choice import Rules, current
 from attnbench.kernels.dilated.pieces import Piece, pieces
 from attnbench.kernels.dilated.task import Task
 from attnbench.kernels.dilated.torch_fused import Fused, is_fused

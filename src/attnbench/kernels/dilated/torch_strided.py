@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnbench.impls.partial.torch_merge import merge_
+from attnbench.impls.partial.torch_passes import merge_
 from attnbench.kernels.dilated.torch_plan import Plan, plan_of
 from attnbench.kernels.dilated.torch_views import dense_strides, keys_of, nothing_merged, queries_of, rows_of
 

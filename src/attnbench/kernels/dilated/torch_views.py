@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnbench.impls.partial.torch_merge import nothing_yet
+from attnbench.impls.partial.torch_passes import nothing_yet
 from attnbench.kernels.dilated.pieces import Piece
 
 if TYPE_CHECKING:

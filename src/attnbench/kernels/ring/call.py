@@ -129,7 +129,7 @@ class _Kept:
 def _autograd_function() -> Any:
     import torch
 
-    from attnbench.impls.partial.torch_once import once
+    from attnbench.impls.partial.torch_autograd import once
 
     class OverRanks(torch.autograd.Function):
         """Both passes are computed by the ranks."""

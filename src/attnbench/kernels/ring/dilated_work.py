@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnbench.impls.partial.torch_merge import merge_
+from attnbench.impls.partial.torch_passes import merge_
 from attnbench.kernels.ring import layouts
 from attnbench.kernels.ring.dilated_plan import Call, calls
 from attnbench.kernels.ring.kernels import Kernels

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from attnbench.impls.partial.torch_merge import NEGATIVE_INFINITY, nothing_yet
+from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, nothing_yet
 from attnbench.kernels.ring.schedule import Problem
 from attnbench.kernels.ring.spans import Spans, Untimed
 from attnbench.kernels.ring.transport import Arrival, Pair, Transport

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_dtype
-from attnbench.impls.partial.jax_blocks import Rule
+from attnbench.impls.partial.jax_passes import Rule
 from attnbench.kernels.ring.jax_movement import AXIS, Gather, Travel
 from attnbench.kernels.ring.layouts import check_layout
 from attnbench.kernels.ring.settings import BY_NAME_ONLY, needs_dense_mask, problem_of

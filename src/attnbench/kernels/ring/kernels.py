@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from attnbench.impls.partial.torch_choice import choose
-from attnbench.impls.partial.torch_rules import current
+from attnbench.impls.partial.torch_choice import choose, current
 from attnbench.kernels.ring.tiles import Tile
 from attnbench.masks import Causal, Full
 from attnbench.spec import Partial, Workload

@@ -17,7 +17,7 @@ def autograd_function() -> Any:
     """`apply(q, k, v, engine, group, with_lse) -> (out, lse)`; the LSE has a gradient where it was asked for."""
     import torch
 
-    from attnbench.impls.partial.torch_once import once
+    from attnbench.impls.partial.torch_autograd import once
 
     class Ring(torch.autograd.Function):
         """Forward sends K and V round, backward sends them again with the sums of their gradients."""

@@ -94,7 +94,7 @@ def _places(problem: Problem, side: str, rank: int, device: torch.device) -> tor
 def _autograd_function() -> Any:
     import torch
 
-    from attnbench.impls.partial.torch_once import once
+    from attnbench.impls.partial.torch_autograd import once
 
     class InTurn(torch.autograd.Function):
         """The ranks' parts of both passes, one rank after the other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from attnbench.impls.partial.torch_merge import merge_
+from attnbench.impls.partial.torch_passes import merge_
 from attnbench.kernels.ring.kernels import Kernels
 from attnbench.kernels.ring.schedule import Problem, Step, schedule
 from attnbench.kernels.ring.tiles import Tile

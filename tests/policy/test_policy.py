@@ -286,16 +286,16 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("content", "why"),
         [
-            ("", "no policy file"),
-            ("{", "no policy file"),
+            ("", "not a policy file"),
+            ("{", "not a policy file"),
             ("[1]", "does not say"),
             ('{"line": "header"}', "does not say"),
-            ("[" * 100_000, "no policy file"),
+            ("[" * 100_000, "not a policy file"),
             ('{"kind": "policy", "schema": 2}', "newer attnbench"),
             ('{"kind": "policy", "schema": "x"}', "Expected `int`"),
             ('{"kind": "policy", "places": [{"device": "cpu"}]}', "device_name"),
             ('{"kind": "policy", "place": []}', "unknown field `place`"),
-            ("\udcff", "no policy file"),
+            ("\udcff", "not a policy file"),
         ],
         ids=["empty", "torn", "list", "run file", "deep", "newer", "no number", "no name", "misspelt", "bytes"],
     )
@@ -480,7 +480,7 @@ class TestPackaged:
     )
     def test_they_are_what_the_published_runs_say(self, name: str, runs: list[str]):
         """`make policies` writes them anew."""
-        results = Path(__file__).parents[1] / "results"
+        results = Path(__file__).parents[2] / "results"
         paths = [path for some in runs for path in sorted(results.glob(some))]
         sources = read_sources([str(path) for path in paths])
         chosen = choose_from(sources, Constraints(forbid=("torch.compiled",))).policy
