@@ -18,7 +18,7 @@ from attnbench.errors import UsageError
 from attnbench.printable import printable
 from attnbench.run import git
 from attnbench.run.git import ask, last_line
-from attnbench.run.scratch import PREFIX, owned, remove_if_abandoned, scratch
+from attnbench.run.machine import PREFIX, owned, remove_if_abandoned, scratch
 
 WORKING_TREE = (".", "WORKTREE")
 """Names of the working tree as it is, with everything that is not committed."""

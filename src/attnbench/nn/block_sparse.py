@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
+from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.impls._arguments import check_causal, check_scale, check_tensors, check_whole, dtype_name, number
 from attnbench.kernels.block_sparse import gate as heads_first
 from attnbench.kernels.block_sparse.attend import attend

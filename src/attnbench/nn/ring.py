@@ -15,7 +15,7 @@ import torch
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.frameworks.torch_autocast import under_autocast
+from attnbench.frameworks.torch.internals import under_autocast
 from attnbench.impls._arguments import check_tensors
 from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
 from attnbench.kernels.ring.function import check_kernel, key_lengths, ring_attention, shape_of
