@@ -368,7 +368,7 @@ def test_one_that_cannot_say_what_it_supports_is_refused(lab, trap):
 
 def test_two_names_for_one_function_are_not_ranked_apart(lab, trap, causal):
     """In one of six runs at least: a busy machine sets two equals apart now and then, a bias always. How often chance
-    alone does is pinned on samples made by hand, in tests/analyse/test_ranking.py."""
+    alone does is pinned on samples made by hand, in tests/results/test_standings.py."""
     workloads = lengths(causal, 24, 32)
     closings = []
     for seed in range(6):
