@@ -16,8 +16,8 @@ from ranks_of_torchrun import told_by_ranks
 import attnbench as ab
 from attnbench import masks
 from attnbench.errors import InvalidWorkload, UsageError
-from attnbench.kernels.ring import layouts
-from attnbench.kernels.ring.dilated_plan import calls
+from attnbench.kernels.ring import schedule
+from attnbench.kernels.ring.dilated_work import calls
 from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
@@ -37,7 +37,7 @@ def problems(draw):
     sizes = draw(st.integers(1, 40)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     blocks = draw(st.none() | st.integers(1, 12))
     limit = draw(st.none() | st.integers(0, sizes[0]))
-    return branches, sizes, draw(st.sampled_from(layouts.LAYOUTS)), draw(st.booleans()), blocks, limit
+    return branches, sizes, draw(st.sampled_from(schedule.LAYOUTS)), draw(st.booleans()), blocks, limit
 
 
 @given(problems())
@@ -56,9 +56,9 @@ def test_all_ranks_together_compute_each_pair_as_often_as_it_meets(problem):
         want = want * kept.repeat(size, 1).repeat(size, 2)[:, :tokens, :tokens]
     want[:, :, tokens if limit is None else limit :] = 0
     found = np.zeros_like(want)
-    held = [layouts.runs(layout, tokens, world, rank) for rank in range(world)]
-    seen = held if limit is None else [layouts.before(runs, limit) for runs in held]
-    places = [layouts.positions(layout, tokens, world, rank) for rank in range(world)]
+    held = [schedule.runs(layout, tokens, world, rank) for rank in range(world)]
+    seen = held if limit is None else [schedule.before(runs, limit) for runs in held]
+    places = [schedule.positions(layout, tokens, world, rank) for rank in range(world)]
     for rank in range(world):
         for source in range(world):
             for call in calls(pattern, heads, held[rank], seen[source], causal, blocks):

@@ -16,11 +16,18 @@ from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.impls._arguments import check_tensors
 from attnbench.impls._arrays import dtype_name
-from attnbench.kernels.block_sparse.attend import attend
-from attnbench.kernels.block_sparse.content import estimate
-from attnbench.kernels.block_sparse.gate import BlockGate
-from attnbench.kernels.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
+from attnbench.kernels.block_sparse.selection import (
+    POOL,
+    BlockGate,
+    Choice,
+    by_threshold,
+    calibrated,
+    choice,
+    estimate,
+    within_budget,
+)
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
+from attnbench.kernels.block_sparse.torch_impls import attend
 from attnbench.masks import MaskShape, causal, full
 from attnbench.masks.block_layout import block_layout
 from attnbench.nn.sparse_options import check_common, check_share, checked_pool, checked_seed, refuse_unused

@@ -19,8 +19,7 @@ from attnbench.errors import UsageError
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.impls._arguments import check_causal, check_mix_grad, check_scale, check_tensors
 from attnbench.impls._arrays import workload_of
-from attnbench.kernels.dilated.conditions import problem_of
-from attnbench.kernels.dilated.task import Task
+from attnbench.kernels.dilated.pieces import Task, problem_of
 from attnbench.kernels.dilated.torch_function import dilated
 from attnbench.tracing import outside_graphs
 

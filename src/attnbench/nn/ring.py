@@ -15,7 +15,7 @@ from attnbench.frameworks.torch_autocast import under_autocast
 from attnbench.impls._arguments import check_tensors
 from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
 from attnbench.kernels.ring.function import check_kernel, key_lengths, ring_attention, shape_of
-from attnbench.kernels.ring.layouts import check_layout, positions
+from attnbench.kernels.ring.schedule import check_layout, positions
 from attnbench.masks import Blocks
 from attnbench.nn.dilated import DilatedAttention, Lengths
 from attnbench.nn.multihead import MultiheadDilatedAttention

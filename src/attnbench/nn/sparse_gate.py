@@ -13,8 +13,8 @@ import torch
 
 from attnbench.errors import InvalidWorkload, UsageError
 from attnbench.impls._arguments import check_whole
-from attnbench.kernels.block_sparse import gate as heads_first
-from attnbench.kernels.block_sparse.gate import LEARNING_RATE, BlockGate
+from attnbench.kernels.block_sparse import selection
+from attnbench.kernels.block_sparse.selection import LEARNING_RATE, BlockGate
 from attnbench.masks import Mask
 
 __all__ = ["BlockGate", "train_gate"]
@@ -38,7 +38,7 @@ def train_gate(
     check_whole("steps", steps, 1)
     check_whole("block_size", block_size, 1)
     turned = [_turned(gate, q, k) for q, k in examples]
-    return heads_first.train_gate(gate, turned, mask, block_size, steps=steps, learning_rate=learning_rate)
+    return selection.train_gate(gate, turned, mask, block_size, steps=steps, learning_rate=learning_rate)
 
 
 def _turned(gate: BlockGate, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,8 +7,7 @@ from typing import Any
 
 from attnbench.errors import UsageError
 from attnbench.impls._arguments import check_causal, check_scale, check_whole, number
-from attnbench.kernels.block_sparse.gate import BlockGate
-from attnbench.kernels.block_sparse.select import POOL
+from attnbench.kernels.block_sparse.selection import POOL, BlockGate
 
 
 def check_common(block_size: Any, causal: Any, scale: Any) -> None:

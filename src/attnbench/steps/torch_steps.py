@@ -10,7 +10,7 @@ import msgspec
 from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_no_softcap
-from attnbench.kernels.dilated.conditions import needs_dilated, problem_of
+from attnbench.kernels.dilated.pieces import needs_dilated, problem_of
 from attnbench.masks.block_layout import split_blocks
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps.base import StepImplementation
