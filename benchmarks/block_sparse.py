@@ -27,7 +27,7 @@ from attnbench import registry
 from attnbench.frameworks import Inputs, Programs
 from attnbench.frameworks.torch import FRAMEWORK
 from attnbench.masks import MaskShape
-from attnbench.masks.block_layout import block_layout
+from attnbench.masks.cuts import block_layout
 from attnbench.run.instructions import isa_cap
 from attnbench.spec import Config, Workload
 from attnbench.workloads.block_patterns import sparse_mask

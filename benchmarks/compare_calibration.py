@@ -21,8 +21,8 @@ from typing import Any
 from calibrating import beside, decided, keep, read
 from scipy import stats
 
-from attnbench.comparing.calibration import PACKAGED
 from attnbench.comparing.compare import compare
+from attnbench.comparing.text import CALIBRATION
 from attnbench.spec import Ok, Workload
 
 CONDITIONS, EFFECTS = ("idle", "busy"), ("same", "+5 %")
@@ -107,7 +107,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("stopped; the next call goes on", flush=True)
     text = json.dumps(summary(read(options.out)), indent=1) + "\n"
-    for path in (options.out.with_suffix(".summary.json"), PACKAGED):
+    for path in (options.out.with_suffix(".summary.json"), CALIBRATION):
         path.write_text(text)
     print(text)
 

@@ -27,7 +27,7 @@ from attnbench.kernels.ring.settings import problem_of
 from attnbench.run.instructions import isa_cap
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.spec import Ok, Record, Workload
-from attnbench.workloads.grid import grid
+from attnbench.workloads.suite_file import grid
 
 MEASURED, MODELLED = (1, 2, 4), (8, 16, 32, 64)
 LEAST_S, MOST_CALLS = 0.2, 50
@@ -70,7 +70,7 @@ def tile_clock(workload: Workload, device: str) -> Callable[[Tile], tuple[float,
     import torch
 
     from attnbench.frameworks.torch_profile import synchronize
-    from attnbench.impls.partial.torch_merge import merge_, nothing_yet
+    from attnbench.impls.partial.torch_passes import merge_, nothing_yet
     from attnbench.kernels.ring.work import Kernels
 
     torch.set_num_threads(1)  # as a rank has when there are as many as cores

@@ -20,8 +20,7 @@ from attnbench.cli import execute
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.policy import load_policy, stack
 from attnbench.results.run_file import RunWriter, new_header
-from attnbench.workloads.grid import grid
-from attnbench.workloads.suite_file import read_suite
+from attnbench.workloads.suite_file import grid, read_suite
 
 OURS = (0, 1, 2, 3, 4, 5)
 RUN, POLICY, SUITE, THRESHOLDS, SETTINGS = "run.jsonl", "policy.json", "suite.toml", "floors.toml", "attnbench.toml"

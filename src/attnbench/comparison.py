@@ -12,9 +12,6 @@ Verdict = Literal["faster", "slower", "same", "inconclusive"]
 """Of b, the second arm."""
 FLOOR = 0.01
 """A difference below this is nobody's fault: memory layout and order of start alone make as much."""
-LARGEST_SAME = 0.05
-"""`same` needs the whole interval within this of 1."""
-WIDEST_SAME = 0.06
 LOOKS = (6, 10, 16, 24)
 """After so many launches the evidence is looked at; the risk of a false alarm is split over the looks."""
 ALPHA = 0.01

@@ -29,7 +29,7 @@ PREFIX = "ATTNBENCH_"
 FILE_RELATIVE = ("runs_dir", "baselines_dir", "thresholds", "policy")
 """Paths that a settings file gives relative to itself."""
 SEPARATORS = {"implementations": None, "pythonpath": os.pathsep}
-"""Of the settings that are lists, between the words of a variable; None for spaces."""
+"""Separator between the words of a variable, for each setting that is a list; None for spaces."""
 
 LARGEST_SEED = 1 << 62
 MOST_THREADS = 1 << 16
@@ -38,10 +38,10 @@ OnMiss = Literal["warn", "error", "quiet"]
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """What a user may want to set once for a project or a machine."""
+    """Settings that a user may want to make once for a project or a machine."""
 
     runs_dir: str = "runs"
-    """Where run files go; in a file, relative to that file."""
+    """Folder of run files; in a file, relative to that file."""
     device: str | None = None
     """cpu, cuda, ...; None takes the best that each framework has."""
     framework: str | None = None
@@ -53,9 +53,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     timeout_s: float = 300.0
     """Seconds after which a cell is given up."""
     seed: int | None = None
-    """Of the order of cells and of the inputs; drawn anew when not given."""
+    """Seed of the order of cells and of the inputs; drawn anew if not given."""
     implementations: tuple[str, ...] = ()
-    """What a gate measures: names or module:function references of the package under test; none for all installed."""
+    """Implementations that a gate measures: names or module:function references; none for all installed."""
     build: str | None = None
     """Shell command run inside the worktree of each git ref before it is measured; from a file of the repository."""
     pythonpath: tuple[str, ...] = ()
@@ -63,11 +63,11 @@ class Settings(Struct, frozen=True, kw_only=True):
     thresholds: str | None = None
     """TOML file of floors per case; in a file, relative to that file."""
     baselines_dir: str = "baselines"
-    """Where baselines are kept; in a file, relative to that file."""
+    """Folder of baselines; in a file, relative to that file."""
     policy: str | None = None
     """Policy file that `attention` asks before those that come with attnbench; in a file, relative to that file."""
     on_miss: OnMiss = "warn"
-    """What `attention` does where no policy was measured: warn (once a class of problems), error, or quiet."""
+    """Action of `attention` if no measured policy covers a call: warn (once a class of problems), error, or quiet."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "budget_s", "timeout_s"):
@@ -86,7 +86,7 @@ NAMES = Settings.__struct_fields__
 def load_settings(
     overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Settings:
-    """The settings in force; an override that is None was not given."""
+    """Return the settings in force; an override that is None was not given."""
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     from_file = _file_settings((cwd or Path.cwd()).resolve())
     from_environment = _environment_settings(os.environ if environ is None else environ)
@@ -97,7 +97,7 @@ def load_settings(
 
 
 def _converted(values: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
-    """Values of the right types; a UsageError that says where the wrong one stands."""
+    """Convert values to their types; a UsageError says where a wrong one stands."""
     converted: dict[str, Any] = {}
     for name, value in values.items():
         try:
@@ -124,7 +124,7 @@ def _unknown(name: str, what: str) -> str:
 
 
 def _environment_settings(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Variables that name a setting. Others under the prefix are not ours to judge, unless they look misspelt."""
+    """Return the settings that variables name; refuse a variable with our prefix if its name looks misspelt."""
     found = {key.removeprefix(PREFIX).lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
     for name in found:
         near = get_close_matches(name, NAMES, n=1, cutoff=0.8)
@@ -158,7 +158,7 @@ def _home() -> Path | None:
 
 
 def _is_trusted(path: Path, root: Path | None) -> bool:
-    """Whether a file belongs to this user, to root, or to the owner of its repository, whom git asks about itself."""
+    """Return whether a file belongs to this user, to root, or to the owner of its repository."""
     if not hasattr(os, "getuid"):
         return True
     trusted = {os.getuid(), 0} | (set() if root is None else {(root / ".git").stat().st_uid})
@@ -174,7 +174,7 @@ def _warn_once(text: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The settings in one file; None for a pyproject.toml that has no table of ours."""
+    """Read the settings of one file; None for a pyproject.toml that has no table of ours."""
     table, text = read_toml(path)
     header = None
     if path.name == "pyproject.toml":

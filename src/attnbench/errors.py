@@ -28,11 +28,11 @@ class UsageError(AttnBenchError):
 
 
 SHORT_LIST = 8
-"""So many names are told even where one of them is near."""
+"""Number of known names up to which an error lists them all, even if one of them is near."""
 
 
 class UnknownName(UsageError):
-    """A name nobody registered; `see` is the command that lists those there are, none where they are told at once."""
+    """A name nobody registered; `see` is the command that lists the known ones, empty if the message lists them."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], see: str) -> None:
         known = list(known)
@@ -61,8 +61,8 @@ class Unsupported(AttnBenchError, NotImplementedError):
 
 
 class PolicyMiss(AttnBenchError):
-    """No measured policy speaks for a call, and the setting on_miss asks for an error there."""
+    """No measured policy covers a call, and the setting on_miss asks for an error."""
 
 
 class PolicyWarning(UserWarning):
-    """No measured policy speaks for a call, or one that was asked for does not hold here."""
+    """No measured policy covers a call, or one that was asked for does not hold here."""

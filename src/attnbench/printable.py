@@ -16,7 +16,7 @@ COMMANDS = (
     "add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|notice|remove-matcher|save-state|set-env|set-output|"
     "stop-commands|warning"
 )
-"""What GitHub obeys. A long line may be folded anywhere, so these are broken up within words too."""
+"""Commands that GitHub obeys. A long line may be folded anywhere, so these are broken up within words too."""
 COMMAND = re.compile(rf"(?<!\S)::|::(?=(?:{COMMANDS})\b)|##(?=\w*\\*\[)", re.IGNORECASE)
 UNSEEN = re.compile(r"[^\x20-\x7e\n]")
 

@@ -1,4 +1,4 @@
-"""Files that others made: what is wrong with their bytes is told by one kind of error, and none is read without limit.
+"""Read files that others made: one kind of error says what is wrong with them, and none is read without limit.
 
 JSON that cannot be decoded for any reason (no UTF-8, nested too deeply, an integer that no column holds) is a
 `msgspec.DecodeError`, of which each reader makes a `BrokenFile` that names the file and the line.

@@ -20,13 +20,14 @@ _registered: dict[str, Implementation] = {}
 _generation = 0
 
 HERE = "this process"
-"""Where an implementation comes from that no package brings."""
+"""Origin of implementations that no package brings."""
 OURS = "attnbench"
-"""Where our own implementations come from."""
+"""Origin of our own implementations."""
 
 
 def is_reference(what: Any) -> bool:
-    """Whether it points into a file or module (`file.py:function`, `package.module:function`), not the registry."""
+    """Return whether a text points into a file or module (`file.py:function`, `package.module:function`), not the
+    registry."""
     return isinstance(what, str) and ":" in what
 
 
@@ -36,7 +37,7 @@ def _entry_points() -> dict[str, Any]:
 
 
 def register(implementation: Implementation) -> Implementation:
-    """Add one by hand, for this process; returns it, so that it can decorate an instance's creation."""
+    """Add an implementation for this process, and return it, so that the call can wrap its creation."""
     if not isinstance(implementation, Implementation):
         raise UsageError(f"register takes an attnbench Implementation, not {type(implementation).__name__}.")
     global _generation
@@ -46,13 +47,13 @@ def register(implementation: Implementation) -> Implementation:
 
 
 def generation() -> int:
-    """Grows with every registration: what was built from a name before may be stale."""
+    """Return a number that grows with every registration: whatever was built from a name before may be outdated."""
     return _generation
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Forget at the end what was registered meanwhile: a function of one call is no implementation of this process."""
+    """Forget at the end of the block whatever was registered inside."""
     global _generation
     before = dict(_registered)
     try:
@@ -64,12 +65,12 @@ def restored() -> Iterator[None]:
 
 
 def names() -> list[str]:
-    """All known names, sorted; nothing is imported."""
+    """Return all known names, sorted; nothing is imported."""
     return sorted({*_entry_points(), *_registered})
 
 
 def get(name: str) -> Implementation:
-    """The implementation of that name."""
+    """Return the implementation with that name."""
     if name in _registered:
         return _registered[name]
     point = _entry_points().get(name)
@@ -85,7 +86,7 @@ def get(name: str) -> Implementation:
 
 
 def asked(text: str) -> tuple[str, dict[str, int | float | str | bool]]:
-    """`torch.ring[world=4,layout=striped]` -> the name and its settings, checked against what it offers."""
+    """Return the name and the checked settings of a text such as `torch.ring[world=4,layout=striped]`."""
     if not isinstance(text, str):
         raise UsageError(f'an implementation is asked for by its name, such as "torch.sdpa", not by {text!r}.')
     name, bracket, rest = text.partition("[")
@@ -104,7 +105,7 @@ def asked(text: str) -> tuple[str, dict[str, int | float | str | bool]]:
 
 
 def configured(name: str, config: Config) -> Implementation:
-    """The implementation with settings from a file; raises for those that it does not have or take."""
+    """Return the implementation with settings from a file; raise if the implementation does not have or accept them."""
     for key in config:
         _check_setting(name, key)
     return get(name).configured(config)
@@ -125,7 +126,8 @@ def _converted(name: str, key: str, value: str, kind: type) -> int | float | str
 
 
 def loadable() -> tuple[list[str], dict[str, str]]:
-    """Names that load, and those that do not with the reason: a third party's mistake costs nobody else's run."""
+    """Return the names that load, and those that do not with the reason: a broken third-party package stops nobody
+    else's run."""
     good, broken = [], {}
     for name in names():
         try:
@@ -136,19 +138,20 @@ def loadable() -> tuple[list[str], dict[str, str]]:
 
 
 def origin(name: str) -> str:
-    """Distribution an implementation comes from; HERE for one that was registered by hand, whatever its name is."""
+    """Return the distribution that brings an implementation; HERE if it was registered by hand, whatever its name
+    is."""
     point = None if name in _registered else _entry_points().get(name)
     return point.dist.name if point is not None and point.dist is not None else HERE
 
 
 def module_of(name: str) -> str:
-    """Module that brings an implementation; empty for one that was registered by hand."""
+    """Return the module that brings an implementation; empty text if it was registered by hand."""
     point = None if name in _registered else _entry_points().get(name)
     return "" if point is None else point.module
 
 
 class Function(Implementation):
-    """A bare function of (q, k, v) in layout bshd: what it computes is judged by the workload's mask and scale."""
+    """A bare function of (q, k, v) in layout bshd, judged by the workload's mask and scale."""
 
     layout = "bshd"
 
@@ -158,16 +161,17 @@ class Function(Implementation):
         self.name = name or getattr(function, "__name__", type(function).__name__)
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """A bare function claims everything; verification decides."""
+        """Return None: a bare function claims every workload, and verification decides."""
         return None
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The function itself."""
+        """Return the function itself."""
         return self.function
 
 
 def resolve(what: str | Callable[..., Any] | Implementation, framework: str = "torch") -> Implementation:
-    """A name, `file.py:function`, `package.module:function`, a function or an Implementation -> Implementation."""
+    """Return the Implementation for a name, `file.py:function`, `package.module:function`, a function or an
+    Implementation."""
     if isinstance(what, Implementation):
         return what
     if isinstance(what, str):
@@ -181,7 +185,7 @@ def resolve(what: str | Callable[..., Any] | Implementation, framework: str = "t
 
 
 def load_reference(reference: str) -> Any:
-    """What `file.py:name` or `package.module:name` stands for."""
+    """Return the object that `file.py:name` or `package.module:name` refers to."""
     where, _, attribute = reference.rpartition(":")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)

@@ -1,6 +1,7 @@
-"""The nouns: Workload (what is asked), Implementation (how), Record (what happened), Environment (where).
+"""The nouns: Workload (the problem), Implementation (a way to compute it), Record (the outcome), Environment (the
+place).
 
-Everything here is frozen data or an interface; no framework is imported and nothing is measured.
+Everything here is frozen data or an interface; this module imports no framework and measures nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ Layout = Literal["bshd", "bhsd"]
 Config = Mapping[str, int | float | str | bool]
 Array = Any
 Call = Callable[[Array, Array, Array], Any]
-"""q, k, v in the implementation's layout -> out (or (out, lse) where that was asked for)."""
+"""Function of q, k, v in the implementation's layout that returns out, or (out, lse) if the LSE was asked for."""
 Partial = tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array, Array]]]
-"""`forward(q, k, v) -> (out, lse)`, `backward(q, k, v, out, lse, dout) -> (dq, dk, dv)`: see Implementation.partial."""
+"""Functions `forward(q, k, v) -> (out, lse)` and `backward(q, k, v, out, lse, dout) -> (dq, dk, dv)`; see
+Implementation.partial."""
 Passes = tuple[Callable[..., tuple[Array, Array]] | None, Callable[..., tuple[Array, Array, Array]] | None]
-"""The two of a Partial apart, either of which may be missing: see Implementation.passes."""
+"""The functions of a Partial, either of which may be missing; see Implementation.passes."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PASSES: tuple[Pass, ...] = ("forward", "backward", "train")
 SIZES = ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim", "v_head_dim")
 INPUTS = ("normal", "sincostan", "structured")
 SAME = -(1 << 62)
-"""Stands for "not given": kv_len as q_len, kv_heads as heads."""
+"""Value that stands for "not given": kv_len as q_len, kv_heads as heads."""
 
 
 class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="attention"):
@@ -55,12 +57,12 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     scale: float | None = None
     softcap: float | None = None
     inputs: str = "normal"
-    """How Q, K and V are drawn: independent normals, the sin/cos/tan ramps of the third founding document, or with the
-    forms that attention has in trained models."""
+    """How Q, K and V are drawn: "normal" (independent normals), "sincostan" (ramps of sines, cosines and tangents) or
+    "structured" (with the patterns that attention has in trained models)."""
     step: str = ""
-    """What the attention is a part of (attnbench.workloads.steps); empty: attention alone."""
+    """Step that the attention is a part of (attnbench.workloads.steps); empty for attention alone."""
     source: str = ""
-    """Where the shape comes from; no part of the identity."""
+    """Origin of the shape; not a part of the identity."""
     tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -78,7 +80,7 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
 
     @property
     def visible_mask(self) -> AnyMask:
-        """The mask, never None (the field allows None only as a spelling of `full()`)."""
+        """The mask, never None (the field accepts None as a spelling of `full()`)."""
         assert self.mask is not None
         return self.mask
 
@@ -90,7 +92,7 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
 
     @property
     def mask_shape(self) -> MaskShape:
-        """The four sizes a mask is evaluated over."""
+        """The four sizes over which the mask is evaluated."""
         return MaskShape(self.batch, self.heads, self.q_len, self.kv_len)
 
     @property
@@ -100,17 +102,17 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
 
     @property
     def softmax_scale(self) -> float:
-        """The scale that is applied: the one given, or head_dim ** -0.5."""
+        """The scale that is applied: the given one, or head_dim ** -0.5."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether the backward pass is part of what is asked."""
+        """Whether the workload includes the backward pass."""
         return self.pass_ != "forward"
 
     @property
     def axes(self) -> dict[str, int | str]:
-        """Name -> value of everything that identifies the problem, for tables, charts and grouping."""
+        """Name and value of everything that identifies the problem, for tables, charts and grouping."""
         axes: dict[str, int | str] = {
             "batch": self.batch,
             "q_len": self.q_len,
@@ -127,7 +129,7 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
 
     @property
     def extras(self) -> dict[str, str]:
-        """The axes that most problems leave alone: scale, softcap, inputs and step, where they are not the usual."""
+        """Axes that most problems leave at their defaults: scale, softcap, inputs and step, if they differ."""
         numbers = {"scale": self.scale, "softcap": self.softcap}
         told = {name: repr(float(value)).removesuffix(".0") for name, value in numbers.items() if value is not None}
         told |= {} if self.inputs == "normal" else {"inputs": self.inputs}
@@ -135,7 +137,7 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
 
     @property
     def id(self) -> str:
-        """Stable and readable; the same from live arrays, a suite and a file."""
+        """Stable, readable text; the same from live arrays, a suite and a file."""
         tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}x{self.kv_len}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
         dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
@@ -145,7 +147,7 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
 
     @property
     def title(self) -> str:
-        """One line for people."""
+        """A single line for people."""
         tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
         dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
@@ -196,7 +198,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_size(w: Workload, name: str) -> None:
-    """A whole number of NumPy or the like becomes Python's own."""
+    """Check a size, and store a whole number of NumPy or the like as Python's int."""
     value = getattr(w, name)
     if type(value) is not int:
         with suppress(TypeError):
@@ -214,7 +216,7 @@ def _divisors(n: int) -> list[int]:
 
 
 class Library(Struct, frozen=True, omit_defaults=True):
-    """A shared library or package really loaded, and those of the same name that it hides."""
+    """A shared library or package that was really loaded, and others of the same name that it hides."""
 
     name: str
     version: str
@@ -223,7 +225,7 @@ class Library(Struct, frozen=True, omit_defaults=True):
 
 
 def other_versions(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Packages that both have, in two versions."""
+    """Return the packages that both have in different versions."""
     return sorted(name for name, version in mine.items() if theirs.get(name, version) != version)
 
 
@@ -231,16 +233,16 @@ DIRTY = "+dirty"
 
 
 class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a cell runs. The fields of `hard_key` decide whether two absolute times may be compared at all."""
+    """The machine and software that a cell runs on; `hard_key` decides whether two absolute times may be compared."""
 
     device: str
-    """cpu, cuda, rocm, xpu, mps or tpu."""
+    """Kind of device: cpu, cuda, rocm, xpu, mps or tpu."""
     device_name: str
     framework: str = ""
     devices: int = 1
-    """Of this kind, in one process."""
+    """Number of devices of this kind in one process."""
     memory_bytes: int | None = None
-    """What the device has in all."""
+    """Total memory of the device."""
     free_bytes: int | None = None
     capability: tuple[int, int] | None = None
     cpu: str = ""
@@ -250,25 +252,26 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     system: str = ""
     driver: str = ""
     packages: dict[str, str] = {}
-    """Distribution name -> version, of everything that bears on attention."""
+    """Version of each distribution that affects attention, by name."""
     libraries: tuple[Library, ...] = ()
     clocks: dict[str, float] = {}
-    """Soft facts at the start: clocks in MHz, temperature, power limit, load."""
+    """Facts at the start that may change: clocks in MHz, temperature, power limit, load."""
     variables: dict[str, str] = {}
     """Environment variables that change results."""
     harness: str = ""
-    """Version of attnbench, and of what it calls a time (sampling.ESTIMATOR); empty or without the latter: older."""
+    """Version of attnbench and of its definition of a time (sampling.ESTIMATOR); older records lack the latter or
+    both."""
     commit: str = ""
-    """Of the code that was measured, with `DIRTY` behind it if there were changes that no commit has."""
+    """Commit of the code that was measured, followed by `DIRTY` if there were uncommitted changes."""
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there were changes that its commit does not have."""
+        """Whether the measured code had uncommitted changes."""
         return self.commit.endswith(DIRTY)
 
     @property
     def hard_key(self) -> Mapping[str, object]:
-        """What may not differ between two runs whose times are compared."""
+        """Facts that may not differ between two runs whose times are compared."""
         names = (
             "device",
             "device_name",
@@ -284,7 +287,7 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return {name: getattr(self, name) for name in names} | {"packages": dict(sorted(self.packages.items()))}
 
     def agrees(self, other: Environment) -> bool:
-        """Alike in everything of `hard_key` but packages that only one of them has."""
+        """Return whether `hard_key` agrees, apart from packages that only one of the two environments has."""
         mine, theirs = dict(self.hard_key), dict(other.hard_key)
         del mine["packages"], theirs["packages"]
         return mine == theirs and not other_versions(self.packages, other.packages)
@@ -296,111 +299,126 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Implementation(ABC):
-    """One way to compute attention. A subclass is one small file; see docs in README "Add an implementation"."""
+    """One way to compute attention. A subclass is usually one small file; CONTRIBUTING.md says how to add it."""
 
     name: str
-    """framework.family[-variant]"""
+    """Name of the form framework.family[-variant]."""
+    description: str = ""
+    """One line for `attnbench list implementations`; empty: the first paragraph of the class's docstring."""
     framework: str
-    """numpy, torch or jax."""
+    """Framework of the arrays: numpy, torch or jax."""
     layout: Layout = "bshd"
     approximate: bool = False
-    """Declares an error of its own (`declared_error`, relative Frobenius); never ranked among exact ones."""
+    """Whether results have an error by design (`declared_error`, relative Frobenius); never ranked among exact ones."""
     declared_error: float = 0.0
     declared_recall: float | None = None
-    """Of one that selects what it attends to: the least share of attention mass it finds."""
+    """Least share of attention mass that an implementation finds if it selects the keys it attends to."""
     verify_only: str = ""
-    """Why this one may be checked but not timed (an interpreter, say); empty when it may be timed."""
+    """Reason why the implementation may be checked but not timed (an interpreter, say); empty if it may be timed."""
     by_name_only: str = ""
-    """Why sweeps over everything leave it out, so that it must be asked for by name; empty: they take it."""
+    """Reason why sweeps over all implementations leave this one out unless it is named; empty if they include it."""
     materialises_scores: bool = False
-    """Whether T x S logits are stored, so that the plan can tell what will not fit."""
+    """Whether q_len x kv_len logits are stored, so that the plan can tell what will not fit in memory."""
     step: str = ""
-    """The step it computes (attnbench.steps); empty: attention alone."""
+    """Step that is computed (attnbench.steps); empty for attention alone."""
     process: str = ""
-    """Cells with the same (framework, process) share a worker; a library that poisons its process names its own."""
+    """Name of the worker; cells with the same (framework, process) share it, so a library that affects its whole
+    process names its own."""
     expects: tuple[str, ...] = ()
-    """Regular expressions of operators or kernels, one of which must appear in a profile: proof of the path."""
+    """Regular expressions of operators or kernels, one of which must appear in a profile as proof of the path."""
     forbids: tuple[str, ...] = ()
     """Regular expressions of operators or kernels that mean a silent fall-back."""
     untested: tuple[str, ...] = ()
-    """Device kinds this adapter ought to run on but never has."""
+    """Device kinds that this adapter should run on but was never run on."""
     traceable: bool = False
-    """Whether torch.compile may look into the calls that it builds; else each is one opaque operator to it."""
+    """Whether torch.compile may trace the calls; if not, each call is one opaque operator."""
     any_kv_len: bool = False
     """Whether a call that was built for a full mask computes any number of keys."""
     lse_gradient: bool = False
-    """Whether the LSE of `build_lse` is differentiable as the output is; else asking its gradient is an error."""
+    """Whether the LSE of `build_lse` is differentiable; if not, asking for its gradient is an error."""
     compiles_each_plan: bool = False
-    """Whether every build compiles anew, for seconds: too long for a plan that serves one call."""
+    """Whether every build compiles for seconds, which is too long for a plan that serves one call."""
     not_deterministic: tuple[str, ...] = ()
     """Passes ("forward", "backward") whose results may differ from run to run; `auto` obeys torch's setting."""
     switches: tuple[str, ...] = ()
-    """Backends of torch's SDPA (`torch.backends.cuda.enable_*_sdp`) that it runs; `auto` obeys a user's switch."""
+    """Backends of torch's SDPA (`torch.backends.cuda.enable_*_sdp`) that are run; `auto` obeys the user's switches."""
     tunables: Config = {}
-    """What may be asked for in brackets, `torch.ring[world=4]`, with the defaults."""
+    """Settings that may be given in brackets, `torch.ring[world=4]`, with their defaults."""
     every_config: bool = False
-    """Whether, asked for without settings, a run takes all its configs: none of them is the one that is meant."""
+    """Whether a run without given settings measures all configs, because none of them is a natural default."""
 
     def available(self, environment: Environment) -> str | None:
-        """None when it can run on this machine at all; else why not and what would make it run."""
+        """Return None if the implementation can run on this machine; else why not and what would make it run."""
         del environment
         return None
 
     @abstractmethod
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """None, or the reason this workload cannot be computed exactly as asked. Cheap; imports no framework."""
+        """Return None, or the reason why this workload cannot be computed exactly as asked.
+
+        Must be cheap and import no framework.
+        """
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """Tunables worth trying, the default first."""
+        """Return the settings worth trying, the default first."""
         del workload
         return ({},)
 
     def configs_here(self, workload: Workload, environment: Environment) -> Sequence[Config]:
-        """Those of `configs` that can run in this environment. Cheap; imports no framework."""
+        """Return those of `configs` that can run in this environment. Must be cheap and import no framework."""
         del environment
         return self.configs(workload)
 
     def configured(self, config: Config) -> Implementation:
-        """Itself as set to `config`: another object where settings decide what it supports, stores or is proved by."""
+        """Return the implementation with these settings; a new object if they change what is supported, stored or
+        proved."""
         del config
         return self
 
     def proofs(self, pass_: Pass) -> tuple[tuple[str, ...], ...]:
-        """Sets of patterns, one of each of which must appear in a profile of the pass: proof of the path."""
+        """Return sets of patterns; a profile of the pass must contain one pattern of each set as proof of the path."""
         del pass_
         return (self.expects,) if self.expects else ()
 
     @abstractmethod
     def build(self, workload: Workload, config: Config) -> Call:
-        """Plan and compile; the call is what is timed. It is differentiable unless `supports` refuses gradients."""
+        """Plan, compile if needed, and return the call that is timed.
+
+        The call is differentiable unless `supports` refuses gradients.
+        """
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """A call that returns (out, lse), lse [b, h, q_len] float32 natural log; None when LSE cannot be had."""
+        """Return a call that returns (out, lse), lse [b, h, q_len] in float32 and natural log; None if there is no
+        LSE."""
         del workload, config
         return None
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
-        """(forward, backward) on a part of a larger whole, without autograd; None where it cannot be had.
+        """Return (forward, backward) for a part of a larger whole, without autograd; None if they are not available.
 
         Arrays are bshd whatever `layout` says, and may be strided views; LSE is [b, h, q_len], natural log, float32
         (float64 for float64 inputs); a row that sees no key has output 0 and LSE -inf. The backward's `out` and `lse`
-        may be those of the whole: gradients of parts with the whole's out and lse add up to the whole's gradients.
-        None for a mask with a large bias (attnbench.masks.large_bias): an LSE that holds it holds nothing else.
+        may be those of the whole: gradients of parts with the whole's out and lse add up to the whole's gradients. None
+        for a mask with a large bias (attnbench.masks.large_bias), which would leave no precision in the LSE.
         """
         del workload, config
         return None
 
     def passes(self, workload: Workload, config: Config) -> Passes:
-        """As `partial`, but of this workload alone: `out` and `lse` are its own, and one of the two may be missing."""
+        """Return (forward, backward) like `partial`, but for this workload alone; one of the two may be missing."""
         return self.partial(workload, config) or (None, None)
 
     def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]] | None:
-        """`(q, k, v) -> figures` of what it chose for these inputs: `sparsity`, `work` (see Ok); None: no choice."""
+        """Return a function `(q, k, v) -> figures` of the keys that are selected for these inputs: `sparsity`, `work`
+        (see Ok).
+
+        None for implementations that select nothing.
+        """
         del workload, config
         return None
 
     def apparatus(self, framework: Any, config: Config) -> Any:
-        """The Framework that builds, times and weighs its calls: another one where the work is done elsewhere."""
+        """Return the Framework that builds, times and weighs the calls; another one if the work is done elsewhere."""
         del config
         return framework
 
@@ -409,7 +427,7 @@ class Implementation(ABC):
 
 
 class Cell(Struct, frozen=True, omit_defaults=True):
-    """One implementation on one workload: what a worker is handed."""
+    """One implementation on one workload: the unit that a worker computes."""
 
     implementation: str
     workload: Workload
@@ -417,7 +435,7 @@ class Cell(Struct, frozen=True, omit_defaults=True):
 
     @property
     def id(self) -> str:
-        """Stable over runs, for --resume, --shard and merge."""
+        """Text that is stable over runs, for --resume, --shard and merge."""
         config = ",".join(f"{k}={v}" for k, v in sorted(self.config.items()))
         return (
             f"{self.implementation}[{config}]/{self.workload.id}"
@@ -427,12 +445,12 @@ class Cell(Struct, frozen=True, omit_defaults=True):
 
 
 class Time(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Samples of one steady-state call, in nanoseconds. Nothing is ever dropped."""
+    """Samples of a steady-state call in nanoseconds, without any dropped."""
 
     samples_ns: tuple[float, ...]
     median_ns: float
     ci95_ns: tuple[float, float] | None
-    """Interval of the median over rounds; null when there was only one round."""
+    """Interval of the median over rounds; null if there was only one round."""
     min_ns: float
     max_ns: float
     p50_ns: float
@@ -441,15 +459,18 @@ class Time(Struct, frozen=True, kw_only=True, omit_defaults=True):
     mean_ns: float
     std_ns: float
     outliers: int
-    """Samples outside Tukey's fences: flagged, kept."""
+    """Samples outside Tukey's fences: flagged and kept."""
     clock: str = "wall"
-    """wall, cpu, events, graph or kernel."""
+    """Clock that was read: wall, cpu, events, graph or kernel."""
     calls_per_sample: int = 1
     rounds: tuple[int, ...] = ()
-    """Samples taken in each interleaving round, so that neighbours can be paired."""
+    """Number of samples in each interleaving round, so that neighbours can be paired."""
     sitting: str = ""
-    """When the cells of its workload began to take turns; behind a `+` which turn of its own, where it had one. Times
-    of two sittings are not compared, and rounds are paired only where all of this agrees."""
+    """Start of the session in which the cells of the workload took turns, and behind a `+` the turn if the cell had its
+    own.
+
+    Times of different sittings are not compared, and rounds are paired only if this field is equal.
+    """
 
 
 class Memory(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -457,9 +478,9 @@ class Memory(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     peak_bytes: int | None
     reason: str | None = None
-    """Why peak_bytes is null."""
+    """Reason why peak_bytes is null."""
     theory_bytes: int = 0
-    """Output, gradients and, where the implementation stores them, the scores."""
+    """Bytes of the output, the gradients and, if the implementation stores them, the scores."""
     scores_bytes: int = 0
     kv_cache_bytes: int = 0
     reserved_bytes: int | None = None
@@ -468,21 +489,21 @@ class Memory(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Cost(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the workload demands and how fast it was met; rates are null before timing."""
+    """Operations and bytes that the workload needs, and the rates that were reached; rates are null before timing."""
 
     flops: int
     bytes: int
     tflops: float | None = None
     gb_per_s: float | None = None
     roofline: float | None = None
-    """Share of the measured ceiling that binds (compute or memory)."""
+    """Share of the binding measured ceiling (compute or memory)."""
     bound: str = ""
     reason: str | None = None
-    """Why roofline is null."""
+    """Reason why roofline is null."""
 
 
 class Throughput(Struct, frozen=True, kw_only=True):
-    """The same time as rates."""
+    """The measured time as rates."""
 
     tokens_per_s: float
     calls_per_s: float
@@ -490,10 +511,10 @@ class Throughput(Struct, frozen=True, kw_only=True):
 
 
 class Errors(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Relative Frobenius errors against float64, what was allowed, and what else the checks saw."""
+    """Relative Frobenius errors against float64, the errors that are allowed, and the results of the other checks."""
 
     forward: float | None = None
-    """Null where the pass returns no output (backward alone)."""
+    """Error of the output; null if the pass returns no output (backward alone)."""
     backward: float | None = None
     lse: float | None = None
     forward_allowed: float | None = None
@@ -504,7 +525,7 @@ class Errors(Struct, frozen=True, kw_only=True, omit_defaults=True):
     properties: tuple[str, ...] = ()
     """Properties that were checked and held."""
     hidden_nan: str = ""
-    """contained, leaks, or empty when the mask hides nothing."""
+    """Either "contained" or "leaks"; empty if the mask hides nothing."""
 
 
 class VerifiedAt(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -517,33 +538,33 @@ class VerifiedAt(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Ranks(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a cell over several ranks showed of each; tuples are in order of rank, null with the reason."""
+    """Figures of each rank of a cell that runs on several; tuples are in order of rank, null with the reason."""
 
     world: int
     how: str
-    """processes over gloo, processes over nccl, virtual, or devices of one process."""
+    """How the ranks run: processes over gloo, processes over nccl, virtual, or devices of one process."""
     layout: str
     inner: tuple[str, ...] = ()
-    """Kernels that computed the tiles."""
+    """Kernels that compute the tiles."""
     devices: int = 1
-    """Over which the work was spread."""
+    """Devices that share the work."""
     tokens: tuple[int, ...]
-    """Queries held."""
+    """Number of queries held."""
     pairs: tuple[int, ...]
-    """Visible pairs computed."""
+    """Number of visible pairs computed."""
     shard_bytes: tuple[int, ...]
-    """Inputs held."""
+    """Bytes of inputs held."""
     peak_bytes: tuple[int, ...] | None = None
     """Extra memory at the peak, beyond the inputs held."""
     compute_ns: tuple[float, ...] | None = None
     waiting_ns: tuple[float, ...] | None = None
-    """Communication that computation did not hide."""
+    """Time of communication that computation did not hide."""
     communication_ns: tuple[float, ...] | None = None
-    """All communication, done without computation."""
+    """Time of all communication, done without computation."""
     balance: float
-    """Mean over the largest of the ranks' compute times (of their visible pairs where no time is known)."""
+    """Mean over largest of the ranks' compute times, or of their visible pairs if no time is known."""
     reason: str | None = None
-    """Why something is null, and what else the figures do not say."""
+    """Reason why a figure is null, and other limits of the figures."""
 
 
 class _Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="status"):
@@ -552,21 +573,21 @@ class _Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     config: dict[str, int | float | str | bool] = {}
     environment: Environment | None = None
     isolation: str = "worker"
-    """worker, or in-process where a function could not travel."""
+    """Process of the cell: worker, or in-process if a function could not be sent to a worker."""
 
     @property
     def status(self) -> str:
-        """The tag: ok, unsupported, incorrect, out_of_memory, failed or timeout."""
+        """Tag of the outcome: ok, unsupported, incorrect, out_of_memory, failed or timeout."""
         return str(type(self).__struct_config__.tag)
 
     @property
     def cell(self) -> Cell:
-        """What was asked."""
+        """The implementation and workload that were asked for."""
         return Cell(self.implementation, self.workload, self.config)
 
 
 class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
-    """Verified, and timed unless only verification was asked for."""
+    """A verified outcome, timed unless only verification was asked for."""
 
     errors: Errors
     verified_at: VerifiedAt
@@ -578,30 +599,30 @@ class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
     first_call_ns: int | None = None
     throughput: Throughput | None = None
     also: dict[str, Time] = {}
-    """Other clocks and parts of the same cell: forward, backward, wall, kernel."""
+    """Other clocks and passes of the same cell: forward, backward, wall, kernel."""
     kernels: tuple[str, ...] | None = None
     kernels_reason: str | None = None
     approximate: bool = False
     quality: dict[str, float] = {}
-    """Of sparse attention: achieved `sparsity`, `recall` of dense attention's mass, `output_error` against dense, and
-    `work`, the share of the products that was computed, where the implementation chose it."""
+    """Figures of sparse attention: achieved `sparsity`, `recall` of dense attention's mass, `output_error` against
+    dense, and `work`, the share of the products that was computed if the implementation selects keys."""
     ranks: Ranks | None = None
-    """Of a cell over several ranks."""
+    """Figures of a cell that ran on several ranks."""
     notes: tuple[str, ...] = ()
-    """Honest warnings, such as unstable samples."""
+    """Warnings, such as unstable samples."""
     spent_ns: dict[str, int] = {}
     """Wall time of each stage of this cell: build, verify, profile, warm_up, sample."""
 
     @property
     def reason(self) -> None:
-        """An ok record needs none."""
+        """Empty text: an ok record has no reason."""
         return
 
 
 class _NotOk(_Outcome, frozen=True, kw_only=True, omit_defaults=True):
     reason: str
     detail: str = ""
-    """A traceback or the end of the worker's stderr."""
+    """A traceback, or the end of the worker's stderr."""
 
     # A record that is not ok has no speed: these read as None and cannot be written.
     @property
@@ -623,41 +644,42 @@ class _NotOk(_Outcome, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Unsupported(_NotOk, frozen=True, kw_only=True, tag="unsupported"):
-    """The implementation said that it cannot do this."""
+    """The implementation cannot compute this workload, by its own account."""
 
     @property
     def errors(self) -> None: ...
 
 
 class Incorrect(_NotOk, frozen=True, kw_only=True, tag="incorrect"):
-    """It ran and computed something else."""
+    """The implementation computed something else."""
 
     errors: Errors | None = None
 
 
 ONLY_TIMED = "a timed call returned a wrong"
-"""How the reason of an Incorrect begins that was right when checked: a check without timing does not find it."""
+"""Beginning of the reason of an Incorrect that was found during timing, so that a check without timing does not find
+it."""
 
 
 class OutOfMemory(_NotOk, frozen=True, kw_only=True, tag="out_of_memory"):
-    """It did not fit."""
+    """The device's memory was not sufficient."""
 
     @property
     def errors(self) -> None: ...
 
 
 class Failed(_NotOk, frozen=True, kw_only=True, tag="failed"):
-    """It raised, crashed, fell back silently, or gave an implausible figure."""
+    """The cell raised, crashed, fell back silently, or gave an implausible figure."""
 
     unstarted: bool = False
-    """Whether no process could be started for it: nothing is known of the cell, and `--resume` tries it again."""
+    """Whether no process could be started, so that nothing is known of the cell and `--resume` tries again."""
 
     @property
     def errors(self) -> None: ...
 
 
 class Timeout(_NotOk, frozen=True, kw_only=True, tag="timeout"):
-    """It did not answer in time."""
+    """The cell did not finish in time."""
 
     @property
     def errors(self) -> None: ...

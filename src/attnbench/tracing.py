@@ -1,4 +1,4 @@
-"""What torch.compile must be told of functions that it should not look into, without importing torch."""
+"""Marks for functions that torch.compile should not trace into, without importing torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def constant_when_traced(function: Function) -> Function:
 
 
 def outside_graphs(function: Function) -> Function:
-    """A graph of torch.compile ends before a call of it and begins again after: what it does depends on data."""
+    """Let a graph of torch.compile end before a call of the function and begin again after, since its work depends on
+    data."""
 
     @wraps(function)
     def run(*args: Any, **words: Any) -> Any:
@@ -33,12 +34,12 @@ def outside_graphs(function: Function) -> Function:
 
 
 def being_traced() -> bool:
-    """Whether torch.compile is tracing in this thread."""
+    """Return whether torch.compile is tracing in this thread."""
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether it has a shape and no numbers, as in torch.export and under FakeTensorMode."""
+    """Return whether a tensor has a shape and no numbers, as in torch.export and under FakeTensorMode."""
     known = sys.modules.get("torch._subclasses.fake_tensor")
     return known is not None and known.is_fake(tensor)

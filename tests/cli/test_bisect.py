@@ -125,7 +125,7 @@ def test_a_good_one_on_a_side_branch_is_told_of(bench: Bench, capsys: pytest.Cap
     bench.repository.commit("step 0", "side.py")
     assert execute(["bisect", "torch.sdpa", "--good", "side", "--bad", "main", *SHAPE]) == 0
     out, err = capsys.readouterr()
-    assert "side is not in the history of main" in err
+    assert "side is not an ancestor of main" in err
     assert '"step 6"' in out
 
 

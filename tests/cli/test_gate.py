@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(asked, 
     "words,hint",
     [
         (["gate"], "no baseline"),
-        (["gate", "--baseline", "main", "--current", "gone.jsonl"], "was measured before"),
+        (["gate", "--baseline", "main", "--current", "gone.jsonl"], "holds measurements"),
         (["gate", "--baseline", "main", "--suite", "nowhere"], "no suite called"),
         (["gate", "--baseline", "main", "--impl", "torch.sdap"], "Near: torch.sdpa"),
         (["gate", "--baseline", "main", "--thresholds", "gone.toml"], "gone.toml"),
@@ -252,11 +252,11 @@ def test_a_folder_of_baselines_is_one_though_a_branch_has_its_name(branches, fol
 
 def test_a_path_is_a_folder_though_a_branch_has_its_name(branches, capsys):
     assert execute(["gate", "--baseline", "./docs", "--impl", "numpy.float32"]) == 2
-    assert "./docs was measured before, a git ref is not" in capsys.readouterr().err
+    assert "./docs holds measurements and a git ref does not" in capsys.readouterr().err
     assert not branches["orders"]
 
 
 def test_the_settings_name_a_folder_never_a_branch(branches, capsys):
     Path("baselines").mkdir()
     assert execute(["gate", "--impl", "numpy.float32"]) == 2
-    assert "baselines was measured before" in capsys.readouterr().err
+    assert "baselines holds measurements" in capsys.readouterr().err

@@ -8,9 +8,9 @@ import pytest
 from record_factory import incorrect, workload
 
 from attnbench import masks
-from attnbench.cli.hints import explain_hints
 from attnbench.cli.options import Choice, Sampling, Shape
 from attnbench.cli.order import Order, Prepared, prepare
+from attnbench.cli.session import explain_hints
 from attnbench.run.launch import Request
 from attnbench.spec import ONLY_TIMED
 

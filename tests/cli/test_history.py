@@ -48,7 +48,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
 def test_a_step_comes_with_its_suspects_and_the_command_to_confirm(
     repository: Repository, capsys: pytest.CaptureFixture[str]
 ):
-    pytest.importorskip("asv")
+    pytest.importorskip("ruptures")
     assert execute(["history"]) == 0
     out = capsys.readouterr().out
     assert "torch.eager" in out
@@ -132,7 +132,7 @@ def test_the_sparkline_shows_steps_and_not_noise():
 
 
 def test_steady_series_say_so():
-    pytest.importorskip("asv")
+    pytest.importorskip("ruptures")
     points = tuple(Point(commit=f"c{n}", created=str(n), value=0.0) for n in range(8))
     key = Key(implementation="x", workload="w", fingerprint="f", clock="wall", anchors="f wall")
     trend = Trend(Series(key=key, workload=workload(), machine="m", points=points), ())

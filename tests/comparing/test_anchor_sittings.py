@@ -10,10 +10,9 @@ from msgspec.structs import replace
 from record_factory import noisy, ok, workload
 
 from attnbench.comparing.baselines import save
-from attnbench.comparing.gate_verdict import judge
+from attnbench.comparing.gate_cases import judge
 from attnbench.comparing.history import Source, gather
-from attnbench.comparing.same_machine import check_comparable
-from attnbench.comparing.stored_cases import SAME_MEASUREMENT, cases_of_runs
+from attnbench.comparing.stored import SAME_MEASUREMENT, cases_of_runs, check_comparable
 from attnbench.comparison import Case
 from attnbench.results.run_file import RunWriter, new_header, read_run
 from attnbench.spec import Ok, Record, VerifiedAt

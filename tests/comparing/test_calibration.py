@@ -11,7 +11,7 @@ import gate_factory
 import pytest
 from rich.console import Console
 
-from attnbench.comparing import calibration
+from attnbench.comparing import text
 from attnbench.comparing.text import print_comparison
 
 RESULTS = Path(__file__).parents[2] / "results" / "cpu"
@@ -31,9 +31,9 @@ def printed(verdict: str) -> str:
 
 def test_what_the_package_cites_is_the_summary_of_what_was_measured():
     out = RESULTS / "compare_calibration.jsonl"
-    assert json.loads(calibration.PACKAGED.read_text()) == compare_calibration.summary(compare_calibration.read(out))
+    assert json.loads(text.CALIBRATION.read_text()) == compare_calibration.summary(compare_calibration.read(out))
     if out.exists():
-        assert out.with_suffix(".summary.json").read_text() == calibration.PACKAGED.read_text()
+        assert out.with_suffix(".summary.json").read_text() == text.CALIBRATION.read_text()
 
 
 def test_wrong_ones_are_counted_with_their_bound():
@@ -45,11 +45,11 @@ def test_wrong_ones_are_counted_with_their_bound():
 
 
 def test_a_verdict_says_how_often_such_were_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calibration, "PACKAGED", tmp_path / "calibration.json")
-    calibration.PACKAGED.write_text("[]")
+    monkeypatch.setattr(text, "CALIBRATION", tmp_path / "calibration.json")
+    text.CALIBRATION.write_text("[]")
     assert "has not been measured for this version" in printed("slower")
     rows = compare_calibration.summary([*lines("idle", "same", same=300), *lines("busy", "same", same=299, faster=1)])
-    calibration.PACKAGED.write_text(json.dumps(rows))
+    text.CALIBRATION.write_text(json.dumps(rows))
     told = printed("slower")
     assert "0 of 300 on an idle machine (at most 0.99 %, 95 % confidence) and in 1 of 300 beside a busy process" in told
     assert "measured on a CPU, 2 cores." in told
@@ -58,8 +58,8 @@ def test_a_verdict_says_how_often_such_were_wrong(tmp_path: Path, monkeypatch: p
 
 def test_the_next_call_goes_on_with_what_was_measured_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out, asked = tmp_path / "deep" / "out.jsonl", []
-    monkeypatch.setattr(calibration, "PACKAGED", tmp_path / "packaged.json")
-    monkeypatch.setattr(compare_calibration, "PACKAGED", tmp_path / "packaged.json")
+    monkeypatch.setattr(text, "CALIBRATION", tmp_path / "packaged.json")
+    monkeypatch.setattr(compare_calibration, "CALIBRATION", tmp_path / "packaged.json")
 
     def compare(a: str, b: str, *given: object, **named: object):
         assert Path(a.partition(":")[0]).exists()

@@ -20,7 +20,7 @@ from attnbench.comparing.experiment import Terms
 from attnbench.comparing.gate import GateOrder, gate_refs
 from attnbench.comparing.gate_text import verdict
 from attnbench.comparing.refs import BuildFailed
-from attnbench.comparing.stored_gate import gate_stored
+from attnbench.comparing.stored import gate_stored
 from attnbench.comparison import EXIT_CODES, Control
 from attnbench.errors import UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS

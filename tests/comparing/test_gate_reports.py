@@ -14,11 +14,9 @@ from gate_factory import case, comparison, controls, report
 from record_factory import workload
 from rich.console import Console
 
-from attnbench.comparing.annotations import command, workflow_commands
-from attnbench.comparing.ci_files import write_ci
+from attnbench.comparing.ci_files import command, junit, workflow_commands, write_ci
 from attnbench.comparing.gate_markdown import LIMIT, MARKER, clean, markdown
 from attnbench.comparing.gate_text import print_gate
-from attnbench.comparing.junit import junit
 from attnbench.comparing.text import print_comparison, sentence
 from attnbench.comparison import Control, GateReport
 from attnbench.errors import UsageError

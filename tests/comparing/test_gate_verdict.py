@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from record_factory import incorrect, ok, unsupported, workload
 from rich.console import Console
 
-from attnbench.comparing.gate_case import case_of
+from attnbench.comparing.gate_cases import case_of, confirm, geomean, holm, judge, p_slower, with_holm
 from attnbench.comparing.gate_markdown import markdown
 from attnbench.comparing.gate_text import print_gate
-from attnbench.comparing.gate_verdict import confirm, geomean, holm, judge, p_slower, with_holm
 from attnbench.comparing.statistics import decide
 from attnbench.comparison import Case, Comparison, Control, Estimate, Verdict
 from attnbench.spec import Failed, Memory, OutOfMemory, Record, Timeout

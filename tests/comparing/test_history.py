@@ -133,7 +133,7 @@ def stepped(ratio: float, at: int = 12) -> np.ndarray:
 
 @pytest.mark.parametrize("ratio,direction", [(1.08, "slower"), (1 / 1.08, "faster")])
 def test_a_change_has_a_direction_a_size_and_suspects(ratio: float, direction: str):
-    pytest.importorskip("asv")
+    pytest.importorskip("ruptures")
     asked = []
 
     def between(old: str, new: str) -> list[tuple[str, str]]:
@@ -149,7 +149,7 @@ def test_a_change_has_a_direction_a_size_and_suspects(ratio: float, direction: s
 
 
 def test_without_git_there_are_no_suspects():
-    pytest.importorskip("asv")
+    pytest.importorskip("ruptures")
     (change,) = find_changes(series_of(stepped(1.08)))
     assert (change.old, change.new, change.suspects) == ("c11", "c12", ())
 

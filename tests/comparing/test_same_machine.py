@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from record_factory import CPU, incorrect, noisy, ok, unsupported, workload
 
 from attnbench.comparing.baselines import save
-from attnbench.comparing.same_machine import check_comparable
-from attnbench.comparing.stored_gate import gate_stored
+from attnbench.comparing.stored import check_comparable, gate_stored
 from attnbench.errors import UsageError
 from attnbench.results.run_file import RunWriter, new_header
 from attnbench.spec import Environment, Ok, Record

@@ -5,8 +5,8 @@ import pytest
 from msgspec.structs import replace
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.comparing.gate_verdict import OnInconclusive, judge
-from attnbench.comparing.stored_cases import cases_of_runs, compare_records
+from attnbench.comparing.gate_cases import OnInconclusive, judge
+from attnbench.comparing.stored import cases_of_runs, compare_records
 from attnbench.comparison import Case, Comparison
 from attnbench.spec import Memory, Ok, Record, VerifiedAt
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnbench.comparing.thresholds import load_thresholds
+from attnbench.comparing.gate_cases import load_thresholds
 from attnbench.comparison import FLOOR
 from attnbench.errors import BrokenFile
 

@@ -10,7 +10,7 @@ import attnbench as ab
 from attnbench import frameworks, masks
 from attnbench.dispatch.arrays import device_of, framework_of, to_layout
 from attnbench.errors import InvalidWorkload
-from attnbench.impls._arrays import dtype_name, workload_of
+from attnbench.impls._arguments import dtype_name, workload_of
 from attnbench.spec import Workload
 
 FRAMEWORKS = ["numpy", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("torch", "jax"))]

@@ -14,7 +14,7 @@ from attnbench.dispatch.choice import decide
 from attnbench.dispatch.order import Demand
 from attnbench.errors import PolicyWarning, Unsupported
 from attnbench.impls.partial import torch_choice
-from attnbench.impls.partial.torch_rules import Rules, ruled_out
+from attnbench.impls.partial.torch_choice import Rules, ruled_out
 from attnbench.impls.torch import _compile as torch_compile
 from attnbench.impls.torch import flash_attention as torch_flash
 from attnbench.policy import stack
@@ -238,7 +238,7 @@ class TestRules:
         assert "flash" in str(operators(lambda: ab.attention(q, k, v)))
 
     def test_our_own_pins_are_no_switches_of_the_user(self):
-        from attnbench.impls.partial.torch_rules import current
+        from attnbench.impls.partial.torch_choice import current
         from attnbench.impls.torch._sdpa_pins import Pinned
 
         before = current()

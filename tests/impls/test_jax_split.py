@@ -9,11 +9,10 @@ from jax_oracle import CPU, HOPPER, check, check_lse, draw
 from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.jax import FRAMEWORK as JAX
+from attnbench.impls._splitting import cut_of
 from attnbench.impls.jax.einsum import EINSUM
 from attnbench.impls.jax.nn import CUDNN
-from attnbench.impls.jax.split import CUDNN_SPLIT, XLA_SPLIT, JaxSplit
-from attnbench.impls.partial.jax_common_keys import corner_of
-from attnbench.impls.partial.splitting import cut_of
+from attnbench.impls.jax.split import CUDNN_SPLIT, XLA_SPLIT, JaxSplit, corner_of
 from attnbench.spec import Environment, Workload
 
 jax = pytest.importorskip("jax")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.torch
 
 from test_torch_numbers import BASE, CASES, attention_in_float64, draw, workload
 
-from attnbench.impls.partial.torch_merge import merge_, nothing_yet
+from attnbench.impls.partial.torch_passes import merge_, nothing_yet
 from attnbench.impls.torch import _sdpa_operators as torch_sdpa_aten
 from attnbench.impls.torch import eager as torch_eager
 from attnbench.impls.torch import sdpa as torch_sdpa

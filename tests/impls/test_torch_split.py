@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 
 from test_torch_numbers import attention_in_float64, draw
 
-from attnbench.impls.torch.split import CUDNN_SPLIT, FLASH_SPLIT
+from attnbench.impls.torch.sdpa import CUDNN_SPLIT, FLASH_SPLIT
 
 CPU = Environment(device="cpu", device_name="test")
 CUDA = Environment(device="cuda", device_name="test", capability=(9, 0))

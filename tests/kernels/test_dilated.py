@@ -136,7 +136,7 @@ def test_partial_backward_takes_out_and_lse_of_a_whole(name, mask):
     pytest.importorskip("torch")
     from test_torch_numbers import attention_in_float64, draw
 
-    from attnbench.impls.partial.torch_merge import merge_, nothing_yet
+    from attnbench.impls.partial.torch_passes import merge_, nothing_yet
 
     rest = mask.parts[1]
     whole = work(mask, dtype="float64", kv_heads=2)

@@ -14,13 +14,13 @@ pytest.importorskip("flax")
 
 import jax.numpy as jnp
 
-from attnbench.impls.partial import jax_blocks
-from attnbench.models import attend, common_keys, flash
+from attnbench.impls.partial.jax_passes import Rule, block_backward, block_forward
+from attnbench.models import attention
 from attnbench.models.masks import in_blocks
 
 pytestmark = pytest.mark.jax
 SIZES, TOKENS = (12, 1, 5), 18
-RULE = jax_blocks.Rule(1.0, None)
+RULE = Rule(1.0, None)
 
 
 def seen_by_length(k, lengths):
@@ -28,12 +28,12 @@ def seen_by_length(k, lengths):
 
 
 def plain_forward(q, k, v, *lengths):
-    out, lse = jax_blocks.forward(q, k, v, seen_by_length(k, lengths), RULE)
+    out, lse = block_forward(q, k, v, seen_by_length(k, lengths), RULE)
     return out.astype(q.dtype), lse
 
 
 def plain_backward(q, k, v, out, lse, dout, *lengths):
-    grads = jax_blocks.backward(q, k, v, (out, lse, dout), seen_by_length(k, lengths), RULE)
+    grads = block_backward(q, k, v, (out, lse, dout), seen_by_length(k, lengths), RULE)
     return tuple(grad.astype(q.dtype) for grad in grads)
 
 
@@ -68,18 +68,18 @@ ALLOWED = {"float32": 1e-5, "bfloat16": 6e-2}
 def test_values_and_gradients_are_those_of_the_standard_path(kind, fill, kv_heads, slots, dtype):
     """Also with more slots than the blocks reach; in 16 bits against the standard path in float32."""
     mask = in_blocks(SIZES, padded(kind), packed=12, kv_len=slots)
-    assert common_keys.has_common_keys(mask)
+    assert attention.has_common_keys(mask)
     arrays = draw(kv_heads=kv_heads, slots=slots, dtype=dtype)
     wide = [x.astype(jnp.float32) for x in arrays]
     rows = mask.rows_that_see()
 
     def ours(q, k, v):
-        out = common_keys.attend(q, k, v, mask, 1.0, PLAIN)
-        return attend._fill(out, v, rows, fill, jnp.float32)
+        out = attention.attend_common(q, k, v, mask, 1.0, PLAIN)
+        return attention._fill(out, v, rows, fill, jnp.float32)
 
     def standard(q, k, v):
-        out = attend.standard_attention(q, k, v, mask.array(), jnp.float32)
-        return attend._fill(out, v, rows, fill, jnp.float32)
+        out = attention.standard_attention(q, k, v, mask.array(), jnp.float32)
+        return attention._fill(out, v, rows, fill, jnp.float32)
 
     want, pull_standard = jax.vjp(standard, *wide[:3])
     out, pull = jax.vjp(jax.jit(ours), *arrays[:3])
@@ -99,7 +99,7 @@ def test_one_more_axis_by_vmap():
         return plain_forward(q, k, v)
 
     def call(q, k, v):
-        return common_keys.attend(q, k, v, mask, 1.0, (forward, plain_backward))
+        return attention.attend_common(q, k, v, mask, 1.0, (forward, plain_backward))
 
     def total(q, k, v):
         return call(q, k, v).sum()
@@ -114,15 +114,15 @@ def test_a_library_that_cannot_after_all_is_a_refusal(monkeypatch):
         raise NotImplementedError("no such engine")
 
     mask, (q, k, v, _) = in_blocks(SIZES), draw()
-    monkeypatch.setattr(flash, "pick", lambda *args, **words: "jax.cudnn")
-    monkeypatch.setattr(flash, "cudnn_late_passes", lambda scale, padded: (cannot, cannot))
-    path = attend.Path(use_flash_attention=True, flash_attention_impl="cudnn")
+    monkeypatch.setattr(attention, "pick", lambda *args, **words: "jax.cudnn")
+    monkeypatch.setattr(attention, "cudnn_late_passes", lambda scale, padded: (cannot, cannot))
+    path = attention.Path(use_flash_attention=True, flash_attention_impl="cudnn")
     with pytest.raises(Unsupported, match=r"jax.cudnn: no such engine.*fallback=True"):
-        attend.attend(q, k, v, mask, path, jnp.float32)
-    attend._warned.clear()
+        attention.attend(q, k, v, mask, path, jnp.float32)
+    attention._warned.clear()
     with pytest.warns(UserWarning, match="the standard attention is used"):
-        got = attend.attend(q, k, v, mask, replace(path, fallback=True), jnp.float32)
-    np.testing.assert_allclose(got, attend.attend(q, k, v, mask, attend.Path(), jnp.float32), atol=2e-6)
+        got = attention.attend(q, k, v, mask, replace(path, fallback=True), jnp.float32)
+    np.testing.assert_allclose(got, attention.attend(q, k, v, mask, attention.Path(), jnp.float32), atol=2e-6)
 
 
 def test_a_call_that_breaks_while_it_runs_is_no_refusal(monkeypatch):
@@ -130,11 +130,11 @@ def test_a_call_that_breaks_while_it_runs_is_no_refusal(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     mask, (q, k, v, _) = in_blocks(SIZES), draw()
-    monkeypatch.setattr(flash, "pick", lambda *args, **words: "jax.cudnn")
-    monkeypatch.setattr(flash, "cudnn_late_passes", lambda scale, padded: (broken, broken))
-    path = attend.Path(use_flash_attention=True, flash_attention_impl="cudnn", fallback=True)
+    monkeypatch.setattr(attention, "pick", lambda *args, **words: "jax.cudnn")
+    monkeypatch.setattr(attention, "cudnn_late_passes", lambda scale, padded: (broken, broken))
+    path = attention.Path(use_flash_attention=True, flash_attention_impl="cudnn", fallback=True)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        attend.attend(q, k, v, mask, path, jnp.float32)
+        attention.attend(q, k, v, mask, path, jnp.float32)
 
 
 @pytest.mark.parametrize("kind", ["whole", "padded"])
@@ -146,20 +146,20 @@ def test_the_flash_path_goes_that_way_where_cudnn_is_picked(kind, monkeypatch):
         asked.append((q.shape[1], k.shape[1], len(lengths)))
         return plain_forward(q, k, v, *lengths)
 
-    monkeypatch.setattr(flash, "pick", lambda *args, **words: "jax.cudnn")
-    monkeypatch.setattr(flash, "cudnn_late_passes", lambda scale, padded: (forward, plain_backward))
-    path = attend.Path(use_flash_attention=True, flash_attention_impl="cudnn")
-    got = attend.attend(q, k, v, mask, path, jnp.float32)
+    monkeypatch.setattr(attention, "pick", lambda *args, **words: "jax.cudnn")
+    monkeypatch.setattr(attention, "cudnn_late_passes", lambda scale, padded: (forward, plain_backward))
+    path = attention.Path(use_flash_attention=True, flash_attention_impl="cudnn")
+    got = attention.attend(q, k, v, mask, path, jnp.float32)
     assert asked == [(TOKENS, 12, int(kind == "padded"))]
-    np.testing.assert_allclose(got, attend.attend(q, k, v, mask, attend.Path(), jnp.float32), atol=2e-6)
+    np.testing.assert_allclose(got, attention.attend(q, k, v, mask, attention.Path(), jnp.float32), atol=2e-6)
 
 
 def test_where_another_is_picked_every_run_is_its_own_call(monkeypatch):
     mask, (q, k, v, _) = in_blocks(SIZES), draw()
-    monkeypatch.setattr(flash, "attend_common", lambda *args: pytest.fail("only for cuDNN's own passes"))
-    path = attend.Path(use_flash_attention=True, flash_attention_impl="jax")
-    got = attend.attend(q, k, v, mask, path, jnp.float32)
-    np.testing.assert_allclose(got, attend.attend(q, k, v, mask, attend.Path(), jnp.float32), atol=2e-6)
+    monkeypatch.setattr(attention, "attend_common", lambda *args: pytest.fail("only for cuDNN's own passes"))
+    path = attention.Path(use_flash_attention=True, flash_attention_impl="jax")
+    got = attention.attend(q, k, v, mask, path, jnp.float32)
+    np.testing.assert_allclose(got, attention.attend(q, k, v, mask, attention.Path(), jnp.float32), atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_where_another_is_picked_every_run_is_its_own_call(monkeypatch):
     ids=["one run", "a large corner", "holes among the common keys", "one run over a cache"],
 )
 def test_other_masks_have_none(mask):
-    assert not common_keys.has_common_keys(mask)
+    assert not attention.has_common_keys(mask)
 
 
 @pytest.mark.gpu
@@ -185,8 +185,8 @@ def test_cudnn_on_a_gpu(kind):
     q, dout = (jnp.asarray(rng.standard_normal((4, TOKENS, 8, 256)) / 4, jnp.bfloat16) for _ in range(2))
     k, v = (jnp.asarray(rng.standard_normal((4, TOKENS, 1, 256)) / 4, jnp.bfloat16) for _ in range(2))
     found = []
-    for path in (attend.Path(), attend.Path(use_flash_attention=True, flash_attention_impl="cudnn")):
-        call = jax.jit(lambda q, k, v, path=path: attend.attend(q, k, v, mask, path, jnp.bfloat16))
+    for path in (attention.Path(), attention.Path(use_flash_attention=True, flash_attention_impl="cudnn")):
+        call = jax.jit(lambda q, k, v, path=path: attention.attend(q, k, v, mask, path, jnp.bfloat16))
         out, pull = jax.vjp(call, q, k, v)
         found.append([np.asarray(x, np.float32) for x in (out, *pull(dout))])
     for standard, ours in zip(*found):

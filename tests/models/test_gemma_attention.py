@@ -188,7 +188,7 @@ def test_an_impl_that_cannot_run_says_why(choice, words):
 
 
 def test_fallback_is_the_standard_path_with_one_warning(monkeypatch):
-    monkeypatch.setattr("attnbench.models.attend._warned", set())
+    monkeypatch.setattr("attnbench.models.attention._warned", set())
     params, xs, at, mask = case()
     module = attention(EXPERTS, use_flash_attention=True, flash_attention_impl="cudnn", fallback=True)
     wanted, _ = run(attention(EXPERTS), params, xs, at, mask, None)

@@ -20,8 +20,8 @@ from gemma_cases import tokens
 from attnbench.dispatch.explain import Explanation
 from attnbench.dispatch.order import Candidate
 from attnbench.impls.jax import kvax as jax_kvax
-from attnbench.models import flash
-from attnbench.models.attend import standard_attention
+from attnbench.models import attention
+from attnbench.models.attention import standard_attention
 from attnbench.models.masks import block_causal, in_blocks
 from attnbench.spec import Workload
 
@@ -64,10 +64,10 @@ def test_tokamax_gets_key_lengths(monkeypatch):
     fake = types.ModuleType("tokamax")
     fake.dot_product_attention = dot_product_attention
     monkeypatch.setitem(sys.modules, "tokamax", fake)
-    monkeypatch.setattr(flash, "explained", willing("jax.tokamax-mosaic"))
+    monkeypatch.setattr(attention, "explained", willing("jax.tokamax-mosaic"))
     q, k, v, valid = case()
     mask = in_blocks((12, 3, 5), valid)
-    compare(jax.jit(flash.flash_attention, static_argnums=4)(q, k, v, mask, "tokamax"), q, k, v, mask)
+    compare(jax.jit(attention.flash_attention, static_argnums=4)(q, k, v, mask, "tokamax"), q, k, v, mask)
     assert asked == ["mosaic"] * 3
 
 
@@ -89,14 +89,14 @@ def test_kvax_gets_ids_as_positions_and_padding_as_segments(monkeypatch, form):
         return standard_attention(q, k, v, seen[:, None], q.dtype)
 
     monkeypatch.setattr(jax_kvax, "attend", attend)
-    monkeypatch.setattr(flash, "explain", willing("jax.kvax"))
+    monkeypatch.setattr(attention, "explain", willing("jax.kvax"))
     q, k, v, valid = case()
     mask = in_blocks((12, 3, 5), valid)
     if form == "ids":
         mask = block_causal(jnp.zeros(20, int).at[jnp.array([12, 15])].set(1), valid)
     if form == "suffix":
         mask, q = in_blocks((12, 3, 5), valid, queries_from=12), q[:, 12:]
-    for attend in (jax.jit(flash.flash_attention, static_argnums=4), flash.flash_attention):
+    for attend in (jax.jit(attention.flash_attention, static_argnums=4), attention.flash_attention):
         compare(attend(q, k, v, mask, "kvax"), q, k, v, mask)
     assert calls == [{"block_q": 128, "block_kv": 128, "warps": 8, "stages": 3}] * 2
 
@@ -126,7 +126,7 @@ def test_pi0s_training_mask_on_a_gpu(choice):
         truth = by(standard, *wide)
     plain = by(standard, q, k, v)
     try:
-        found = by(lambda q, k, v: flash.flash_attention(q, k, v, mask, choice), q, k, v)
+        found = by(lambda q, k, v: attention.flash_attention(q, k, v, mask, choice), q, k, v)
     except Unsupported as refusal:
         pytest.skip(str(refusal))
     for mine, theirs, right in zip(found[1], plain[1], truth[1]):

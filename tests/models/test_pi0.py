@@ -74,7 +74,7 @@ def test_flash_on_equals_flash_off(pi05, choice):
 
 
 def test_without_padding_no_kernel_gets_a_mask(monkeypatch):
-    from attnbench.models import flash as calls
+    from attnbench.models import attention as calls
 
     forms = []
     real = calls.pick
@@ -219,7 +219,7 @@ def test_actions_are_of_the_horizon(shape):
     ],
 )
 def test_fields_of_another_type_are_refused(field):
-    from attnbench.models.attend import Path
+    from attnbench.models.attention import Path
 
     with pytest.raises(UsageError):
         Path(**field)

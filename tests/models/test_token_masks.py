@@ -21,8 +21,8 @@ from attnbench.errors import InvalidWorkload
 from attnbench.impls.jax import _masks_in_jit as jax_late_masks
 from attnbench.impls.jax.nn import Xla
 from attnbench.masks import MaskShape
-from attnbench.models import flash
-from attnbench.models.attend import Path, attend, standard_attention
+from attnbench.models import attention
+from attnbench.models.attention import Path, attend, standard_attention
 from attnbench.models.masks import (
     TokenMask,
     WrongMaskShape,
@@ -92,29 +92,31 @@ def test_rows_that_see_looks_where_nothing_is_promised():
 
 def test_long_runs_are_kernel_calls_and_short_ones_share_a_small_array():
     valid = jnp.ones((1, 867), bool)
-    assert flash.pieces(in_blocks(PI0, valid), "auto") == [
+    assert attention.pieces(in_blocks(PI0, valid), "auto") == [
         (0, 816, 816, "lengths", "auto"),
         (816, 867, 867, "array", "jax"),
     ]
-    assert [(piece.form, piece.choice) for piece in flash.pieces(in_blocks(PI0), "cudnn")] == [("none", "cudnn")] * 3
-    assert [piece.form for piece in flash.pieces(in_blocks(PI0, valid), "cudnn")] == ["lengths"] * 3
+    assert [(piece.form, piece.choice) for piece in attention.pieces(in_blocks(PI0), "cudnn")] == [
+        ("none", "cudnn")
+    ] * 3
+    assert [piece.form for piece in attention.pieces(in_blocks(PI0, valid), "cudnn")] == ["lengths"] * 3
     decode = TokenMask(kv_len=1274, runs=((1, 1274),), valid=jnp.ones((1, 1274), bool))
-    assert flash.pieces(decode, "auto") == [(0, 1, 1274, "array", "jax")]
-    assert flash.pieces(in_blocks((50,)), "auto") == [(0, 50, 50, "none", "jax")]
+    assert attention.pieces(decode, "auto") == [(0, 1, 1274, "array", "jax")]
+    assert attention.pieces(in_blocks((50,)), "auto") == [(0, 50, 50, "none", "jax")]
 
 
 @pytest.mark.parametrize("packed", [0, 12])
 @pytest.mark.parametrize("choice", ["jax", "auto"])
 def test_holes_are_closed_by_moving_keys(packed, choice, monkeypatch):
     """With `packed` the first keys are already in order, and only the others are moved."""
-    monkeypatch.setattr(flash, "SHORT", 4)
+    monkeypatch.setattr(attention, "SHORT", 4)
     valid = some_valid(3, 20, seed=4)
     valid[:, 13:] = True
     if packed:
         valid[:, :packed] = np.sort(valid[:, :packed], axis=1)[:, ::-1]
     mask = in_blocks((12, 3, 5), jnp.asarray(valid), packed=packed)
     q, k, v = tokens(3, 20, 4, 8, seed=1), tokens(3, 20, 2, 8, seed=2), tokens(3, 20, 2, 8, seed=3)
-    found = jax.jit(flash.flash_attention, static_argnums=4)(q, k, v, mask, choice)
+    found = jax.jit(attention.flash_attention, static_argnums=4)(q, k, v, mask, choice)
     wanted = standard_attention(q, k, v, mask.array(), jnp.float32)
     seen = np.asarray(mask.rows_that_see())
     np.testing.assert_allclose(np.asarray(found)[seen], np.asarray(wanted)[seen], atol=2e-6)
@@ -129,7 +131,7 @@ class Named(Xla):
 
 def test_padding_inside_jit_is_chosen_for_by_pass(monkeypatch):
     """A policy's forward entry where nothing is differentiated, its training entry where something is."""
-    monkeypatch.setattr(flash, "SHORT", 4)
+    monkeypatch.setattr(attention, "SHORT", 4)
     q, k = tokens(2, 12, 4, 8, seed=1), tokens(2, 12, 2, 8, seed=2)
     mask = in_blocks((12,), jnp.asarray(np.arange(12) < [[12], [9]]))
     used, attend = [], jax_late_masks.attend
@@ -142,7 +144,7 @@ def test_padding_inside_jit_is_chosen_for_by_pass(monkeypatch):
     chosen = policy(entry("jax.swift", "forward"), entry("jax.trainer", "train"), at=environment_of("jax", "cpu"))
 
     def loss(q):
-        return (flash.flash_attention(q, k, k, mask, "auto") ** 2).sum()
+        return (attention.flash_attention(q, k, k, mask, "auto") ** 2).sum()
 
     with registry.restored(), ab.use_policy(chosen, on_miss="error"):
         for name in ("jax.swift", "jax.trainer"):
@@ -167,12 +169,12 @@ def test_the_flash_path_holds_no_square_array():
     assert all(len(shape) == 2 for shape in shapes)
     q, k = (jax.ShapeDtypeStruct((2, 307, n, 16), jnp.float32) for n in (8, 1))
     calls = []
-    real = flash._masks_in_jit.attend
-    flash._masks_in_jit.attend = lambda *a, **w: calls.append(w) or real(*a, **w)
+    real = attention._masks_in_jit.attend
+    attention._masks_in_jit.attend = lambda *a, **w: calls.append(w) or real(*a, **w)
     try:
-        jax.eval_shape(lambda q, k, v: flash.flash_attention(q, k, v, mask, "auto"), q, k, k)
+        jax.eval_shape(lambda q, k, v: attention.flash_attention(q, k, v, mask, "auto"), q, k, k)
     finally:
-        flash._masks_in_jit.attend = real
+        attention._masks_in_jit.attend = real
     assert [(w["mask"] is None, w["kv_lengths"] is None) for w in calls] == [(True, False), (False, True)]
     assert calls[1]["mask"].shape == (2, 1, 51, 307)
 
@@ -185,7 +187,7 @@ def test_a_known_mask_reaches_the_implementation_in_its_own_words(name, padded):
     if padded:
         mask = mask.replace(valid=jnp.asarray(some_valid(2, 10, seed=2)).at[:, 4:].set(True))
     q, k, v = tokens(2, 6, 4, 8, seed=1), tokens(2, 10, 1, 8, seed=2), tokens(2, 10, 1, 8, seed=3)
-    found = jax.jit(flash.flash_attention, static_argnums=4)(q, k, v, mask, "auto")
+    found = jax.jit(attention.flash_attention, static_argnums=4)(q, k, v, mask, "auto")
     wanted = standard_attention(q, k, v, mask.array(), jnp.float32)
     np.testing.assert_allclose(found, wanted, atol=2e-6)
     there = np.asarray(mask.valid) if padded else np.ones((1, 10), bool)

@@ -410,7 +410,7 @@ def history_texts(opened: Opened) -> list[str]:
 
 
 def test_the_history_of_a_cell_shows_its_step(history: Opened):
-    pytest.importorskip("asv")
+    pytest.importorskip("ruptures")
     choice = history.page.locator("[data-view=history] select.pick")
     names = choice.locator("option").all_inner_texts()
     assert [name.partition(" ")[0] for name in names] == ["torch.sdpa", "torch.sdpa", "torch.eager", "torch.eager"]

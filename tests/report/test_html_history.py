@@ -33,7 +33,7 @@ def view_of(sources: list[Source]) -> View:
 
 
 def test_a_step_is_found_although_the_machine_wavers():
-    pytest.importorskip("asv")
+    pytest.importorskip("ruptures")
     rows = [row for row in rows_of(step_history()) if row["label"] == "torch.sdpa"]
     assert [row["place"] for row in rows if row["step"]] == [7]
     assert rows[7]["step"].startswith(("1.09x slower", "1.10x slower", "1.11x slower"))
@@ -44,7 +44,7 @@ def test_a_step_is_found_although_the_machine_wavers():
 
 
 def test_cells_that_changed_come_first_and_say_since_when():
-    pytest.importorskip("asv")
+    pytest.importorskip("ruptures")
     first, second = rows_of(step_history(), trend_rows, lambda old, new: [(new, "an eighth more work")])
     assert (first["label"], first["runs"]) == ("torch.sdpa", 12)
     assert first["moved"] == pytest.approx(0.1, abs=0.02)
@@ -66,7 +66,7 @@ def test_every_run_is_a_point_also_those_of_one_commit():
 
 
 def test_a_step_within_one_commit_is_since_a_run():
-    pytest.importorskip("asv")
+    pytest.importorskip("ruptures")
     runs = [moved(run, commit="abc") for run in step_history()]
     assert "slower since the run of 2026-01-08" in rows_of(runs, trend_rows)[0]["changes"]
 
@@ -105,18 +105,18 @@ class TestReasons:
         assert "in two of these runs: its run has no anchor.matmul and no anchor.copy" in view.empty
 
     def test_too_few_for_a_step_are_shown_all_the_same(self):
-        pytest.importorskip("asv")
+        pytest.importorskip("ruptures")
         view = view_of(step_history(3, 1))
         assert "Too few runs to find a step: 3 at most, 6 are needed." in view.note
         assert view.charts[0].rows is not None
         assert view.charts[0].rows["count"] == 6
 
     def test_no_detector(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(history, "detector_missing", lambda: "steps need asv")
-        assert "Steps were not looked for: steps need asv." in view_of(step_history()).note
+        monkeypatch.setattr(history, "detector_missing", lambda: "steps need ruptures")
+        assert "Steps were not looked for: steps need ruptures." in view_of(step_history()).note
 
     def test_how_many_changed(self):
-        pytest.importorskip("asv")
+        pytest.importorskip("ruptures")
         assert view_of(step_history()).note.endswith("1 of 2 cells changed by 2 % or more.")
 
 

@@ -18,7 +18,7 @@ from run_history import step_history
 
 from attnbench import drafts
 from attnbench.cli import execute
-from attnbench.comparing.annotations import record_commands
+from attnbench.comparing.ci_files import record_commands
 from attnbench.report.summaries import FILES
 from attnbench.results.run_file import Header, RunWriter, new_header
 from attnbench.spec import Failed, Record
@@ -199,7 +199,7 @@ class TestHistory:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ):
         """The later the commit, the earlier the run: only git knows the order, and what lies between."""
-        pytest.importorskip("asv")
+        pytest.importorskip("ruptures")
         repository = Repository(tmp_path / "project")
         monkeypatch.chdir(repository.path)
         for number, source in enumerate(step_history(8, 4)):

@@ -21,9 +21,9 @@ from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workl
 from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.printable import printable
+from attnbench.results.exports.benchmark_tools import timed
 from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
 from attnbench.results.exports.table import COLUMNS, Source, rows
-from attnbench.results.exports.timed import timed
 from attnbench.results.run_file import new_header, read_run
 from attnbench.spec import Cost, Errors, Memory, Ok
 

@@ -14,8 +14,7 @@ from git_repository import Repository
 from attnbench.comparing.compare import code_of_ref, refs
 from attnbench.comparing.experiment import Experiment, Terms
 from attnbench.comparing.refs import checkout
-from attnbench.comparing.side_worker import verify_alone
-from attnbench.comparing.sides import ForkedSide
+from attnbench.comparing.sides import ForkedSide, verify_alone
 from attnbench.errors import UsageError
 from attnbench.run import origin
 from attnbench.run.origin import NotInRef, Origin, other_places

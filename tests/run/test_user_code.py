@@ -9,10 +9,15 @@ import textwrap
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
+from cli_process import wait_for
 
 from attnbench import masks, registry
 from attnbench.comparing.compare import compare
+from attnbench.run import process_tree
+from attnbench.run import protocol as p
+from attnbench.run.crew import Crew
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Workload
 
 HERE = Path(__file__).parent
@@ -179,6 +184,30 @@ def test_user_functions_never_share_a_process(lab, kernel, importers):
     assert [record.status for record in seen.records] == ["ok", "ok", "ok"]
     assert len(importers("first")) == 2
     assert not importers("first") & importers("third")
+
+
+def test_a_user_functions_processes_are_stopped_in_its_rivals_turns(lab, kernel, importers, monkeypatch):
+    """Threads that spin and helpers would take the processor from whoever is timed."""
+    monkeypatch.setattr(process_tree, "REFRESH_S", 0.0)
+    helper = """
+        import subprocess, time
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        """
+    mine, ask, looks = kernel("helped", helper), Crew._ask, []
+
+    def watched(crew, group, question, timeout_s):
+        if isinstance(question, p.Sample):
+            (worker,) = (psutil.Process(int(pid)) for pid in importers("helped"))
+            family, mine = [worker, *worker.children(recursive=True)], group.has_user_code
+            if not mine:
+                wait_for(lambda: all(one.status() == psutil.STATUS_STOPPED for one in family))
+            looks.append((mine, len(family)))
+        return ask(crew, group, question, timeout_s)
+
+    monkeypatch.setattr(Crew, "_ask", watched)
+    seen = lab(mine, "numpy.float32")
+    judge(seen, {"helped": (Ok, ""), "numpy.float32": (Ok, "")})
+    assert {(True, 2), (False, 2)} <= set(looks)
 
 
 def test_a_note_stands_in_every_record_of_the_function(lab, kernel, causal):

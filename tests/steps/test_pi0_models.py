@@ -14,7 +14,7 @@ pytest.importorskip("flax")
 import jax
 import jax.numpy as jnp
 
-from attnbench.models import attend, gemma, gemma_fast, masks, pi0, pi0_fast
+from attnbench.models import attention, gemma, gemma_fast, masks, pi0, pi0_fast
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
 
@@ -38,7 +38,7 @@ def test_so_is_a_deep_one_whose_layers_repeat(monkeypatch: pytest.MonkeyPatch):
     assert steps.depth(answer.record.workload) == 18
 
 
-IN_BLOCKS, ROPE, STANDARD = masks.in_blocks, gemma.apply_rope, attend.standard_attention
+IN_BLOCKS, ROPE, STANDARD = masks.in_blocks, gemma.apply_rope, attention.standard_attention
 SUFFIX, DECODE = pi0.Pi0._suffix_positions, pi0_fast.Pi0Fast.decode
 
 
@@ -82,7 +82,7 @@ def turned_layers(arrays, suffixes):
 TREE, MODEL_TREE = jax_steps.attention_tree, jax_steps.model_tree
 WRONG = {
     "attention without its blocks": ("pi0-attention", masks, "in_blocks", one_block),
-    "attention, heads mixed up": ("pi0-attention", attend, "standard_attention", next_head),
+    "attention, heads mixed up": ("pi0-attention", attention, "standard_attention", next_head),
     "attention, the second expert's keys for its values": (
         "pi0-attention",
         jax_steps,
@@ -124,7 +124,7 @@ def with_crooked_gradients(q, k, v, mask, dtype):
 
 @pytest.mark.parametrize("step", ["pi0-attention", "pi0-block"])
 def test_a_wrong_gradient_alone_is_caught(step: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attend, "standard_attention", with_crooked_gradients)
+    monkeypatch.setattr(attention, "standard_attention", with_crooked_gradients)
     answer = opened(step, dtype="bfloat16", pass_="train")
     assert isinstance(answer, p.Closed), answer
     assert answer.record.status == "incorrect"

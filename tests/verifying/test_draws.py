@@ -11,7 +11,7 @@ from attnbench.run.remote import Local
 from attnbench.spec import Cell, Workload
 from attnbench.verifying import draws as module
 from attnbench.verifying.draws import EDGE_ROWS, MAX_HEADS, SETS, Draws
-from attnbench.workloads.shrink import TOKENS
+from attnbench.workloads.suites import TOKENS
 
 SMALL = Workload(batch=2, q_len=64, heads=4, kv_heads=2, head_dim=16, mask=masks.causal())
 LARGE = Workload(batch=8, q_len=8192, heads=32, kv_heads=8, head_dim=128, mask=masks.causal())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnbench import masks
 from attnbench.errors import InvalidWorkload, UnknownName
 from attnbench.masks import MaskShape
-from attnbench.masks.block_layout import block_layout
+from attnbench.masks.cuts import block_layout
 from attnbench.spec import Workload
 from attnbench.workloads import cost, suites
 from attnbench.workloads.block_patterns import PATTERNS, SPARSITIES, block_pattern, sparse_mask

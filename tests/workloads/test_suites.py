@@ -11,7 +11,7 @@ from attnbench.errors import BrokenFile, InvalidWorkload, UnknownName, UsageErro
 from attnbench.masks import MaskShape
 from attnbench.spec import Workload
 from attnbench.workloads import cost, suites
-from attnbench.workloads.grid import grid
+from attnbench.workloads.suite_file import grid
 
 ALL = [
     "quick", "ci", "regression", "grid", "grid-gpu", "gemma", "square-cpu", "decode",

@@ -18,12 +18,13 @@ from attnbench.choosing.candidates import Ground
 from attnbench.choosing.choose import Chosen
 from attnbench.errors import InvalidWorkload
 from attnbench.policy import REACH, Place, shape_of
+from attnbench.results.ratios import LEAST_STEP
 from attnbench.results.standings import Standing, contenders
 from attnbench.spec import Workload
 
 NEAR_ENOUGH = 1.3
 """Neighbouring lengths no further apart are not divided."""
-LEAST_STAKE = log(1.02)
+LEAST_STAKE = log(LEAST_STEP)
 """What two choices must differ by at both ends: where they are as good, the crossing is found."""
 STEPS = (64, 16, 4, 1)
 """New lengths are multiples of one of these: what kernels like, where there is room for it."""

@@ -38,11 +38,11 @@ from attnbench.printable import printable, printable_lines
 
 USAGE, BUG, INTERRUPTED = 2, 70, 130
 LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Of an output that can take no more: a full disk, or a terminal that was closed."""
+"""Error numbers of an output that can take no more: a full disk, or a terminal that was closed."""
 
 
 def installed_version() -> str:
-    """Version of the distribution; a bare source tree has none."""
+    """Return the version of the distribution; a bare source tree has none."""
     try:
         return version("attnbench")
     except PackageNotFoundError:
@@ -74,12 +74,12 @@ app.command(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the script: run a command and exit with its code."""
+    """Run a command and exit with its code: the entry point of the script."""
     sys.exit(execute(sys.argv[1:] if arguments is None else arguments))
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run a command; returns the exit code. An expected error is one line on stderr, never a traceback."""
+    """Run a command and return its exit code. An expected error is one line on stderr, never a traceback."""
     _end_tidily()
     _open_streams()
     try:
@@ -152,7 +152,7 @@ def _fill(number: int) -> None:
 
 
 def _leave_stdout() -> None:
-    """What cannot be written any more must not make the interpreter complain at exit either."""
+    """Point stdout at nothing, so that the interpreter does not complain at exit about output nobody can take."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""`attnbench baseline save|list|show|update`: what later runs are held against, per machine."""
+"""`attnbench baseline save|list|show|update`: records that later runs are compared with, per machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from attnbench.cli.options import Json
+from attnbench.cli.output import print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,10 +43,9 @@ def update(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = Non
 
 @baseline.command(name="list")
 def listing(*, words: Words = "", folder: Folder = None, json: Json = False) -> int:
-    """Every baseline: id, median time, commit, when it was measured."""
+    """List every baseline: id, median time, commit, when it was measured."""
     from rich.markup import escape
 
-    from attnbench.cli.output import print_json, stdout_console
     from attnbench.report.plain import plain_table
     from attnbench.report.units import duration
 
@@ -69,8 +69,7 @@ def show(
     folder: Folder = None,
     json: Json = False,
 ) -> int:
-    """One baseline in full, with its anchors."""
-    from attnbench.cli.output import print_json, stdout_console
+    """Show one baseline in full, with its anchors."""
     from attnbench.report.detail import print_cell
 
     one = _only(identity, _chosen(folder))
@@ -79,16 +78,15 @@ def show(
         return 0
     console = stdout_console()
     for name, value in {"baseline": one.id, "commit": one.commit, "measured": one.created, "note": one.note}.items():
-        console.print(f"{name:9} {value or '–'}", highlight=False, markup=False, soft_wrap=True)
+        say(f"{name:9} {value or '–'}")
     for record in one.records:
         print_cell(console, record)
     return 0
 
 
 def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str, folder: Path, json: bool) -> int:
-    """Save or update; what was left out is said with its reason."""
-    from attnbench.cli.output import print_json, stderr_console, stdout_console
-    from attnbench.cli.show import find_run
+    """Save or update baselines, and print what was left out with its reason; return the exit code."""
+    from attnbench.cli.inputs import find_run
     from attnbench.results.records import ANCHOR
     from attnbench.results.run_file import read_run
     from attnbench.run.sources import sources_of
@@ -98,7 +96,7 @@ def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str
     for path in dict.fromkeys(find_run(name) for name in runs):
         run = read_run(path)
         for warning in run.warnings:
-            stderr_console().print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+            warn(warning)
         records = [
             r
             for r in run.records
@@ -106,10 +104,7 @@ def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str
         ]
         dirty = {r.implementation for r in records if r.environment is not None and r.environment.is_dirty}
         if dirty := sorted(name for name in dirty if not name.startswith(ANCHOR)):
-            told = (
-                f"warning: {path.name} was measured with uncommitted changes ({', '.join(dirty)}): no commit holds them"
-            )
-            stderr_console().print(told, highlight=False, markup=False, soft_wrap=True)
+            warn(f"{path.name} was measured with uncommitted changes ({', '.join(dirty)}): no commit holds them")
         done = keep(records, folder, note=note, created=run.header.created, sources=sources_of(run))
         written += done.written
         skipped += done.skipped
@@ -117,12 +112,11 @@ def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str
         reasons = [{"cell": cell, "reason": reason} for cell, reason in skipped]
         print_json({"folder": folder, "written": [_row(one) for one in written], "skipped": reasons})
     else:
-        console = stdout_console()
         for one in written:
-            console.print(f"kept     {one.id}", highlight=False, markup=False, soft_wrap=True)
+            say(f"kept     {one.id}")
         for cell, reason in skipped:
-            console.print(f"skipped  {cell}: {reason}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"{len(written)} kept in {folder}, {len(skipped)} skipped.", highlight=False, markup=False)
+            say(f"skipped  {cell}: {reason}")
+        say(f"{len(written)} kept in {folder}, {len(skipped)} skipped.")
     return 0 if written else NOTHING_WRITTEN
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from attnbench.cli.options import Choice, Json, Quiet, Shape
+from attnbench.cli.output import note, print_json, say
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,18 +29,17 @@ def bisect(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Which commit made it slower? Each is compared with the good one in turn, halving what is left.
+    """Find the commit that made an implementation slower, by comparing commits with the good one and halving the rest.
 
     Device, framework and threads come from the settings (attnbench.toml, ATTNBENCH_THREADS=1).
 
     Example: `attnbench bisect torch.sdpa --good v1.0 --bad main --seq-len 1024 --causal`
     """
-    from attnbench.comparing.bisect import find_first_slower
-    from attnbench.comparing.bisect_text import closing, not_confirmed
+    from attnbench.comparing.bisect import closing, find_first_slower, not_confirmed
     from attnbench.run.git import resolve
     from attnbench.run.lock import machine_lock
 
-    workload, tell = _workload(shape), _Teller(quiet or json)
+    workload, tell = _workload(shape), (lambda _: None) if quiet or json else note
     commits, start, end = _commits(good, bad, tell), resolve(good), resolve(bad)
 
     def is_slower(commit: str) -> bool | None:
@@ -57,7 +58,10 @@ def bisect(
     else:
         sentence = closing(found, commits, implementation, workload, whole)
         code = 0 if found.first else INCONCLUSIVE
-    _print({"confirmed": found is not None, "comparison": whole, "found": found, "closing": sentence}, json)
+    if json:
+        print_json({"confirmed": found is not None, "comparison": whole, "found": found, "closing": sentence})
+    else:
+        say(sentence)
     return code
 
 
@@ -65,7 +69,7 @@ _WORDS = {True: "slower    ", False: "as fast   ", None: "not judged"}
 
 
 def compare_refs(baseline: str, current: str, implementation: str, workload: Workload) -> Comparison:
-    """The comparison that the search stands on; the one place that knows who makes it."""
+    """Compare two commits with the settings in force."""
     from attnbench.comparing import compare as comparing
     from attnbench.config import load_settings
 
@@ -81,9 +85,8 @@ def compare_refs(baseline: str, current: str, implementation: str, workload: Wor
 
 
 def slower_than(good: str, candidate: str, implementation: str, workload: Workload) -> bool | None:
-    """Whether a commit is slower than the good one; None when it does not build or load, or cannot be told.
-
-    The good one has been compared before: what is wrong now is wrong with the candidate.
+    """Return whether a commit is slower than the good one; None if it does not build or load, or if the comparison is
+    inconclusive. The good one was compared before, so an error is the candidate's.
     """
     try:
         verdict = compare_refs(good, candidate, implementation, workload).verdict
@@ -92,12 +95,12 @@ def slower_than(good: str, candidate: str, implementation: str, workload: Worklo
     return {"slower": True, "same": False, "faster": False}.get(verdict or "")
 
 
-def _commits(good: str, bad: str, tell: _Teller) -> dict[str, str]:
-    """Commit -> subject of what is searched, oldest first; of a merged branch only the merge."""
+def _commits(good: str, bad: str, tell: Callable[[str], None]) -> dict[str, str]:
+    """Return commit -> subject of the commits to search, oldest first; a merged branch counts as its merge commit."""
     from attnbench.run.git import commits_between, merge_base, resolve
 
     if merge_base(good, bad) != resolve(good):
-        tell(f"note: {good} is not in the history of {bad}; what {bad} has and {good} has not is searched.")
+        tell(f"note: {good} is not an ancestor of {bad}; the commits of {bad} that {good} lacks are searched.")
     commits = dict(commits_between(good, bad, first_parent=True))
     if not commits:
         raise UsageError(f"{bad} holds no commit that {good} does not: choose an older --good or a newer --bad.")
@@ -111,23 +114,3 @@ def _workload(shape: Shape) -> Workload:
     if len(found) != 1:
         raise UsageError(f"bisect takes one workload at a time, and these options make {len(found)}.")
     return found[0]
-
-
-def _print(document: dict[str, Any], json: bool) -> None:
-    from attnbench.cli.output import print_json, stdout_console
-
-    if json:
-        print_json(document)
-    else:
-        stdout_console().print(document["closing"], highlight=False, markup=False, soft_wrap=True)
-
-
-class _Teller:
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-
-    def __call__(self, text: str) -> None:
-        from attnbench.cli.output import stderr_console
-
-        if not self._quiet:
-            stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from attnbench.cli.options import Json, Many
+from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def choose(
     *runs: Annotated[str, Parameter(help="Run files, parts of their names, or `latest` (when none is given).")],
     output: Output = None,
     judge: Annotated[
-        Path | None, Parameter(help="Choose nothing: hold this policy file against the runs, and tell its regret.")
+        Path | None, Parameter(help="Choose nothing: evaluate this policy file on the runs and print its regret.")
     ] = None,
     within: Within = Within(),  # noqa: B008 (frozen)
     json: Json = False,
@@ -65,11 +66,10 @@ def choose(
     Examples: `attnbench choose latest -o policy.json` · `attnbench choose RUN --deterministic --forbid torch.eager`
     """
     from attnbench.choosing.text import document
-    from attnbench.cli.output import print_json
 
     constraints = read_constraints(within)
     if judge is not None and output is not None:
-        raise UsageError("--judge chooses nothing, so there is nothing for -o to hold.")
+        raise UsageError("--judge only evaluates a policy; it cannot be combined with -o.")
     chosen = choose_from(read_sources(runs or ("latest",)), constraints)
     if judge is not None:
         return _judge(judge, chosen, json)
@@ -80,12 +80,12 @@ def choose(
         return code
     tell(chosen)
     if output is not None and code == 0:
-        _say(f"wrote {output}{before}")
+        note(f"wrote {output}{before}")
     return code
 
 
 def choose_from(sources: Sequence[Source], constraints: Constraints) -> Chosen:
-    """The policy of runs, under what the registry says of their implementations."""
+    """Choose from runs, leaving out implementations that the registry offers by name only."""
     from attnbench import registry
     from attnbench.choosing.choose import choose as choose_records
 
@@ -94,7 +94,7 @@ def choose_from(sources: Sequence[Source], constraints: Constraints) -> Chosen:
 
 
 def held_before(output: Path | None) -> str:
-    """What a new policy file takes the place of, for the line that says it was written; empty where there is none."""
+    """Describe the file that a new policy replaces, for the line that says it was written; empty if there is none."""
     from attnbench.policy import read_policy
 
     if output is None or not output.is_file():
@@ -107,7 +107,7 @@ def held_before(output: Path | None) -> str:
 
 
 def write(chosen: Chosen, output: Path | None) -> int:
-    """Write the policy where there is one; the exit code says whether there is."""
+    """Write the policy if it has entries, and return the exit code."""
     from attnbench.policy import save_policy
 
     if not chosen.policy.entries:
@@ -118,16 +118,15 @@ def write(chosen: Chosen, output: Path | None) -> int:
 
 
 def _judge(path: Path, chosen: Chosen, json: bool) -> int:
-    """What the policy of a file loses on the shapes of the runs."""
+    """Print what the policy of a file loses on the shapes of the runs; return the exit code."""
     from attnbench.choosing.regret import environment_of, policy_loss
     from attnbench.choosing.text import judgement, judgement_document, print_losses
-    from attnbench.cli.output import print_json, stdout_console
 
     policy = _read_policy(path)
     stale = {ground.place.key: policy.stale(environment_of(ground)) for ground in chosen.grounds}
     grounds = [ground for ground in chosen.grounds if stale[ground.place.key] is None]
     for why in dict.fromkeys(why for why in stale.values() if why is not None):
-        _say(f"not judged: {why}")
+        note(f"not judged: {why}")
     found = [(ground, policy_loss(policy, ground)) for ground in grounds]
     if json:
         print_json(judgement_document(policy, found))
@@ -136,26 +135,25 @@ def _judge(path: Path, chosen: Chosen, json: bool) -> int:
         for ground, loss in found:
             print_losses(console, ground, [loss])
         console.print()
-        console.print(judgement(policy, [one for _, one in found]), highlight=False, markup=False, soft_wrap=True)
+        say(judgement(policy, [one for _, one in found]))
     return 0 if any(loss.regret is not None for _, loss in found) else NOTHING
 
 
 def _read_policy(path: Path) -> Policy:
-    """The policy of a file; what Python would warn of is told like any other warning here."""
+    """Return the policy of a file; Python warnings become warning lines on stderr."""
     from attnbench.policy import load_policy
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         policy = load_policy(path)
     for one in caught:
-        _say(f"warning: {one.message}")
+        note(f"warning: {one.message}")
     return policy
 
 
 def tell(chosen: Chosen) -> None:
-    """Tables and closing sentence on stdout."""
+    """Print the tables and the closing sentence on stdout."""
     from attnbench.choosing.text import closing, print_losses, print_policy
-    from attnbench.cli.output import stdout_console
 
     console = stdout_console()
     print_policy(console, chosen.policy, chosen.unchosen)
@@ -163,11 +161,11 @@ def tell(chosen: Chosen) -> None:
         if len(ground.standings) > 1:
             print_losses(console, ground)
     console.print()
-    console.print(closing(chosen), highlight=False, markup=False, soft_wrap=True)
+    say(closing(chosen))
 
 
 def read_constraints(within: Within) -> Constraints:
-    """The options, checked."""
+    """Check the options and return the constraints that they make."""
     from attnbench.policy import Constraints
 
     if within.max_error is not None and not (within.max_error > 0 and isfinite(within.max_error)):
@@ -182,7 +180,7 @@ def read_constraints(within: Within) -> Constraints:
 
 
 def read_size(text: str) -> int:
-    """2GB, 512MiB or 1000000 -> bytes."""
+    """Convert a size such as 2GB, 512MiB or 1000000 to bytes."""
     found = SIZE.fullmatch(text.strip())
     try:
         size = float(found[1]) * UNITS[found[2].lower().removesuffix("b")] if found else 0.0
@@ -194,16 +192,16 @@ def read_size(text: str) -> int:
 
 
 def read_sources(names: Sequence[str]) -> list[Source]:
-    """Every run named, each once."""
+    """Read every run named, each once."""
     from attnbench.choosing.candidates import Source
-    from attnbench.cli.show import find_run
+    from attnbench.cli.inputs import find_run
     from attnbench.results.run_file import read_run
 
     found: list[Source] = []
     for path in dict.fromkeys(find_run(name) for name in names):
         run = read_run(path)
         for warning in run.warnings:
-            _say(f"warning: {warning}")
+            warn(warning)
         found.append(Source(path.name, run.header.created, run.records))
     if not any(source.records for source in found):
         raise UsageError(f"{', '.join(source.name for source in found)}: no records to choose from.")
@@ -211,15 +209,9 @@ def read_sources(names: Sequence[str]) -> list[Source]:
 
 
 def _by_name_only(names: set[str]) -> dict[str, str]:
-    """Of the implementations known here, those that sweeps leave out, with the reason."""
+    """Return the implementations known here that sweeps leave out, with the reason."""
     from attnbench import registry
 
     known, _ = registry.loadable()
     found = {name: registry.get(name).by_name_only for name in known if name in names}
     return {name: f"by name only: {why}" for name, why in found.items() if why}
-
-
-def _say(text: str) -> None:
-    from attnbench.cli.output import stderr_console
-
-    stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)

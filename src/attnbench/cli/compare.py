@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from attnbench.cli.options import Json, Many, Quiet, Shape, Whole
+from attnbench.cli.output import print_json, stderr_console, stdout_console, warn
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,16 +40,14 @@ def compare(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Is B slower than A? Each launch starts fresh processes, checks both, and times them in turn.
+    """Decide whether B is slower than A. Each launch starts fresh processes, checks both, and times them in turn.
 
     Examples: `attnbench compare torch.eager torch.sdpa --seq-len 1024` ·
     `attnbench compare my_kernel.py:attention --baseline main --current HEAD`
     """
     from attnbench.cli.options import Choice
-    from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.cli.selection import OWN_SHAPE, select_workloads
-    from attnbench.comparing.progress import ExperimentProgress
-    from attnbench.comparing.text import print_comparison
+    from attnbench.comparing.text import ExperimentProgress, print_comparison
     from attnbench.config import load_settings
     from attnbench.run.lock import measuring
 
@@ -58,7 +57,7 @@ def compare(
     found: list[Comparison] = []
     with measuring("compare") as notes:
         for note in notes:
-            stderr_console().print(f"warning: {note}", highlight=False, markup=False, soft_wrap=True)
+            warn(note)
         try:
             for workload in workloads:
                 with ExperimentProgress(stderr_console(), quiet or json) as progress:
@@ -117,7 +116,7 @@ def _check(a: str, b: str | None, baseline: str | None, current: str | None) -> 
 
 
 def _is_worse(comparison: Comparison) -> bool:
-    """Whether b is wrong, or gave no answer although a did: no speed at all is slower than any."""
+    """Return whether b is wrong, or gave no answer although a did: no speed at all is slower than any."""
     a, b = comparison.record_a, comparison.record_b
     if b is None or b.status == "ok":
         return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from attnbench.cli.options import Json
+from attnbench.cli.output import print_json, stderr_console, stdout_console
 
 
 def doctor(*, json: Json = False) -> int:
-    """Device, libraries really loaded, and for every implementation whether it can run here, and why not."""
-    from attnbench.cli.output import print_json, stderr_console, stdout_console
+    """Show the device, the libraries really loaded, and for every implementation whether it runs here, or why not."""
     from attnbench.report.doctor import print_diagnosis
     from attnbench.report.progress import Silent
     from attnbench.run import launch as launcher

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from attnbench.cli.inputs import spare_runs
+from attnbench.cli.output import note, print_json_text, warn
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,22 +39,21 @@ def export(
         str, Parameter(name=["--filter", "-k"], help="Only cells whose id contains all these words.")
     ] = "",
 ) -> int:
-    """Runs as a table (parquet, csv, sqlite: every record) or for another benchmark tool (timed cells only).
+    """Write runs as a table (parquet, csv, sqlite: every record) or for another benchmark tool (timed cells only).
 
     Examples: `attnbench export latest --format parquet -o run.parquet` · `attnbench export latest --format csv`
     """
-    from attnbench.cli.output import print_json_text
+    from attnbench.results.exports.benchmark_tools import timed
     from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
-    from attnbench.results.exports.timed import timed
 
     sources, paths = _read(runs or ("latest",), words)
     if form in JSON:
         kept = len(timed(sources))
         if not kept:
-            _say("nothing was timed in these runs, so there is nothing that this format could hold.")
+            note("nothing was timed in these runs, so there is nothing that this format could hold.")
             return NOTHING
         if again := sum(len(timed([source])) for source in sources) - kept:
-            _say(f"note: {again} of the timed cells are in several runs; {form} knows cells by name: the last is kept.")
+            note(f"note: {again} of the timed cells are in several runs; {form} knows cells by name: the last is kept.")
     target = output or (f"{paths[0].stem}.{form}" if form in BINARY else STDOUT)
     if target == STDOUT:
         if form in BINARY:
@@ -66,12 +66,12 @@ def export(
         return 0
     spare_runs([Path(target)], paths, "-o")
     export_file(sources, form, Path(target))
-    _say(f"wrote {target}")
+    note(f"wrote {target}")
     return 0
 
 
 def _read(names: Sequence[str], words: str) -> tuple[list[Source], list[Path]]:
-    from attnbench.cli.show import find_run
+    from attnbench.cli.inputs import find_run
     from attnbench.results.exports.table import Source
     from attnbench.results.run_file import read_run
 
@@ -80,16 +80,10 @@ def _read(names: Sequence[str], words: str) -> tuple[list[Source], list[Path]]:
     for path in paths:
         run = read_run(path)
         for warning in run.warnings:
-            _say(f"warning: {warning}")
+            warn(warning)
         records = [r for r in run.records if all(word in r.cell.id for word in words.split())]
         sources.append(Source(path.stem, run.header, records))
     if not any(source.records for source in sources):
         named = f' with "{words}" in its id' if words else ""
         raise UsageError(f"{', '.join(map(str, paths))}: no record{named}; `attnbench show` lists what there is.")
     return sources, paths
-
-
-def _say(text: str) -> None:
-    from attnbench.cli.output import stderr_console
-
-    stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from attnbench.cli.options import Choice, Json, Many, Quiet, Shape, Whole
+from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def gate(
 
     Exit codes: 0 pass · 1 slower, wrong or bigger · 2 usage · 3 nothing measured · 4 inconclusive · 5 untrusted
     """
-    from attnbench.cli.output import print_json, stdout_console
     from attnbench.comparing.ci_files import remove_files, write_ci
     from attnbench.comparing.gate_text import print_gate
     from attnbench.comparison import EXIT_CODES
@@ -84,7 +84,8 @@ def _required(baseline: str | None, settings: Settings) -> str:
 
 
 def _is_stored(what: str) -> bool:
-    """Run files and folders of baselines; a branch may be called as a folder that has nothing to do with it."""
+    """Return whether a name means run files or a folder of baselines; an unrelated folder may share its name
+    with a branch."""
     from attnbench.comparing.baselines import holds_baselines
     from attnbench.run.git import is_ref
 
@@ -96,19 +97,19 @@ def _is_stored(what: str) -> bool:
 
 
 def _is_path(what: str) -> bool:
-    """Whether it can only mean a place in the file system: ./baselines, ../baselines, /baselines, baselines/."""
+    """Return whether a name can only be a path: ./baselines, ../baselines, /baselines, baselines/."""
     return what.startswith(("./", "../", "/")) or what.endswith("/") or Path(what).is_absolute()
 
 
 def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusive: str) -> GateReport:
-    from attnbench.cli.show import find_run
-    from attnbench.comparing.stored_gate import gate_stored
-    from attnbench.comparing.thresholds import load_thresholds
+    from attnbench.cli.inputs import find_run
+    from attnbench.comparing.gate_cases import load_thresholds
+    from attnbench.comparing.stored import gate_stored
 
     if not _is_stored(baseline) or not _is_stored(current):
         stored, option = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
         raise UsageError(
-            f"{stored} was measured before, a git ref is not: give {option} a run file too (`attnbench run ci`)."
+            f"{stored} holds measurements and a git ref does not: give {option} a run file too (`attnbench run ci`)."
         )
     old = Path(baseline) if Path(baseline).is_dir() else find_run(baseline)
     floors = load_thresholds(settings.thresholds)
@@ -125,7 +126,7 @@ def _names(impl: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
 
 
 def _of_this_repository(names: Sequence[str]) -> tuple[str, ...]:
-    """Those that a gate without a list can measure: attnbench's own are the same in all refs of another repository."""
+    """Return the names that belong to this repository: attnbench's own are the same in all refs of another one."""
     from attnbench import registry
     from attnbench.run import git
 
@@ -152,12 +153,11 @@ def _gate_refs(
     ci: Path | None,
     quiet: bool,
 ) -> GateReport:
-    from attnbench.cli.output import stderr_console
     from attnbench.cli.selection import filter_words, select_workloads
     from attnbench.comparing.ci_files import FILES, write_files
     from attnbench.comparing.gate import GateOrder, gate_refs
-    from attnbench.comparing.progress import ExperimentProgress
-    from attnbench.comparing.thresholds import load_thresholds
+    from attnbench.comparing.gate_cases import load_thresholds
+    from attnbench.comparing.text import ExperimentProgress
 
     name, workloads = select_workloads(suite, False, Shape(), Choice())
     floors = load_thresholds(settings.thresholds)

@@ -1,4 +1,4 @@
-"""`attnbench history`: how cells fared over commits, and where they changed."""
+"""`attnbench history`: times of cells over commits, and the commits at which they changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from attnbench.cli.options import Json, Many
+from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import BrokenFile, UsageError
 
 if TYPE_CHECKING:
@@ -26,12 +27,11 @@ def history(
     ] = "",
     json: Json = False,
 ) -> int:
-    """Every cell over the commits it was measured at, against the anchor kernels of its run, with its steps.
+    """Show every cell over the commits it was measured at, relative to the anchor kernels of its run, with its changes.
 
     Examples: `attnbench history` · `attnbench history runs/ --impl torch.sdpa -k causal`
     """
-    from attnbench.cli.commits import asker, commit_places
-    from attnbench.cli.output import print_json, stderr_console, stdout_console
+    from attnbench.cli.inputs import asker, commit_places
     from attnbench.comparing.history import Trend, find_changes, gather
     from attnbench.comparing.history_text import closing, print_history
 
@@ -43,7 +43,7 @@ def history(
     unknown = {point.commit for one in series for point in one.points} - places.keys() - {""}
     if unknown:
         told = f"note: {len(unknown)} commits are not in this clone; their series are in order of time."
-        stderr_console().print(told, highlight=False, markup=False, soft_wrap=True)
+        note(told)
     sentence = closing(trends, _command)
     if json:
         print_json({"trends": trends, "excluded": excluded, "closing": sentence})
@@ -51,13 +51,12 @@ def history(
     console = stdout_console()
     print_history(console, trends, excluded)
     for line in ["", *sentence.split("\n")] if trends else [sentence]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
     return 0
 
 
 def _sources(names: Sequence[str]) -> list[Source]:
-    """What the names lead to; a broken file is an error where it was named and a warning in a folder."""
-    from attnbench.cli.output import stderr_console
+    """Read the runs and baselines that are named; a broken file is an error if named itself, a warning in a folder."""
     from attnbench.config import load_settings
     from attnbench.reading import files_in
     from attnbench.report.summaries import FILES as SUMMARIES
@@ -85,12 +84,12 @@ def _sources(names: Sequence[str]) -> list[Source]:
                 raise
             warnings.append(str(error))
     for warning in warnings:
-        stderr_console().print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+        warn(warning)
     return sources
 
 
 def _read(path: Path, warnings: list[str]) -> Source:
-    """A file's records; what its reader warns of is added to the warnings."""
+    """Return the records of a file; the warnings of its reader are added to `warnings`."""
     from attnbench.comparing.baselines import read_baseline
     from attnbench.comparing.history import Source
     from attnbench.results.run_file import read_run
@@ -106,7 +105,7 @@ def _read(path: Path, warnings: list[str]) -> Source:
 
 
 def _only(sources: Sequence[Source], impl: Sequence[str], words: str) -> list[Source]:
-    """The records asked for, and the anchors."""
+    """Return the records asked for, and the anchors."""
     from attnbench.comparing.history import Source
     from attnbench.results.records import ANCHOR, matches
     from attnbench.spec import Record
@@ -123,8 +122,8 @@ def _only(sources: Sequence[Source], impl: Sequence[str], words: str) -> list[So
 
 
 def _command(trend: Trend, change: Change) -> str:
-    """The bisect that would confirm a change."""
-    from attnbench.cli.spelling import spell_workload
+    """Return the bisect command that would confirm a change."""
+    from attnbench.cli.selection import spell_workload
 
     shape = spell_workload(trend.series.workload)
     if shape is None or not (change.old and change.new) or change.direction == "faster":

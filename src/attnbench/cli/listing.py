@@ -8,14 +8,15 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from attnbench.cli.options import Json
+from attnbench.cli.output import print_json, stdout_console
 from attnbench.errors import UsageError
 
-listing = App(help="What there is: implementations, suites, workloads.")
+listing = App(help="List implementations, suites or workloads.")
 
 
 @listing.command
 def implementations(*, json: Json = False) -> int:
-    """Every registered implementation, where it comes from and what it is. `attnbench doctor` says what runs here."""
+    """List every implementation, where it comes from and what it is. `attnbench doctor` says what runs here."""
     from attnbench import registry
 
     _show([_describe(name) for name in registry.names()], json)
@@ -24,7 +25,7 @@ def implementations(*, json: Json = False) -> int:
 
 @listing.command
 def suites(*, json: Json = False) -> int:
-    """Every suite, and how many workloads it has."""
+    """List every suite and how many workloads it has."""
     from attnbench.workloads.suites import load, names
 
     found = [load(name) for name in names()]
@@ -40,7 +41,7 @@ def workloads(
     quick: Annotated[bool, Parameter(negative="", help="Capped shapes.")] = False,
     json: Json = False,
 ) -> int:
-    """The workloads of a suite (a name or a TOML file)."""
+    """List the workloads of a suite (a name or a TOML file)."""
     from attnbench.cli.selection import load_suite
 
     _, found = load_suite(suite, quick)
@@ -52,7 +53,7 @@ def workloads(
 
 
 def _describe(name: str) -> dict[str, Any]:
-    """One row; a third party's broken entry point is shown as such and hides nobody else."""
+    """Return one row; a broken entry point of a third party is shown as such and does not hide the others."""
     from attnbench import registry
 
     row: dict[str, Any] = {"implementation": name, "framework": name.partition(".")[0], "from": registry.origin(name)}
@@ -60,13 +61,12 @@ def _describe(name: str) -> dict[str, Any]:
         found = registry.get(name)
     except UsageError as error:
         return row | {"approximate": None, "what": str(error)}
-    doc = type(found).__doc__ or sys.modules[type(found).__module__].__doc__ or ""
-    what = doc.strip().partition("\n")[0] + (" (by name only)" if found.by_name_only else "")
+    doc = found.description or type(found).__doc__ or sys.modules[type(found).__module__].__doc__ or ""
+    what = " ".join(doc.strip().partition("\n\n")[0].split()) + (" (by name only)" if found.by_name_only else "")
     return row | {"approximate": found.approximate, "what": what}
 
 
 def _show(rows: list[dict[str, Any]], json: bool) -> None:
-    from attnbench.cli.output import print_json, stdout_console
     from attnbench.report.plain import plain_table
 
     if json:

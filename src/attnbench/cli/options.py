@@ -1,4 +1,4 @@
-"""Options that several commands share. Plain data: what they mean is decided in selection.py."""
+"""Options that several commands share, as plain data; selection.py interprets them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Many = Parameter(consume_multiple=1, negative="")
 
 
 def read_whole(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Whole numbers as they stand, 64, 0x40, 64.0 or 1e3: nothing is rounded."""
+    """Convert words such as 64, 0x40, 64.0 or 1e3 to whole numbers without rounding."""
     numbers = tuple(_whole(token) for token in tokens)
     return numbers if get_origin(kind) is tuple else numbers[0]
 
@@ -66,7 +66,7 @@ class Shape:
 
 
 def spell(shape: Shape) -> list[str]:
-    """The options again as words, for a command that we suggest."""
+    """Return the options as words again, for a command that we suggest."""
     words: list[str] = []
     for one in fields(shape):
         value = getattr(shape, one.name)

@@ -1,4 +1,4 @@
-"""The command line of `attnbench run` -> what will be run. What is wrong with it is found before anything runs."""
+"""Turn the command line of `attnbench run` into requests, and refuse everything that is wrong before anything runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from attnbench import registry
 from attnbench.cli.options import Choice, Sampling, Shape, spell
-from attnbench.cli.output import stderr_console
+from attnbench.cli.output import warn
 from attnbench.cli.selection import DEFAULT_SUITE, filter_words, select_implementations, select_workloads
 from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, UsageError
@@ -24,7 +24,7 @@ from attnbench.run.sources import fingerprint_sources, refuse_changed_sources
 
 QUICK_BUDGET_S = 0.5
 MOST = 1_000_000_000
-"""Of samples and the like: beyond it nobody waits for the end."""
+"""Largest count of samples and the like that is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What will be run, under which name, on top of what."""
+    """Requests that will be run, the suite's name, and the run file that they continue."""
 
     request: Request
     suite: str
@@ -53,9 +53,9 @@ class Prepared:
     resumed: Path | None = None
     done: frozenset[str] = frozenset()
     writer: RunWriter | None = None
-    """Of a resumed file, which it keeps locked; None if cells are only listed."""
+    """Writer of a resumed file, which it keeps locked; None if cells are only listed."""
     more: tuple[Request, ...] = ()
-    """What else a resumed file was asked for."""
+    """Other requests that a resumed file was asked for."""
     is_new: bool = True
     """Whether no header of the file says yet what is asked."""
 
@@ -66,12 +66,12 @@ class Prepared:
 
     @property
     def names(self) -> dict[str, str]:
-        """What the run calls the functions that were given by reference."""
+        """Names that the run gives to functions that were given by reference."""
         return {reference: name for request in self.requests for reference, name in called(request).items()}
 
 
 def prepare(order: Order, only_listed: bool = False) -> Prepared:
-    """Everything that can be wrong with the command line is found here, before anything runs.
+    """Check the whole command line before anything runs, and return what will be run.
 
     A file to resume is locked and, if its last line is torn, repaired; it is left alone if cells are only listed.
     """
@@ -104,12 +104,12 @@ def prepare(order: Order, only_listed: bool = False) -> Prepared:
         writer = RunWriter(order.resume)
         prepared = replace(prepared, writer=writer, done=read_run(order.resume).done)
     for warning in dict.fromkeys(warnings):
-        stderr_console().print(f"warning: {warning}", highlight=False, markup=False)
+        warn(warning)
     return prepared
 
 
 def called(request: Request) -> dict[str, str]:
-    """Reference -> name, as the run makes them."""
+    """Return reference -> name, as the run makes them."""
     return name_references(request.implementations, registry.names())
 
 
@@ -126,14 +126,14 @@ def _where(order: Order) -> tuple[str, ...]:
 
 
 def place_words(framework: str | None, device: str | None) -> list[str]:
-    """The options that say where bare functions run, as words."""
+    """Return the options that say where bare functions run, as words."""
     given = {"--framework": framework, "--device": device}
     return [word for option, value in given.items() if value is not None for word in (option, value)]
 
 
 def _only_goes_on(order: Order, kept: Run) -> bool:
-    """Whether nothing is asked but what the file was asked for before: its functions may be named again, and what a
-    file does not decide may be said."""
+    """Return whether only the requests of the file are asked for again: its functions may be named again, and options
+    that a file does not decide may be given."""
     stored = {_place(one) for one in references(kept)}
     again = all(is_reference(one) and _place(one) in stored for one in order.choice.impl)
     choice = replace(order.choice, impl=()) if again else order.choice
@@ -222,7 +222,7 @@ def _to_path(kind: type, value: Any) -> Any:
 
 
 def store_request(request: Request) -> dict[str, Any]:
-    """The request as it stands in a run file's header."""
+    """Return the request as the header of a run file holds it."""
     return msgspec.to_builtins(request, enc_hook=_from_path)
 
 
@@ -233,7 +233,7 @@ def _from_path(value: Any) -> Any:
 
 
 def make_request(order: Order) -> tuple[str, Request]:
-    """Name of the suite and the request, with settings where the command line is silent."""
+    """Return the suite's name and the request, with settings for what the command line leaves open."""
     choice, sampling = order.choice, order.sampling
     quick_budget = QUICK_BUDGET_S if order.quick else None
     settings = load_settings(

@@ -1,4 +1,4 @@
-"""Where output goes: data to stdout, everything about the way there to stderr."""
+"""Consoles and JSON output: results go to stdout, progress and warnings to stderr."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from rich.text import Text
 from attnbench.printable import printable, printable_json, printable_lines, shortened
 
 WIDE = 200
-"""Columns where nobody looks at a terminal, so that tables in files and pipes are not folded."""
-
-
+"""Columns if the stream is no terminal, so that tables in files and pipes are not folded."""
 LONGEST_TEXT = 20_000
 """Characters of anything that is printed as one text."""
 
@@ -39,17 +37,17 @@ class PlainConsole(Console):
             yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Pass it on."""
+        """Raise it instead of ending the program."""
         raise BrokenPipeError
 
 
 def stdout_console() -> Console:
-    """For tables and sentences; honours NO_COLOR."""
+    """Return the console for tables and sentences; it honours NO_COLOR."""
     return _console(sys.stdout)
 
 
 def stderr_console() -> Console:
-    """For progress and warnings."""
+    """Return the console for progress and warnings."""
     return _console(sys.stderr)
 
 
@@ -57,8 +55,23 @@ def _console(stream: Any) -> Console:
     return PlainConsole(file=stream, soft_wrap=False, emoji=False, width=None if stream.isatty() else WIDE)
 
 
+def say(text: Any) -> None:
+    """Print one line of the answer, never folded, on stdout."""
+    stdout_console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def note(text: Any) -> None:
+    """Print one line about the way to the answer, never folded, on stderr."""
+    stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def warn(text: Any) -> None:
+    """Print a warning of one line on stderr."""
+    note(f"warning: {text}")
+
+
 def print_json(document: Any) -> None:
-    """One document and nothing else."""
+    """Print one JSON document and nothing else."""
     print_json_text(msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode() + "\n")
 
 

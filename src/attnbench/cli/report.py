@@ -1,4 +1,4 @@
-"""`attnbench report`: one page that answers the question at a glance."""
+"""`attnbench report`: runs as one HTML page, charts and summaries."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from attnbench.cli.inputs import check_against, spare_runs
 from attnbench.cli.options import Json, Many
+from attnbench.cli.output import note, print_json, say, warn
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,12 +42,11 @@ def report(
 ) -> int:
     """Write runs as one HTML file that needs no network: winners, charts, tables, what did not run and why.
 
-    Several runs of the same cells, at different times or commits, also show how each cell fared.
+    Several runs of the same cells, at different times or commits, also show how each cell changed.
 
     Examples: `attnbench report` · `attnbench report results/h200/grid-gpu.jsonl -o report.html --png charts`
     """
     _check_installed()
-    from attnbench.cli.output import print_json
     from attnbench.report.html.images import write_images
     from attnbench.report.html.markdown import summarise
     from attnbench.report.html.page import compose, render
@@ -73,16 +73,9 @@ def report(
         return 0
     if markdown:
         print(summarise(page), end="")
-    _tell([str(path), *map(str, images), f"{folder}{os.sep}"], to_stderr=markdown)
+    for written in (path, *images, f"{folder}{os.sep}"):
+        (note if markdown else say)(written)
     return 0
-
-
-def _tell(written: Iterable[str], to_stderr: bool) -> None:
-    from attnbench.cli.output import stderr_console, stdout_console
-
-    console = stderr_console() if to_stderr else stdout_console()
-    for path in written:
-        console.print(path, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_installed() -> None:
@@ -92,8 +85,8 @@ def _check_installed() -> None:
 
 
 def _read(names: Sequence[str]) -> tuple[list[Path], list[Source]]:
-    """Every run named, the oldest first, so that the newest of a repeated cell is the one that stays."""
-    from attnbench.cli.show import find_run
+    """Read every run named, the oldest first, so that the newest of a repeated cell is the one that stays."""
+    from attnbench.cli.inputs import find_run
     from attnbench.report.html.sections import Source
     from attnbench.results.run_file import read_run
 
@@ -113,14 +106,12 @@ def _spare(runs: Sequence[Path], page: Path, folder: Path, png: Path | None) -> 
 
 
 def _warn(warnings: Iterable[str]) -> None:
-    from attnbench.cli.output import stderr_console
-
     for warning in warnings:
-        stderr_console().print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+        warn(warning)
 
 
 def _history(sources: Sequence[Source]) -> History:
-    from attnbench.cli.commits import asker, commit_places
+    from attnbench.cli.inputs import asker, commit_places
     from attnbench.report.html.history import NO_HISTORY, find_history
 
     if len(sources) < 2:
@@ -130,8 +121,8 @@ def _history(sources: Sequence[Source]) -> History:
 
 
 def _annotate(page: Page) -> None:
-    """On GitHub, mark the job; on stderr, where GitHub reads as well."""
-    from attnbench.comparing.annotations import record_commands
+    """Print workflow annotations to stderr if the command runs on GitHub."""
+    from attnbench.comparing.ci_files import record_commands
 
     if os.environ.get("GITHUB_ACTIONS") == "true":
         titled = len(page.parts) > 1

@@ -41,8 +41,8 @@ def run(
     Examples: `attnbench run --quick` · `attnbench run --impl my_kernel.py:my_attention --seq-len 2048 --causal`
     """
     from attnbench.cli import session
+    from attnbench.cli.inputs import find_run
     from attnbench.cli.order import Order, prepare
-    from attnbench.cli.show import find_run
 
     order = Order(
         suite=suite,

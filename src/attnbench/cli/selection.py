@@ -1,11 +1,13 @@
-"""Options -> workloads and implementation names."""
+"""Turn options into workloads and implementation names, and a workload back into options."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from attnbench.cli.options import Choice, Shape
+from attnbench.cli.options import Choice, Shape, spell
+from attnbench.cli.output import warn
 from attnbench.errors import UnknownName, UsageError
 from attnbench.run.naming import is_reference
 from attnbench.spec import Workload
@@ -14,12 +16,12 @@ DEFAULT_SUITE = "quick"
 OWN_GRID = "own"
 """Name of the run when the shape options alone made the workloads."""
 OWN_SHAPE = Shape(seq_len=(512,))
-"""The grid of one that a bare function is checked on when nothing else is said."""
+"""Shape that a bare function is checked on if no other is given."""
 DEFAULTS: dict[str, Any] = {"batch": 1, "q_len": 512, "heads": "8", "head_dim": 64, "dtype": "float32"}
 
 
 def select_workloads(suite: str | None, quick: bool, shape: Shape, choice: Choice) -> tuple[str, tuple[Workload, ...]]:
-    """Name of the suite, and the workloads that are left of it."""
+    """Return the name of the suite, and its workloads that the options leave."""
     axes = shape_axes(shape)
     if suite is None and axes:
         name, workloads = OWN_GRID, _grid(DEFAULTS | axes)
@@ -39,7 +41,7 @@ def select_workloads(suite: str | None, quick: bool, shape: Shape, choice: Choic
 
 
 def load_suite(name: str, quick: bool) -> tuple[str, tuple[Workload, ...]]:
-    """A suite by name or TOML path; `quick` caps its shapes."""
+    """Return name and workloads of a suite (a name or a TOML path); `quick` caps its shapes."""
     from attnbench.workloads import suites
 
     suite = suites.load(name)
@@ -48,7 +50,7 @@ def load_suite(name: str, quick: bool) -> tuple[str, tuple[Workload, ...]]:
 
 
 def shape_axes(shape: Shape) -> dict[str, Any]:
-    """The axes that were given, by the workload's field names; each a list."""
+    """Return the axes that were given, by the workload's field names; each a list."""
     masks = [f"{mask}&causal" for mask in shape.mask] or ["causal"] if shape.causal else list(shape.mask)
     given = {
         "q_len": shape.seq_len,
@@ -67,7 +69,7 @@ def shape_axes(shape: Shape) -> dict[str, Any]:
 
 
 def replace_axes(workloads: Iterable[Workload], axes: dict[str, Any]) -> list[Workload]:
-    """Each workload with these axes in place of its own, without repeats."""
+    """Return each workload with these axes in place of its own, without repeats."""
     found: dict[str, Workload] = {}
     for workload in workloads:
         found |= {changed.id: changed for changed in _grid(_fields(workload) | axes)}
@@ -75,7 +77,7 @@ def replace_axes(workloads: Iterable[Workload], axes: dict[str, Any]) -> list[Wo
 
 
 def _fields(w: Workload) -> dict[str, Any]:
-    """A workload as axes; what only follows another axis (kv_len = q_len) is left to follow it."""
+    """Return a workload as axes, without those that only follow another one (kv_len = q_len)."""
     fields: dict[str, Any] = {
         "batch": w.batch,
         "q_len": w.q_len,
@@ -98,13 +100,13 @@ def _fields(w: Workload) -> dict[str, Any]:
 
 
 def _grid(axes: dict[str, Any]) -> list[Workload]:
-    from attnbench.workloads.grid import grid
+    from attnbench.workloads.suite_file import grid
 
     return grid(**axes)
 
 
 def take_shard(workloads: Sequence[Workload], text: str) -> list[Workload]:
-    """The part that `i/n` names."""
+    """Return the part of the workloads that `i/n` names."""
     from attnbench.run.plan import shard
 
     part, slash, parts = text.partition("/")
@@ -117,8 +119,8 @@ def take_shard(workloads: Sequence[Workload], text: str) -> list[Workload]:
 def select_implementations(
     choice: Choice, framework: str | None = None, steps: Collection[str] = ("",)
 ) -> tuple[str, ...]:
-    """Names and references to run: those asked for and their rivals; when none was asked for, all (of the framework)
-    that compute one of the steps."""
+    """Return names and references to run: those asked for and their rivals; if none was asked for, all (of the
+    framework) that compute one of the steps."""
     from attnbench import registry
 
     known = registry.names()
@@ -134,18 +136,17 @@ def select_implementations(
 
 
 def loadable_names() -> list[str]:
-    """Every name that loads; the others are said on stderr and left out."""
+    """Return every name that loads; a warning on stderr names the others."""
     from attnbench import registry
-    from attnbench.cli.output import stderr_console
 
     good, broken = registry.loadable()
     for reason in broken.values():
-        stderr_console().print(f"warning: {reason}", highlight=False, markup=False, soft_wrap=True)
+        warn(reason)
     return good
 
 
 def swept_names(steps: Collection[str] = ("",)) -> list[str]:
-    """Those that a sweep over everything takes; others must be asked for by name, or compute another step."""
+    """Return the names that a sweep over everything takes: not those by name only, nor those of another step."""
     from attnbench import registry
 
     known = [registry.get(name) for name in loadable_names()]
@@ -153,7 +154,7 @@ def swept_names(steps: Collection[str] = ("",)) -> list[str]:
 
 
 def expand(wanted: str, known: Sequence[str]) -> list[str]:
-    """An exact name (its settings in brackets), a reference, or every name of a framework or family."""
+    """Return the names a word means: an exact name (settings in brackets), a reference, a framework or a family."""
     if is_reference(wanted) or wanted.partition("[")[0] in known:
         return [wanted]
     found = [name for name in known if name.startswith((f"{wanted}.", f"{wanted}-"))]
@@ -165,7 +166,7 @@ def expand(wanted: str, known: Sequence[str]) -> list[str]:
 def filter_words(
     words: str, workloads: Sequence[Workload], implementations: Sequence[str]
 ) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
-    """`-k "sdpa causal"`: a word narrows the implementations, the workloads, or both, wherever it occurs."""
+    """Keep what `-k "sdpa causal"` names: each word narrows the implementations, the workloads, or both."""
     for word in words.split():
         names = [name for name in implementations if word in name]
         shapes = [w for w in workloads if word in w.id]
@@ -175,3 +176,32 @@ def filter_words(
             )
         implementations, workloads = names or implementations, shapes or workloads
     return tuple(workloads), tuple(implementations)
+
+
+def spell_workload(workload: Workload) -> list[str] | None:
+    """Return the options that make exactly this workload; None if there are none (a mask that is an array)."""
+    heads = f"{workload.heads}" if workload.heads == workload.kv_heads else f"{workload.heads}:{workload.kv_heads}"
+    shape = Shape(
+        seq_len=(workload.q_len,),
+        kv_len=(workload.kv_len,) if workload.kv_len != workload.q_len else (),
+        batch=(workload.batch,),
+        heads=(heads,),
+        head_dim=(workload.head_dim,),
+        v_head_dim=(workload.value_dim,) if workload.value_dim != workload.head_dim else (),
+        dtype=(workload.dtype,),
+        mask=(_mask_text(workload.visible_mask.id),),
+        pass_=(workload.pass_,),
+        scale=() if workload.scale is None else (workload.scale,),
+        softcap=() if workload.softcap is None else (workload.softcap,),
+    )
+    try:
+        _, made = select_workloads(None, False, shape, Choice())
+    except UsageError:
+        return None
+    return spell(shape) if [one.id for one in made] == [workload.id] else None
+
+
+def _mask_text(mask_id: str) -> str:
+    """Convert an id such as window128:0-topleft to the option's words, window:128:0:top-left."""
+    parts = [re.sub(r"^(window|prefix|dilated)(?=\d|all)", r"\1:", part) for part in mask_id.split("&")]
+    return "&".join(part.replace("-topleft", ":top-left").replace("-group", ":group") for part in parts)

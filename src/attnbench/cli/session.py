@@ -1,16 +1,17 @@
-"""One `attnbench run` after its command line is understood: keep every record on disk, print the ranking."""
+"""Carry out an `attnbench run`: write every record to disk, then print the ranking."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from attnbench.analyse.summary import answer
-from attnbench.cli.hints import explain_hints
-from attnbench.cli.order import Prepared, store_request
-from attnbench.cli.output import print_json, stderr_console, stdout_console
+from attnbench.cli.order import Prepared, place_words, store_request
+from attnbench.cli.output import note, print_json, say, stderr_console, stdout_console
+from attnbench.cli.selection import spell_workload
 from attnbench.measuring.host_limit import host_limit
 from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
@@ -21,15 +22,15 @@ from attnbench.results.standings import Standings
 from attnbench.results.unreached import resume_command
 from attnbench.run import launch as launcher
 from attnbench.run.sources import fingerprint_sources
-from attnbench.spec import Environment, Record
+from attnbench.spec import ONLY_TIMED, Environment, Incorrect, Record
 
 NOTHING, INTERRUPTED = 3, 130
 
 
 class Recorder:
-    """The sink of a run: makes the file with the first records, because only then the device has a name.
+    """Writer of a run's records: makes the file with the first ones, because only then the device has a name.
 
-    A resumed file that was not asked for this before is told what is asked, and what the functions' files hold.
+    A resumed file gets another header if its own do not hold the request.
     """
 
     def __init__(self, prepared: Prepared, listener: Silent) -> None:
@@ -39,7 +40,7 @@ class Recorder:
         self.writer: RunWriter | None = prepared.writer
         self._request_unwritten = prepared.is_new
         self.done: frozenset[str] = frozenset()
-        """Ids of the cells that were recorded since."""
+        """Ids of the cells that were recorded since the start."""
         self._earlier = set() if prepared.resumed is None else _fingerprints(prepared.resumed)
         if prepared.resumed is None:
             check_writable(prepared.runs_dir)
@@ -63,7 +64,7 @@ class Recorder:
             self._listener.warning("the run file was made in another environment: old and new times do not compare")
 
     def tell_request(self) -> None:
-        """Write into a resumed file what is asked of it, unless it says so already."""
+        """Add the request to a resumed file, unless a header of it holds the request already."""
         if self._request_unwritten and self.writer is not None:
             self.writer.add_header(self._header())
             self._request_unwritten = False
@@ -81,13 +82,13 @@ def _fingerprints(path: Path) -> set[str]:
 
 
 def device_name(environments: Sequence[Environment]) -> str:
-    """Name of the machine's folder: the accelerator where there is one."""
+    """Return the name of the machine's folder: that of the accelerator, if there is one."""
     ordered = sorted(environments, key=lambda environment: environment.device == "cpu")
     return ordered[0].device_name if ordered else "unknown"
 
 
 def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
-    """Run, then print what is on disk: the exit code says whether anything was measured."""
+    """Run, then print what is on disk; return the exit code, which says whether anything was measured."""
     interrupted = False
     try:
         with make_listener(stderr_console(), quiet) as listener:
@@ -114,7 +115,7 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
     if interrupted:
         resume = resume_command(str(path), run, prepared.request.trace, prepared.request.timeout_s)
         told = f"interrupted; {len(records)} records are kept. Go on with: {resume}"
-        stderr_console().print(told, highlight=False, markup=False, soft_wrap=True)
+        note(told)
         return INTERRUPTED
     return 0 if any(is_timed(r) and not r.implementation.startswith(ANCHOR) for r in records) else NOTHING
 
@@ -128,10 +129,10 @@ def _print_run(path: Path, records: Sequence[Record], prepared: Prepared, json: 
     console = stdout_console()
     print_rankings(console, standings)
     console.print()
-    console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    say(sentence)
     for hint in explain_hints(records, prepared):
-        console.print(hint, highlight=False, markup=False, soft_wrap=True)
-    console.print(os.path.relpath(path), highlight=False, markup=False, soft_wrap=True)
+        say(hint)
+    say(os.path.relpath(path))
 
 
 def document(path: Path, records: Sequence[Record], sentence: str, standings: Standings) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def document(path: Path, records: Sequence[Record], sentence: str, standings: St
 
 
 def list_cells(prepared: Prepared, json: bool) -> int:
-    """`run --list`: every cell, and the reason of each that would be skipped."""
+    """Print every cell of `run --list`, with the reason if it would be skipped."""
     listener = Silent(stderr_console())
     planned = {one.cell.id: one for request in prepared.requests for one in launcher.plan_only(request, listener)}
     rows: list[dict[str, Any]] = []
@@ -185,3 +186,33 @@ def list_cells(prepared: Prepared, json: bool) -> int:
     running = sum(row["runs"] for row in rows)
     console.print(f"{running} of {len(rows)} cells would run.", highlight=False)
     return 0
+
+
+def explain_hints(records: Sequence[Record], prepared: Prepared) -> list[str]:
+    """Return a sentence for each implementation that is wrong: the command that shows where, or why none can."""
+    wrong: dict[str, list[Incorrect]] = {}
+    for record in records:
+        if isinstance(record, Incorrect):
+            wrong.setdefault(record.implementation, []).append(record)
+    references = {name: reference for reference, name in prepared.names.items()}
+    hints = (_hint(name, references.get(name, name), found, prepared) for name, found in wrong.items())
+    return [hint for hint in hints if hint]
+
+
+def _hint(name: str, asked: str, found: Sequence[Incorrect], prepared: Prepared) -> str:
+    checked = [record for record in found if not record.reason.startswith(ONLY_TIMED)]
+    if not checked:
+        return (
+            f"{name} was right when checked and wrong when timed: `attnbench verify`, which does not time, passes it."
+        )
+    where = prepared.where or _shape_options(checked[0], prepared)
+    if where is None:
+        return ""
+    command = shlex.join(["attnbench", "verify", "--impl", asked, *where, "--explain"])
+    return f"`{command}` shows where {name} is wrong."
+
+
+def _shape_options(record: Incorrect, prepared: Prepared) -> Sequence[str] | None:
+    """Return the options that make the shape, for a resumed run, whose own options are not known; None if none do."""
+    shape = spell_workload(record.workload)
+    return None if shape is None else [*shape, *place_words(prepared.request.framework, prepared.request.device)]

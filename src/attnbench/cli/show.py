@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import check_against
+from attnbench.cli.inputs import check_against, find_run
 from attnbench.cli.options import Json, Many
+from attnbench.cli.output import print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
 
 
@@ -27,9 +27,8 @@ def show(
     ] = (),
     json: Json = False,
 ) -> int:
-    """Tables and closing sentence of a run; `--detail` for each cell."""
+    """Show the tables and the closing sentence of a run; `--detail` adds every cell in full."""
     from attnbench.analyse.summary import answer
-    from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.cli.session import document
     from attnbench.report.detail import print_cell
     from attnbench.report.tables import print_rankings
@@ -41,7 +40,7 @@ def show(
     found = read_run(path)
     left = tell_unreached(str(path), found)
     for warning in (*found.warnings, *([left] if left else [])):
-        stderr_console().print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+        warn(warning)
     records = [r for r in found.records if all(word in r.cell.id for word in words.split())]
     if not records:
         raise UsageError(f'{path} holds no cell with "{words}" in its id.' if words else f"{path} holds no records.")
@@ -56,22 +55,5 @@ def show(
     for record in records if detail else ():
         print_cell(console, record)
     console.print()
-    console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    say(sentence)
     return 0
-
-
-def find_run(text: str) -> Path:
-    """The file of that path, or the newest in the runs folder whose name contains the text."""
-    from attnbench.config import load_settings
-    from attnbench.reading import files_in
-
-    if Path(text).is_file():
-        return Path(text)
-    folder = Path(load_settings().runs_dir)
-    wanted = "" if text == "latest" else text
-    found = sorted((p for p in files_in(folder, "*.jsonl") if wanted in str(p)), key=lambda p: p.stat().st_mtime)
-    if not found:
-        raise UsageError(
-            f'there is no run file "{text}", and none of that name in {folder}: `attnbench run --quick` makes one.'
-        )
-    return found[-1]

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from attnbench.cli.choose import Within
 from attnbench.cli.options import Choice, Json, Quiet, Sampling, Shape
+from attnbench.cli.output import note, print_json, stderr_console
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 NOTHING, INTERRUPTED = 3, 130
 SUITE = "tune"
 MOST_CONFIGS = 8
-"""Of one implementation at one shape."""
+"""Largest number of configs of one implementation that are measured at one shape."""
 MOST_NAMED = 12
-"""Shapes that a line names."""
+"""Largest number of shapes that a line names."""
 
 
 def tune(
@@ -63,7 +64,6 @@ def tune(
     from attnbench.choosing.text import document
     from attnbench.cli.choose import held_before, read_constraints, tell
     from attnbench.cli.order import Order, prepare
-    from attnbench.cli.output import print_json
 
     if not (minutes > 0 and isfinite(minutes)):
         raise UsageError(f"--minutes must be more than 0 and finite, not {minutes:g}.")
@@ -73,7 +73,7 @@ def tune(
     session = Session(narrowed(prepare(order), constraints), Clock(monotonic(), 60 * minutes), quiet or json)
     chosen, end = session.carry_out(constraints, output)
     if chosen is None:
-        _say(f"{end}; nothing was measured." if end == "interrupted" else "Nothing could be measured.")
+        note(f"{end}; nothing was measured." if end == "interrupted" else "Nothing could be measured.")
         return INTERRUPTED if end == "interrupted" else NOTHING
     written = output if chosen.policy.entries else None
     if json:
@@ -82,10 +82,10 @@ def tune(
         )
     else:
         tell(chosen)
-        _say(session.told(end))
+        note(session.told(end))
         if left := session.not_measured:
-            _say(f"not measured: {', '.join(left[:MOST_NAMED])}" + _more(len(left) - MOST_NAMED, ""))
-        _say(f"wrote {output}{before}" if written else "no policy was written: nothing could be chosen")
+            note(f"not measured: {', '.join(left[:MOST_NAMED])}" + _more(len(left) - MOST_NAMED, ""))
+        note(f"wrote {output}{before}" if written else "no policy was written: nothing could be chosen")
     return INTERRUPTED if end == "interrupted" else 0 if written else NOTHING
 
 
@@ -102,7 +102,7 @@ class Clock:
     last: float = 0.0
 
     def tick(self) -> None:
-        """A workload is over."""
+        """Note that a workload is over; raises TimeIsUp if the next would end too late."""
         now = monotonic() - self.started
         took, self.last = now - self.last, now
         if now + took > self.seconds:
@@ -122,7 +122,7 @@ class Session:
         self.paths: list[Path] = []
 
     def carry_out(self, constraints: Constraints, output: Path) -> tuple[Chosen | None, str]:
-        """The last policy (None: nothing was measured) and what ended the rounds."""
+        """Measure and choose in rounds; return the last policy (None if nothing was measured) and why it ended."""
         from attnbench.choosing.next_measurements import batch, proposals
         from attnbench.cli.choose import choose_from, write
 
@@ -143,12 +143,11 @@ class Session:
             following = batch(found)
             workloads, labels = tuple(one.workload for one in following), following[0].labels
             if not self.quiet:
-                _say(f"round {len(self.paths) + 1}: {following[0].why}" + _more(len(following) - 1))
+                note(f"round {len(self.paths) + 1}: {following[0].why}" + _more(len(following) - 1))
 
     def _round(self, workloads: Sequence[Workload], labels: Sequence[str]) -> str:
-        """Measure, keep the run; returns what stopped it before its end, or nothing."""
+        """Measure one round and keep its run; return what stopped it before its end, or an empty text."""
         from attnbench.choosing.candidates import Source
-        from attnbench.cli.output import stderr_console
         from attnbench.cli.session import Recorder
         from attnbench.report.progress import make_listener
         from attnbench.results.run_file import read_run
@@ -183,14 +182,14 @@ class Session:
         return [one.id for one in self.prepared.request.workloads if one.id not in reached]
 
     def told(self, end: str) -> str:
-        """How the time was spent."""
+        """Describe how the time was spent."""
         minutes, cells = self.clock.last / 60, sum(len(source.records) for source in self.sources)
         rounds = f"{len(self.paths)} round{'' if len(self.paths) == 1 else 's'}"
         return f"{rounds}, {cells} records, {minutes:.1f} of {self.clock.seconds / 60:g} minutes: {end}."
 
 
 def narrowed(prepared: Prepared, constraints: Constraints) -> Prepared:
-    """Only what may be chosen is measured; raises where --only names what would not be."""
+    """Leave out implementations that may not be chosen; refuse an --only that names none of those measured."""
     from attnbench.choosing.candidates import allowed
     from attnbench.policy import Constraints
 
@@ -219,7 +218,7 @@ def _allowed_variants(constraints: Constraints, name: str, workload: Workload) -
 
 
 def variants(name: str, workload: Workload) -> list[str]:
-    """Labels of the other configs of an implementation that may be asked for by name."""
+    """Return labels of the other configs of an implementation that may be asked for by name."""
     from attnbench import registry
     from attnbench.policy.policy import label_of
 
@@ -230,9 +229,3 @@ def variants(name: str, workload: Workload) -> list[str]:
 
 def _more(count: int, like: str = " like it") -> str:
     return f", and {count} more{like}" if count > 0 else ""
-
-
-def _say(text: str) -> None:
-    from attnbench.cli.output import stderr_console
-
-    stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)

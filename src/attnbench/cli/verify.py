@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from attnbench.cli.options import Choice, Json, Many, Quiet, Shape
+from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ SPREAD = (
     "b2-t64-h4-d32-causal-float32-forward-softcap=5",
     "b2-t64-h4-d32-causal&dilated16r1+32r2+64r4-float32-train",
 )
-"""Of the edge suite: odd sizes, grouped heads, 16 bits, rows that see nothing, a window, a soft cap, log-weights; about
-a minute."""
+"""Workloads of the edge suite that are checked by default: odd sizes, grouped heads, 16 bits, rows that see nothing, a
+window, a soft cap, log-weights; about a minute."""
 FAMILY_SPREAD = {
     "dilated": (
         "b2-t61-h12-d32-dilated16r1+32r6+61r12-float32-train",
@@ -33,9 +34,9 @@ FAMILY_SPREAD = {
         "b2-t64-h4-d32-dilated32r2-float32-forward",
     )
 }
-"""Of the edge suite, for families that compute one kind of mask only: an odd length that no rate divides, grouped heads
-under a causal mask, key lengths with an empty row, 16 bits, the other offset rule, rows that no branch holds. `--suite
-edge` runs the others with this mask too."""
+"""Workloads of the edge suite for families that compute one kind of mask only: an odd length that no rate divides,
+grouped heads under a causal mask, key lengths with an empty row, 16 bits, the other offset rule, rows that no branch
+holds. `--suite edge` runs the others with this mask too."""
 BROKEN = {"incorrect", "failed", "timeout"}
 
 
@@ -60,7 +61,6 @@ def verify(
 
     A bare function computes one thing: say which (`--causal --seq-len 128`), or it is held to full attention.
     """
-    from attnbench.cli.output import print_json, stderr_console, stdout_console
     from attnbench.config import load_settings
     from attnbench.report.progress import make_listener
     from attnbench.report.verification import print_verification, summarise, verdict
@@ -109,7 +109,7 @@ def _workloads(
 
 
 def _steps(suite: str | None, shape: Shape, names: tuple[str, ...]) -> tuple[Workload, ...]:
-    """Small steps for those that compute one, where nothing else was asked for."""
+    """Return small steps for implementations that compute one, if nothing else was asked for."""
     from attnbench import registry
     from attnbench.run.naming import is_reference
     from attnbench.workloads.catalogue import step_edges
@@ -140,7 +140,7 @@ def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: 
 
 
 def families_of(name: str) -> set[str]:
-    """torch.sdpa-flash is of the family sdpa; torch.multihead-dilated-ring, a step, of multihead and of dilated."""
+    """Return the families of a name: sdpa for torch.sdpa-flash; a step has two, multihead and dilated for example."""
     from attnbench import registry
 
     first, *more = name.partition(".")[2].split("-")

@@ -161,6 +161,20 @@ def read_baseline(path: Path) -> Baseline:
     return baseline
 
 
+def one_source(a: str, b: str) -> bool:
+    """Whether two spellings may mean one file or module: `kern.py`, `/home/me/kern.py` and `pkg.kern` are one if the
+    longer ends with the shorter. What is not known may be anything."""
+    first, second = sorted((_source_parts(a), _source_parts(b)), key=len)
+    return not first or second[-len(first) :] == first
+
+
+def _source_parts(where: str) -> tuple[str, ...]:
+    """Return the parts of a file's or module's name: `src/pkg/kern.py` and `pkg.kern` end alike."""
+    if not where.endswith(".py"):
+        return tuple(filter(None, where.split(".")))
+    return tuple(part for part in Path(where.removesuffix(".py")).parts if part not in ("/", ".", ".."))
+
+
 def _write_all(
     records: Sequence[Record],
     folder: Path,

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import msgspec
 
-from attnbench.comparing.annotations import workflow_commands
 from attnbench.comparing.gate_markdown import markdown
-from attnbench.comparing.junit import junit
-from attnbench.comparison import GateReport
+from attnbench.comparing.gate_text import control_text, figures, ordered, remark, verdict, word
+from attnbench.comparing.text import sentence
+from attnbench.comparison import FAILING, OPEN, Case, Control, GateReport
 from attnbench.drafts import write_texts
 from attnbench.errors import UsageError
+from attnbench.printable import printable, shortened
+from attnbench.results.records import label
+from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 FILES = ("gate.json", "gate.md", "gate.xml")
 
@@ -56,3 +61,162 @@ def write_files(report: GateReport, folder: Path) -> str:
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --ci another folder.") from error
     return page
+
+
+MOST_ANNOTATIONS = 10
+"""GitHub shows so many of each kind per step and hides the rest without a word."""
+MOST_TEXT = 4000
+"""Characters of one annotation; GitHub shows no more."""
+KINDS = {**dict.fromkeys(FAILING, "error"), **dict.fromkeys(OPEN, "warning"), "improved": "notice"}
+"""What has no baseline or was not measured is counted in the report's warnings, not listed."""
+
+
+def workflow_commands(report: GateReport) -> list[str]:
+    """Errors for what is bad, warnings for what is unknown, notices for improvements; where there are too many, the
+    last says how many more."""
+    found: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
+    for kind, title, message in _annotations(report):
+        found[kind].append(command(kind, title, message))
+    return [
+        line for kind, lines in found.items() for line in _capped(kind, lines, "gate", "the job summary or gate.json")
+    ]
+
+
+def record_commands(records: Iterable[Record], place: str = "") -> list[str]:
+    """Errors for what is wrong, warnings for what crashed, hung or did not fit, once per reason; what was refused is
+    no event. `place` names where they were measured, if there are several."""
+    found: dict[str, dict[tuple[str, str, str], list[str]]] = {"error": {}, "warning": {}}
+    for record in records:
+        if not isinstance(record, Ok | Unsupported):
+            kind = "error" if isinstance(record, Incorrect) else "warning"
+            event = (label(record), record.status.replace("_", " "), record.reason)
+            found[kind].setdefault(event, []).append(record.workload.title)
+    return [
+        line
+        for kind, events in found.items()
+        for line in _capped(
+            kind, [_event(kind, *event, shapes, place) for event, shapes in events.items()], "report", "the report"
+        )
+    ]
+
+
+def _event(kind: str, name: str, status: str, reason: str, shapes: Sequence[str], place: str) -> str:
+    more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+    where = f"{place}: " if place else ""
+    return command(kind, f"{name}: {status}", f"{where}{shapes[0]}{more}. {reason}")
+
+
+def _annotations(report: GateReport) -> Iterator[tuple[str, str, str]]:
+    if report.outcome == "nothing" or (report.outcome == "untrusted" and not report.warnings):
+        yield "warning", "attnbench gate", verdict(report)
+    for warning in report.warnings:
+        yield "warning", "attnbench gate", warning
+    for case in ordered(report.cases):
+        if case.status in KINDS:
+            yield KINDS[case.status], f"{case.implementation}: {word(case)}", _message(case)
+
+
+def _message(case: Case) -> str:
+    return ". ".join(part for part in (case.workload.title, figures(case), remark(case)) if part)
+
+
+def _capped(kind: str, lines: list[str], what: str, where: str) -> list[str]:
+    if len(lines) <= MOST_ANNOTATIONS:
+        return lines
+    more = len(lines) - (MOST_ANNOTATIONS - 1)
+    return [*lines[: MOST_ANNOTATIONS - 1], command(kind, f"attnbench {what}", f"{more} more: see {where}")]
+
+
+def command(kind: str, title: str, message: str) -> str:
+    """`::kind title=...::message`, escaped as GitHub reads it."""
+    return f"::{kind} title={_escaped_title(title)}::{_escaped(message)}"
+
+
+def _escaped(text: str) -> str:
+    text = shortened(text, MOST_TEXT).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return printable(text)
+
+
+def _escaped_title(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")
+
+
+NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What XML 1.0 cannot hold in any form."""
+COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+
+
+def junit(report: GateReport) -> str:
+    """Bad cases are failures, a failed A/A control is an error, what gave no answer is skipped with the reason."""
+    suites = [
+        _suite("attnbench.gate", [_case(case) for case in report.cases]),
+        _suite("attnbench.controls", _controls(report)),
+    ]
+    root = ET.Element("testsuites", {"name": "attnbench", **_totals(suites), "time": _seconds(report.elapsed_s)})
+    root.extend(suites)
+    ET.indent(root)
+    return ET.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
+
+
+def _suite(name: str, cases: Sequence[ET.Element]) -> ET.Element:
+    counts = {plural: str(sum(case.find(tag) is not None for case in cases)) for plural, tag in COUNTS.items()}
+    time = _seconds(sum(float(case.attrib["time"]) for case in cases))
+    suite = ET.Element("testsuite", {"name": name, "tests": str(len(cases)), **counts, "time": time})
+    suite.extend(cases)
+    return suite
+
+
+def _totals(suites: Sequence[ET.Element]) -> dict[str, str]:
+    return {name: str(sum(int(suite.attrib[name]) for suite in suites)) for name in ("tests", *COUNTS)}
+
+
+def _case(case: Case) -> ET.Element:
+    spent = sum(comparison.elapsed_s for comparison in (case.first, case.second) if comparison is not None)
+    element = _testcase(case.implementation, case.workload.id, spent)
+    told = ". ".join(part for part in (f"{word(case)} {figures(case)}".strip(), remark(case)) if part)
+    if case.status in FAILING:
+        _add(element, "failure", told, case.status)
+    elif case.status not in ("pass", "improved"):
+        _add(element, "skipped", told, case.status)
+    if case.comparison is not None:
+        ET.SubElement(element, "system-out").text = _legal(sentence(case.comparison))
+    return element
+
+
+def _controls(report: GateReport) -> list[ET.Element]:
+    found = [_control(control) for control in report.controls]
+    if report.outcome == "untrusted" and not any(one.find("error") is not None for one in found):
+        missing = _testcase("control", "a/a", 0.0)
+        _add(missing, "error", "untrusted: no control could be timed", "untrusted")
+        found.append(missing)
+    return found
+
+
+def _control(control: Control) -> ET.Element:
+    element = _testcase("control", control.name, control.comparison.elapsed_s)
+    if control.passed:
+        return element
+    if control.name == "a/a" and control.silent:
+        _add(element, "skipped", f"inconclusive: {control_text(control)}", "inconclusive")
+    elif control.name == "a/a":
+        _add(element, "error", f"untrusted: {control_text(control)}", "untrusted")
+    else:
+        _add(element, "skipped", f"underpowered: {control_text(control)}", "underpowered")
+    return element
+
+
+def _testcase(classname: str, name: str, seconds: float) -> ET.Element:
+    return ET.Element("testcase", classname=_legal(classname), name=_legal(name), time=_seconds(seconds))
+
+
+def _add(element: ET.Element, tag: str, message: str, kind: str) -> None:
+    found = ET.SubElement(element, tag, message=_legal(message), type=kind)
+    found.text = _legal(message)
+
+
+def _legal(text: str) -> str:
+    return NOT_IN_XML.sub("", text)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}"

@@ -12,8 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.comparing.side_worker import Lost, SideWorker
-from attnbench.comparing.sides import Side
+from attnbench.comparing.sides import Lost, Side, SideWorker
 from attnbench.comparing.statistics import Decision, after_fresh_launches, decide, is_overwhelming, published
 from attnbench.comparison import FLOOR, LOOKS, Block, Comparison, Launch
 from attnbench.measuring.sampling import varied

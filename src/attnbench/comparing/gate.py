@@ -14,11 +14,9 @@ from msgspec.structs import replace
 
 from attnbench.comparing.compare import altered_notes, check, code_of_ref, harness_notes, nothing_between, refs
 from attnbench.comparing.experiment import Experiment, Terms
-from attnbench.comparing.gate_case import case_of, grew
-from attnbench.comparing.gate_verdict import OnInconclusive, confirm, geomean, judge
+from attnbench.comparing.gate_cases import OnInconclusive, case_of, confirm, geomean, grew, judge
 from attnbench.comparing.refs import Ref
-from attnbench.comparing.side_worker import verify_alone
-from attnbench.comparing.sides import Code, DiedLoading, ForkedSide, Side
+from attnbench.comparing.sides import Code, DiedLoading, ForkedSide, Side, verify_alone
 from attnbench.comparing.statistics import Decision
 from attnbench.comparison import FLOOR, Case, Comparison, Control, GateReport, Launch
 from attnbench.errors import UsageError

@@ -7,19 +7,32 @@ days say more about the days than about the code. Pure functions; git's part is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from math import exp, log
 from statistics import median
 from typing import Literal
 
+import numpy as np
 from msgspec import Struct, structs
 
-from attnbench.comparing.level_changes import detector_missing, find_levels
-from attnbench.comparing.same_machine import one_source
+from attnbench.comparing.baselines import one_source
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside, lacks_anchors
-from attnbench.results.records import ANCHOR, is_timed, label
+from attnbench.results.ratios import LEAST_STEP
+from attnbench.results.records import is_anchor, is_timed, label
 from attnbench.spec import Ok, Record, Workload
+
+LEAST_POINTS = 6
+"""Points of the shortest series in which steps are looked for."""
+SHORTEST_LEVEL = 2
+"""Points of the shortest level; one point on its own is an outlier."""
+PENALTY = 3.0
+"""Penalty of a piece, times noise times ln(points): no step in noise, but one of five times the noise."""
+LEAST_NOISE = 0.002
+"""Noise of a series at least, in logarithms: repeated values must not make the penalty vanish."""
+MEDIAN_DISTANCE = 0.6745 * 2**0.5
+"""Median distance of two neighbours in normal noise, in standard deviations."""
 
 Commits = Sequence[tuple[str, str]]
 """(commit, subject), oldest first."""
@@ -113,7 +126,7 @@ def gather(
     places = _spelled_alike(sources)
     for source in sources:
         for record in source.records:
-            if not is_timed(record) or record.implementation.startswith(ANCHOR):
+            if not is_timed(record) or is_anchor(record):
                 continue
             made = _point(record, source)
             if isinstance(made, str):
@@ -196,13 +209,21 @@ def _per_commit(points: Iterable[Point]) -> list[Point]:
     ]
 
 
+class Level(Struct, frozen=True):
+    """Consecutive points of one height; `start` is the first, `stop` follows the last."""
+
+    start: int
+    stop: int
+    value: float
+    """Median of the points, outliers between them left out."""
+
+
 def find_changes(series: Series, between: Callable[[str, str], Commits] | None = None) -> tuple[Change, ...]:
-    """Steps of a series; `between` lists the commits from one (not included) to another."""
+    """Return the steps of a series; `between` lists the commits from one (excluded) to another (included)."""
     if detector_missing():
         return ()
-    levels = find_levels([point.value for point in series.points])
     changes = []
-    for before, after in pairwise(levels):
+    for before, after in pairwise(find_levels([point.value for point in series.points])):
         old, new = series.points[before.stop - 1].commit, series.points[after.start].commit
         changes.append(
             Change(
@@ -215,3 +236,40 @@ def find_changes(series: Series, between: Callable[[str, str], Commits] | None =
             )
         )
     return tuple(changes)
+
+
+def detector_missing() -> str | None:
+    """Return what to install before steps can be looked for; None if nothing is missing."""
+    return None if find_spec("ruptures") else 'steps need ruptures: pip install "attnbench[history]"'
+
+
+def find_levels(values: Sequence[float]) -> tuple[Level, ...]:
+    """Return the levels of a series of logarithms: a single one if the series is steady or too short to tell.
+
+    PELT finds the piecewise constant fit with the least absolute error plus a penalty per piece. The penalty follows
+    from the noise, which the distances of neighbours show: a step changes one of them only.
+    """
+    series = np.asarray(values, float)
+    if len(series) == 0:
+        return ()
+    whole = [list(range(len(series)))]
+    pieces = _fitted_pieces(series) if len(series) >= LEAST_POINTS else whole
+    pieces = [piece for piece in pieces if len(piece) >= SHORTEST_LEVEL] or whole
+    while len(pieces) > 1:  # join the two neighbours that differ least, until all differ by a step
+        gaps = np.abs(np.diff([np.median(series[piece]) for piece in pieces]))
+        least = int(np.argmin(gaps))
+        if gaps[least] >= log(LEAST_STEP):
+            break
+        pieces[least : least + 2] = [pieces[least] + pieces[least + 1]]
+    return tuple(Level(piece[0], piece[-1] + 1, float(np.median(series[piece]))) for piece in pieces)
+
+
+def _fitted_pieces(series: np.ndarray) -> list[list[int]]:
+    from ruptures import Pelt
+    from ruptures.costs import CostL1
+
+    noise = max(float(np.median(np.abs(np.diff(series)))) / MEDIAN_DISTANCE, LEAST_NOISE)
+    cost = CostL1()
+    cost.min_size = 1  # a piece of one point is an outlier, and its own piece keeps it out of the levels beside it
+    ends = Pelt(custom_cost=cost, min_size=1, jump=1).fit_predict(series, pen=PENALTY * noise * log(len(series)))
+    return [list(range(start, end)) for start, end in pairwise([0, *ends])]

@@ -9,11 +9,11 @@ from math import exp
 import numpy as np
 from rich.console import Console
 
-from attnbench.comparing.history import Change, Excluded, Trend
-from attnbench.comparing.level_changes import LEAST_POINTS, THRESHOLD, detector_missing
+from attnbench.comparing.history import LEAST_POINTS, Change, Excluded, Trend, detector_missing
 from attnbench.printable import printable, shortened
 from attnbench.report.plain import plain_table
 from attnbench.report.units import significant
+from attnbench.results.ratios import LEAST_STEP
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDEST = 40
@@ -101,7 +101,7 @@ def _no_change(trends: Sequence[Trend]) -> str:
         what = "commits" if all(point.commit for trend in trends for point in trend.series.points) else "runs"
         return f"Too few {what} to find a step: {longest} at most, {LEAST_POINTS} are needed."
     count = sum(len(trend.series.points) >= LEAST_POINTS for trend in trends)
-    return f"No step of {100 * THRESHOLD:.0f} % or more in {count} series."
+    return f"No step of {100 * (LEAST_STEP - 1):.0f} % or more in {count} series."
 
 
 def _sentence(trend: Trend, change: Change, suggest: Suggest) -> str:

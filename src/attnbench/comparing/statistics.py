@@ -13,8 +13,9 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attnbench.comparison import ALPHA, FLOOR, LARGEST_SAME, LOOKS, WIDEST_SAME, Block, Estimate, Launch, Verdict
+from attnbench.comparison import ALPHA, FLOOR, LOOKS, Block, Estimate, Launch, Verdict
 from attnbench.errors import UsageError
+from attnbench.results.ratios import LARGE_DIFFERENCE, SAME_WIDTH, SAME_WITHIN
 
 LAUNCHES_PER_TRIMMED = 8
 """One launch in so many is left out at either end: none of 6, one of 10, two of 16, three of 24."""
@@ -95,8 +96,8 @@ ENDLESS = 50.0
 FEW_LAUNCHES = 6
 """Below this a bootstrap over launches is far too narrow; Student's t takes its place."""
 SES_TO_DETECT = 4.0
-LARGE, SURE_P = 0.10, 1e-4
-"""A difference beyond LARGE at a p-value below SURE_P needs no second look: neither chance nor layout makes it."""
+SURE_P = 1e-4
+"""p-value below which a large difference needs no confirmation."""
 CONFIRM_ALPHA, FEWEST_FRESH = 0.05, 3
 CONTRADICTION = "the metrics contradict each other"
 _WORDS = {1: "slower", -1: "faster", 0: "neither slower nor faster"}
@@ -190,7 +191,7 @@ def is_overwhelming(decision: Decision) -> bool:
     if decision.verdict not in ("slower", "faster") or "device" in decision.estimates:
         return True
     return any(
-        abs(log(one.ratio)) > log1p(LARGE)
+        abs(log(one.ratio)) > log(LARGE_DIFFERENCE)
         and (one.p_slower if decision.verdict == "slower" else one.p_faster) < SURE_P
         and (one.ratio > 1) == (decision.verdict == "slower")
         for one in decision.estimates.values()
@@ -258,7 +259,7 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
         # the published time can if it is much, or if the other is hardly faster: waiting, or fewer threads, is slower
         # however little the processor did meanwhile.
         told = ", ".join(f"{_WORDS[side]} by {name} time" for name, side in sides.items())
-        much = found[main].low > log1p(LARGE) or -1 not in signs.values()
+        much = found[main].low > log(LARGE_DIFFERENCE) or -1 not in signs.values()
         slower = signs[main] == 1 and main not in doubtful and much
         return ("slower" if slower else None), [*doubts, f"{CONTRADICTION}: {told}"]
     if 1 in certain:
@@ -300,8 +301,8 @@ def _mean_agrees(one: _Evidence, sign: int, floor: float) -> bool:
 def _is_same(one: _Evidence, floor: float) -> bool:
     """Within +-5 % and narrower than 6 %; a raised floor raises both by as much, or nothing near it could ever pass."""
     slack = floor - FLOOR
-    edge = log1p(LARGEST_SAME + slack)
-    return -edge < one.low and one.high < edge and one.high - one.low < log1p(WIDEST_SAME + slack)
+    edge = log1p(SAME_WITHIN + slack)
+    return -edge < one.low and one.high < edge and one.high - one.low < log1p(SAME_WIDTH + slack)
 
 
 def _as_estimate(one: _Evidence, metric: str, floor: float) -> Estimate:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 
-from attnbench.comparing.calibration import fine_print
-from attnbench.comparison import Comparison
+from attnbench.comparing.statistics import Decision, published
+from attnbench.comparison import Comparison, Launch
+from attnbench.printable import printable
 from attnbench.report import units
 
 Interval = tuple[float, float]
@@ -152,3 +158,68 @@ def ratio_text(ratio: float) -> str:
 def interval_text(interval: Interval) -> str:
     """low-high."""
     return f"{ratio_text(interval[0])}-{ratio_text(interval[1])}"
+
+
+CALIBRATION = Path(__file__).with_name("calibration.json")
+"""Written by benchmarks/compare_calibration.py, equal to results/cpu/compare_calibration.summary.json."""
+WHERE = {"idle": "on an idle machine", "busy": "beside a busy process"}
+
+
+def fine_print() -> str:
+    """Say how often a function compared with a copy of itself was called slower or faster, with the 95 % bound."""
+    rows = [row for row in _rows() if row["effect"] == "same"]
+    if not rows:
+        return "How often a verdict is wrong on your functions has not been measured for this version."
+    told = [
+        f"{row['wrong']} of {row['comparisons']} {WHERE[row['condition']]} (at most {100 * row['at_most']:.2g} %, 95 % "
+        "confidence)"
+        for row in sorted(rows, key=lambda row: row["condition"], reverse=True)
+    ]
+    machines = "; ".join(sorted({machine for row in rows for machine in row["machines"]}))
+    return f"Copies of one function were called slower or faster in {' and in '.join(told)}, measured on {machines}."
+
+
+def _rows() -> list[dict[str, Any]]:
+    return json.loads(CALIBRATION.read_text(encoding="utf-8"))
+
+
+class ExperimentProgress:
+    """Called after each launch."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        shown = console.is_terminal and not quiet
+        self._title = ""
+        self._lines = None if quiet or console.is_terminal else console
+        """Where nobody looks at a terminal (a CI job) each comparison is told by a line."""
+        self._status = Status("starting both", console=console) if shown else None
+
+    def __enter__(self) -> ExperimentProgress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def begin(self, title: str) -> None:
+        """Another comparison starts."""
+        self._title = f"{escape(printable(title))} · "
+        if self._lines is not None:
+            self._lines.print(f"measuring {title}", highlight=False, markup=False, soft_wrap=True)
+        if self._status is not None:
+            self._status.update(f"{self._title}starting both")
+
+    def __call__(self, launches: Sequence[Launch], decision: Decision | None) -> None:
+        """One more launch is over."""
+        if self._status is not None:
+            self._status.update(f"{self._title}{_words(len(launches), decision)}")
+
+
+def _words(launches: int, decision: Decision | None) -> str:
+    text = f"launch {launches}"
+    estimates = {} if decision is None else decision.estimates
+    if not estimates:
+        return text
+    best = estimates[published(tuple(estimates))]
+    return f"{text} · ratio {best.ratio:.3f} ({best.interval[0]:.3f}-{best.interval[1]:.3f})"

@@ -28,9 +28,9 @@ from attnbench.errors import InvalidWorkload, Unsupported
 from attnbench.frameworks.jax_plain import in_usual_promotion
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.frameworks.torch_plain import MaskTensors
-from attnbench.impls._arrays import workload_of
-from attnbench.impls.partial.torch_rules import NO_RULES, current
-from attnbench.impls.partial.torch_scale import positive_scale
+from attnbench.impls._arguments import workload_of
+from attnbench.impls.partial.torch_choice import NO_RULES, current
+from attnbench.impls.partial.torch_passes import positive_scale
 from attnbench.masks import AnyMask
 from attnbench.masks.large_bias import LARGE
 from attnbench.spec import Array, Pass, Workload

@@ -12,7 +12,7 @@ from attnbench.dispatch import traced
 from attnbench.dispatch.arrays import device_of, framework_of, pass_of
 from attnbench.dispatch.plan import PLANS, Words, planned
 from attnbench.frameworks.torch_autocast import is_autocast, under_autocast, without_autocast
-from attnbench.impls.partial.torch_rules import current
+from attnbench.impls.partial.torch_choice import current
 from attnbench.masks import AnyMask
 from attnbench.spec import Array
 from attnbench.tracing import is_fake

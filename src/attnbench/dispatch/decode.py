@@ -23,7 +23,7 @@ from attnbench.dispatch.order import TAKE_ARRAYS
 from attnbench.dispatch.plan import Plan, Plans, Words, chosen, demand_of, running
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
 from attnbench.frameworks.torch_plain import MaskTensors
-from attnbench.impls.partial.torch_rules import current
+from attnbench.impls.partial.torch_choice import current
 from attnbench.masks import AnyMask, Full
 
 if TYPE_CHECKING:

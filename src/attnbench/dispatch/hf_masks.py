@@ -21,7 +21,7 @@ from attnbench import masks
 from attnbench.dispatch import hf_models
 from attnbench.errors import Unsupported
 from attnbench.masks import AnyMask, Full
-from attnbench.masks.data import to_numpy
+from attnbench.masks.base import to_numpy
 from attnbench.tracing import constant_when_traced
 
 LEVELS = 4

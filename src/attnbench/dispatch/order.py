@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from attnbench import frameworks, registry
 from attnbench.dispatch import failures
 from attnbench.errors import UsageError
-from attnbench.impls.partial.torch_rules import NO_RULES, Rules, ruled_out
+from attnbench.impls.partial.torch_choice import NO_RULES, Rules, ruled_out
 from attnbench.spec import Config, Environment, Implementation, Workload
 
 ORDER: dict[str, tuple[str, ...]] = {

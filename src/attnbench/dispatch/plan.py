@@ -16,10 +16,10 @@ from attnbench.dispatch.order import Demand, Form
 from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.errors import Unsupported
 from attnbench.frameworks.jax_plain import in_usual_promotion
-from attnbench.impls._arrays import workload_of
-from attnbench.impls.partial.torch_rules import NO_RULES, current
+from attnbench.impls._arguments import workload_of
+from attnbench.impls.partial.torch_choice import NO_RULES, current
 from attnbench.masks import AnyMask
-from attnbench.masks.data import FrozenArray
+from attnbench.masks.base import FrozenArray
 from attnbench.policy.policy import label_of
 from attnbench.spec import Array, Call, Config, Implementation
 from attnbench.tracing import is_fake

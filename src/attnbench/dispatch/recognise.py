@@ -8,7 +8,7 @@ import numpy as np
 
 from attnbench import masks
 from attnbench.masks import AnyMask, MaskShape
-from attnbench.masks.data import to_numpy
+from attnbench.masks.base import to_numpy
 
 ALIGNMENTS = ("bottom-right", "top-left")
 HIDES = -6e4

@@ -12,10 +12,9 @@ from attnbench.dispatch.recognise import recognise
 from attnbench.dispatch.vmapped import examples, examples_here, varies
 from attnbench.errors import InvalidWorkload
 from attnbench.frameworks.torch_autocast import dtype_under_autocast
-from attnbench.impls._arrays import workload_of
+from attnbench.impls._arguments import workload_of
 from attnbench.masks import AnyMask, MaskShape
-from attnbench.masks.combine import mask_of
-from attnbench.masks.literals import literal
+from attnbench.masks.combine import literal, mask_of
 from attnbench.spec import Array, Workload
 
 UNKNOWN = object()

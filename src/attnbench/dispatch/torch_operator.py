@@ -23,11 +23,10 @@ from attnbench.dispatch.plan import Plan, Plans, Words, arranged, bytes_kept, ch
 from attnbench.dispatch.torch_hook import OWN_RUN
 from attnbench.errors import InvalidWorkload, Unsupported, UsageError
 from attnbench.frameworks.torch_autocast import without_autocast
-from attnbench.impls._arrays import LAYOUTS, both_heads
-from attnbench.impls.partial.torch_autograd import of_both, through_lse
-from attnbench.impls.partial.torch_once import refuse
-from attnbench.impls.partial.torch_rules import current
-from attnbench.masks.literals import literal
+from attnbench.impls._arguments import LAYOUTS, both_heads
+from attnbench.impls.partial.torch_autograd import of_both, refuse, through_lse
+from attnbench.impls.partial.torch_choice import current
+from attnbench.masks.combine import literal
 from attnbench.spec import Call, Config, Implementation, Workload
 
 

@@ -16,8 +16,7 @@ from attnbench.dispatch.choice import Decision
 from attnbench.dispatch.order import Demand
 from attnbench.dispatch.plan import Words, built, chosen, demand_of, next_choice
 from attnbench.errors import Unsupported
-from attnbench.masks.combine import mask_of
-from attnbench.masks.literals import literal
+from attnbench.masks.combine import literal, mask_of
 from attnbench.spec import Array, Call, Implementation, Workload
 from attnbench.tracing import constant_when_traced
 

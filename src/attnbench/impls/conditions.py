@@ -1,4 +1,4 @@
-"""Small reasons that `supports` is written with: each returns None or one clause that completes "cannot run: ..."."""
+"""Conditions for `supports`: each returns None, or a clause that completes "cannot run: ..."."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ LITTLE_SHARED_MEMORY = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 """Compute capabilities on which flash-attention 2 (torch's too) refuses gradients of head_dim in NO_GRADIENTS_OF."""
 NO_GRADIENTS_OF = (192, 224)
 CUDNN_WIDEST, CUDNN_ELSEWHERE = {(9, 0): 256}, 128
-"""Compute capability -> the largest head_dim that torch 2.11 to 2.13 hands to cuDNN, and that on all others."""
+"""Largest head_dim that torch 2.11 to 2.13 passes to cuDNN: by compute capability, and on all others."""
 
 
 def first_reason(*reasons: str | None) -> str | None:
-    """The first that is not None."""
+    """Return the first reason that is not None; None if there is none."""
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def needs_device(environment: Environment, *kinds: str) -> str | None:
-    """Only on these device kinds."""
+    """Refuse other kinds of device."""
     return None if environment.device in kinds else f"needs {' or '.join(kinds)}, this is {environment.device}"
 
 
 def needs_dtype(workload: Workload, *dtypes: str) -> str | None:
-    """Only these precisions."""
+    """Refuse all other dtypes."""
     return None if workload.dtype in dtypes else f"takes {' or '.join(dtypes)}, not {workload.dtype}"
 
 
 def needs_mask(workload: Workload, *kinds: str) -> str | None:
-    """Only masks made of these kinds."""
+    """Refuse masks with a part of another kind."""
     other = [kind for kind in workload.visible_mask.kinds if kind not in kinds]
     return f"has no {other[0]} mask (only {', '.join(kinds)})" if other else None
 
 
 def needs_forward(workload: Workload) -> str | None:
-    """No gradients."""
+    """Refuse workloads with gradients."""
     return "has no backward pass" if workload.needs_gradients else None
 
 
 def needs_head_dim(workload: Workload, largest: int, multiple_of: int = 1) -> str | None:
-    """head_dim (and the values' width) within a bound and a multiple."""
+    """Refuse a head_dim (or width of V) above a bound or off a multiple."""
     for dim in (workload.head_dim, workload.value_dim):
         if dim > largest or dim % multiple_of:
             step = f" in steps of {multiple_of}" if multiple_of > 1 else ""
@@ -52,24 +52,24 @@ def needs_head_dim(workload: Workload, largest: int, multiple_of: int = 1) -> st
 
 
 def needs_equal_dims(workload: Workload) -> str | None:
-    """V as wide as K."""
+    """Refuse values whose width differs from that of the keys."""
     if workload.value_dim != workload.head_dim:
         return f"needs v_head_dim = head_dim, not {workload.value_dim} and {workload.head_dim}"
     return None
 
 
 def needs_positive_scale(workload: Workload) -> str | None:
-    """A scale above 0: what a kernel makes of another one, of hidden logits of -inf above all, is not known."""
+    """Refuse a scale of 0 or less, with which kernels may compute NaN from hidden logits of -inf."""
     return None if workload.softmax_scale > 0 else f"takes a positive scale, not {workload.softmax_scale:g}"
 
 
 def needs_no_softcap(workload: Workload) -> str | None:
-    """No soft cap on the logits."""
+    """Refuse a soft cap on the logits."""
     return "has no softcap" if workload.softcap is not None else None
 
 
 def needs_capability(environment: Environment, least: tuple[int, int]) -> str | None:
-    """A CUDA compute capability of at least this."""
+    """Refuse a CUDA compute capability below `least`, or an unknown one."""
     have = environment.capability
     if have is not None and tuple(have) >= least:
         return None
@@ -107,7 +107,8 @@ def needs_room_for_gradients(workload: Workload, environment: Environment) -> st
 
 
 def find_module(module: str) -> ModuleSpec | None:
-    """Where a module lies, without importing its parents (`flash_attn` alone would load torch and CUDA libraries)."""
+    """Return a module's location without importing its parents (`flash_attn` alone would load torch and CUDA
+    libraries)."""
     top, *children = module.split(".")
     try:
         spec = find_spec(top)
@@ -122,5 +123,5 @@ def find_module(module: str) -> ModuleSpec | None:
 
 
 def needs_package(module: str, install: str) -> str | None:
-    """An importable module (found, not imported), with the command that brings it."""
+    """Refuse if a module is not installed, with the command that installs it; the module is not imported."""
     return None if find_module(module) is not None else f"{module} is not installed: {install}"

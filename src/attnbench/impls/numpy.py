@@ -1,7 +1,7 @@
-"""NumPy: the float64 reference itself, and the same lines in float32 as the plain CPU baseline.
+"""NumPy: the float64 reference itself, and the same computation in float32 as the plain CPU baseline.
 
-Both work in blocks of query rows, so neither needs T x S memory. Gradients are written out (NumPy has no autograd): the
-call carries them as its `vjp`.
+Both work in blocks of query rows, so neither stores q_len x kv_len scores. Gradients are written out (NumPy has no
+autograd): the call has them as `vjp`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 
 class _NumpyCall:
-    """(q, k, v) -> out in a fixed working precision, with `vjp(q, k, v, dout) -> (dq, dk, dv)`."""
+    """Attention `(q, k, v) -> out` in a fixed working precision, with `vjp(q, k, v, dout) -> (dq, dk, dv)`."""
 
     def __init__(self, workload: Workload, working: type, with_lse: bool) -> None:
         self._workload, self._working, self._with_lse = workload, working, with_lse
@@ -31,18 +31,18 @@ class _NumpyCall:
         return out, np.where(lse == -np.inf, np.float32(-np.inf), finite(lse, np.float32))
 
     def vjp(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Gradients in the dtype of the inputs."""
+        """Return the gradients in the dtype of the inputs."""
         arrays = [x.astype(self._working, copy=False) for x in (q, k, v, dout)]
         return tuple(g.astype(q.dtype, copy=False) for g in reference.attention_gradients(self._workload, *arrays))
 
 
 class NumpyAttention(Implementation):
-    """Blockwise attention in NumPy."""
+    """Attention in NumPy by blocks of query rows."""
 
     framework = "numpy"
 
-    def __init__(self, name: str, working: type) -> None:
-        self.name = name
+    def __init__(self, name: str, working: type, description: str) -> None:
+        self.name, self.description = name, description
         self._working = working
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -56,5 +56,5 @@ class NumpyAttention(Implementation):
         return _NumpyCall(workload, self._working, with_lse=True)
 
 
-REFERENCE = NumpyAttention("numpy.reference", np.float64)
-FLOAT32 = NumpyAttention("numpy.float32", np.float32)
+REFERENCE = NumpyAttention("numpy.reference", np.float64, "NumPy in float64: the reference of verification.")
+FLOAT32 = NumpyAttention("numpy.float32", np.float32, "NumPy in float32: a plain baseline on the CPU.")

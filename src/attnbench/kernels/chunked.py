@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_device
-from attnbench.impls.partial.torch_merge import merge_, nothing_yet
+from attnbench.impls.partial.torch_passes import merge_, nothing_yet
 from attnbench.kernels.ring.schedule import Run, Tile, block_tiles
 from attnbench.kernels.ring.settings import check_inner, needs_dense_mask, problem_of
 from attnbench.kernels.ring.work import Kernels
@@ -88,7 +88,7 @@ class Plan:
 @lru_cache(maxsize=1)
 def _operation() -> Any:
     """Return the operation `(q, k, v, plan) -> (out, lse)`; the LSE carries no gradient."""
-    from attnbench.impls.partial.torch_once import Operation, once
+    from attnbench.impls.partial.torch_autograd import Operation, once
 
     def keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
         *arrays, ctx.plan = inputs

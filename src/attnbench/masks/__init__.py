@@ -1,6 +1,6 @@
-"""Masks as data: `attnbench.masks`. Each function makes one frozen mask; they combine with `&`.
+"""Masks as data: `attnbench.masks`. Each function returns a frozen mask; masks combine with `&`.
 
-Inside torch.compile they may be made of numbers and lists; those of arrays are built outside.
+Inside torch.compile, masks of numbers and lists can be built; masks of arrays must be built outside.
 """
 
 from __future__ import annotations
@@ -11,13 +11,22 @@ from typing import Any, Literal
 import numpy as np
 
 from attnbench.errors import InvalidWorkload
-from attnbench.masks.base import LARGEST_SIZE, Align, Mask, MaskShape, Namespace, Predicate
+from attnbench.masks.arrays import BlockCausal, Blocks, Dense, Documents, Lengths, Valid
+from attnbench.masks.base import (
+    LARGEST_SIZE,
+    Align,
+    Mask,
+    MaskShape,
+    Namespace,
+    Predicate,
+    check_constant,
+    freeze,
+    integers,
+    to_numpy,
+    whole_number,
+)
 from attnbench.masks.combine import Both, Part
-from attnbench.masks.data import check_constant, freeze, integers, to_numpy, whole_number
-from attnbench.masks.dilated import Dilated
-from attnbench.masks.gridded import Blocks, Dense
-from attnbench.masks.keyed import BlockCausal, Documents, Lengths, Valid
-from attnbench.masks.positional import Causal, Full, Prefix, Window
+from attnbench.masks.positional import Causal, Dilated, Full, Prefix, Window
 from attnbench.tracing import constant_when_traced
 
 AnyMask = Part | Both
@@ -32,43 +41,47 @@ __all__ = [
 
 @constant_when_traced
 def full() -> Full:
-    """Every query sees every key."""
+    """Return the mask under which every query sees every key."""
     return Full()
 
 
 @constant_when_traced
 def causal(align: Align = "bottom-right") -> Causal:
-    """Query i sees keys up to itself; with q_len != kv_len the last query sees all keys, unless align="top-left"."""
+    """Return the mask under which query i sees the keys up to i.
+
+    If q_len and kv_len differ, the last query sees all keys; with align="top-left" the first query sees the first key
+    only.
+    """
     return Causal(align)
 
 
 @constant_when_traced
 def window(left: int | None, right: int | None = 0, align: Align = "bottom-right") -> Window:
-    """Query i sees keys i - left ... i + right; None removes that bound."""
+    """Return the mask under which query i sees keys i - left ... i + right; None means no bound on that side."""
     return Window(left, right, align)
 
 
 @constant_when_traced
 def prefix(n: int, align: Align = "bottom-right") -> Prefix:
-    """The first n keys are seen by all, the rest causally."""
+    """Return the mask under which all queries see the first n keys, and the other keys causally."""
     return Prefix(n, align)
 
 
 @constant_when_traced
 def block_causal(ids: Any, q_ids: Any = None) -> BlockCausal:
-    """ids[j] <= q_ids[i]; ids is the running sum of openpi's mask_ar, [kv_len] or [batch, kv_len]."""
+    """Return the mask ids[j] <= q_ids[i]; ids is the running sum of openpi's mask_ar, [kv_len] or [batch, kv_len]."""
     return BlockCausal(*_token_ids(ids, q_ids, "block_causal"))
 
 
 @constant_when_traced
 def documents(ids: Any, q_ids: Any = None) -> Documents:
-    """Tokens see their own document only; ids is [kv_len] or [batch, kv_len]."""
+    """Return the mask under which tokens see only their own document; ids is [kv_len] or [batch, kv_len]."""
     return Documents(*_token_ids(ids, q_ids, "documents"))
 
 
 @constant_when_traced
 def lengths(kv_lengths: Any) -> Lengths:
-    """Batch row b has kv_lengths[b] real keys, the rest is padding on the right."""
+    """Return the mask of right padding: batch row b has kv_lengths[b] valid keys."""
     if to_numpy(kv_lengths, "kv_lengths").dtype == bool:
         raise InvalidWorkload("kv_lengths are numbers of keys, not booleans: masks.valid takes those of which exist.")
     frozen = integers(kv_lengths, "kv_lengths", (1,))
@@ -79,7 +92,7 @@ def lengths(kv_lengths: Any) -> Lengths:
 
 @constant_when_traced
 def valid(mask_bj: Any) -> Valid:
-    """Keys that exist, [kv_len] or [batch, kv_len] booleans: holes anywhere."""
+    """Return the mask of the valid keys, given as booleans [kv_len] or [batch, kv_len] with holes anywhere."""
     keys = to_numpy(mask_bj, "valid")
     if keys.dtype != bool or keys.ndim not in (1, 2):
         raise InvalidWorkload(
@@ -92,7 +105,7 @@ def valid(mask_bj: Any) -> Valid:
 def dilated(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], offset: Literal["mod", "group"] = "mod"
 ) -> Dilated:
-    """LongNet's pattern; a pair that meets in several branches counts as often as it meets."""
+    """Return LongNet's pattern; a pair that meets in several branches counts once for each of them."""
     lists = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
     for name, values in lists.items():
         if isinstance(values, str) or not hasattr(values, "__iter__"):
@@ -112,7 +125,8 @@ def blocks(block_mask: Any, block_size: int) -> Blocks:
 
 @constant_when_traced
 def dense(array: Any) -> Dense:
-    """Any boolean (True = visible) or additive array that broadcasts to [batch, heads, q_len, kv_len]: a constant."""
+    """Return the mask of a constant array that broadcasts to [batch, heads, q_len, kv_len]: booleans (True: visible) or
+    floats that are added to the logits."""
     check_constant(array, "a mask")
     values = to_numpy(array, "dense")
     if values.ndim > 4 or values.size == 0:

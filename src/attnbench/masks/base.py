@@ -1,12 +1,16 @@
-"""What every mask can do: say which pairs see each other, count them exactly, and become an array or a predicate.
+"""Parts that every mask has: which pairs see each other, their exact number, arrays, and text for a workload's id.
 
-A mask is data. Its predicate `(b, h, q, kv) -> bool` uses only comparisons, `&` and indexing, so the same lines serve
-NumPy, JAX and FlexAttention: `predicate(shape, namespace)` is handed the namespace whose arrays it should capture.
+A mask is data. Its predicate `(b, h, q, kv) -> bool` uses only comparisons, `&` and indexing, so the same code serves
+NumPy, JAX and FlexAttention: `predicate(shape, namespace)` takes the namespace whose arrays it captures. Arrays inside
+a mask are frozen, so that masks can be hashed, compared and written to JSON.
 """
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable
+from operator import index
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -14,20 +18,102 @@ from jaxtyping import Bool, Float, Int
 from msgspec import Struct
 
 from attnbench.errors import InvalidWorkload
+from attnbench.tracing import being_traced
+
+
+class FrozenArray(Struct, frozen=True):
+    """A NumPy array as bytes (booleans packed to bits), so that a mask can be hashed, compared and written to JSON."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    data: bytes
+
+    @property
+    def array(self) -> np.ndarray:
+        """A new copy of the array."""
+        if self.dtype == "bool":
+            bits = np.unpackbits(np.frombuffer(self.data, np.uint8), count=int(np.prod(self.shape)))
+            return bits.astype(bool).reshape(self.shape)
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape).copy()
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits over the content, for ids."""
+        return hashlib.sha256(repr((self.shape, self.dtype)).encode() + self.data).hexdigest()[:8]
+
+
+def freeze(array: np.ndarray) -> FrozenArray:
+    """Copy an array into a FrozenArray."""
+    array = np.ascontiguousarray(array)
+    data = np.packbits(array).tobytes() if array.dtype == bool else array.tobytes()
+    return FrozenArray(array.shape, str(array.dtype), data)
+
+
+def to_numpy(values: Any, what: str) -> np.ndarray:
+    """Return a list, a NumPy or JAX array, or a torch tensor on any device as a NumPy array."""
+    if hasattr(values, "detach"):
+        if being_traced():
+            raise InvalidWorkload(f"{what} must be known before torch.compile traces: build masks of arrays outside.")
+        values = values.detach().cpu()
+        values = values.float() if values.dtype.is_floating_point and values.dtype.itemsize < 4 else values
+    try:
+        array = np.asarray(values)
+    except Exception as error:
+        raise InvalidWorkload(
+            f"{what} must be concrete numbers (build masks outside jit), not {type(values).__name__}."
+        ) from error
+    if array.dtype.name == "bfloat16":  # JAX's own NumPy type, which NumPy does not count as floating
+        array = array.astype(np.float32)
+    if array.dtype == object:
+        raise InvalidWorkload(f"{what} must be a rectangular array of numbers.")
+    return array
+
+
+def check_constant(values: Any, what: str) -> None:
+    """Refuse a torch tensor that requires gradients while gradients are recorded: they would be lost silently."""
+    if getattr(values, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        raise InvalidWorkload(
+            f"{what} is a constant and gives no gradients, but this tensor wants some: pass it with .detach()."
+        )
+
+
+def whole_number(value: Any, what: str) -> int:
+    """Return a whole number of Python, NumPy or the like as an int; floats, text and booleans are refused."""
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise InvalidWorkload(f"{what} must be a whole number, not {value!r}.")
+    if abs(number) > LARGEST_SIZE:
+        raise InvalidWorkload(f"{what} can be {LARGEST_SIZE} at most, not {number}.")
+    return number
+
+
+def integers(values: Any, what: str, ndim: tuple[int, ...]) -> FrozenArray:
+    """Return whole numbers frozen as int32, of one of the given numbers of axes."""
+    array = to_numpy(values, what)
+    if array.dtype.kind not in "iub" or array.ndim not in ndim or array.size == 0:
+        axes = " or ".join(str(n) for n in ndim)
+        raise InvalidWorkload(f"{what} must be whole numbers with {axes} axes, not {array.dtype} with {array.ndim}.")
+    if array.dtype.kind != "b" and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
+        raise InvalidWorkload(f"{what} must fit 32 bits.")
+    return freeze(array.astype(np.int32))
+
 
 Align = Literal["bottom-right", "top-left"]
 Index = Any
 Predicate = Callable[[Index, Index, Index, Index], Any]
 COUNT_BLOCK = 1 << 24
-"""Pairs looked at in one go where no closed form exists."""
+"""Number of pairs that are counted at a time if no closed form exists."""
 
 
 LARGEST_SIZE = (1 << 31) - 1
-"""Of an axis: what array libraries index with 32 bits."""
+"""Largest size of an axis: array libraries index with 32 bits."""
 
 
 class MaskShape(NamedTuple):
-    """The sizes a mask is evaluated over."""
+    """The sizes over which a mask is evaluated."""
 
     batch: int
     heads: int
@@ -36,7 +122,7 @@ class MaskShape(NamedTuple):
 
 
 class Namespace(Protocol):
-    """The three functions a predicate needs from a framework (NumPy and jax.numpy already have them)."""
+    """The three framework functions that a predicate needs; NumPy and jax.numpy have them already."""
 
     def asarray(self, array: np.ndarray, /) -> Any: ...
     def log(self, x: Any, /) -> Any: ...
@@ -44,33 +130,33 @@ class Namespace(Protocol):
 
 
 class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
-    """Base of all masks; instances are made by the functions of `attnbench.masks`."""
+    """Base class of all masks; the functions of `attnbench.masks` make the instances."""
 
     name_and_fields: ClassVar[tuple[str, ...]] = ()
-    """Of the class, where torch.compile can read them."""
+    """Name of the class and of its fields, in a form that torch.compile can read."""
 
     @property
     def id(self) -> str:
-        """Readable, stable, part of the workload's id."""
+        """Readable and stable text, part of the workload's id."""
         raise NotImplementedError
 
     @property
     def title(self) -> str:
-        """What people read: the id, or what it stands for where that is short."""
+        """Text for people: the id, or the mask's sizes if they are short."""
         return self.id
 
     def split(self) -> tuple[Mask, ...]:
-        """The masks that `&` joined; itself where none were."""
+        """Return the masks that `&` joined; the mask itself if it is a single one."""
         return (self,)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the parts ("causal", "lengths"): what `supports` looks at."""
+        """Kinds of the parts, such as ("causal", "lengths"): what `supports` looks at."""
         return (str(type(self).__struct_config__.tag),)
 
     @property
     def weighted(self) -> bool:
-        """Whether pairs carry log-weights besides visibility, so that a boolean array cannot express the mask."""
+        """Whether visible pairs carry log-weights, which a boolean array cannot express."""
         return False
 
     @property
@@ -89,30 +175,32 @@ class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
         return True
 
     def check(self, shape: MaskShape) -> None:
-        """Raise InvalidWorkload when the mask's data does not fit the shape."""
+        """Raise InvalidWorkload if the mask's data does not fit the shape."""
         del shape
 
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
-        """`(b, h, q, kv) -> bool`, also a FlexAttention mask_mod when the namespace is torch's."""
+        """Return a function `(b, h, q, kv) -> bool`; with torch's namespace it serves as a FlexAttention mask_mod."""
         raise NotImplementedError
 
     def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate | None:
-        """`(b, h, q, kv) -> float` added to the logits of visible pairs; None for unweighted masks."""
+        """Return a function `(b, h, q, kv) -> float` that is added to visible logits; None if the mask is
+        unweighted."""
         del shape, namespace
         return None
 
     def interval(self, shape: MaskShape) -> tuple[Int[np.ndarray, "b q"], Int[np.ndarray, "b q"]] | None:
-        """First and one-past-last visible key of each row ([b or 1, q]) when every row sees one run of keys."""
+        """Return first and end of the visible keys of each row ([b or 1, q]); None unless every row sees one run of
+        keys."""
         del shape
         return None
 
     def key_filter(self, shape: MaskShape) -> Bool[np.ndarray, "b kv"] | None:
-        """Keys ([b or 1, kv]) that are visible at all, for masks that look only at the key."""
+        """Return the visible keys ([b or 1, kv]) of a mask that depends on the key alone; None for other masks."""
         del shape
         return None
 
     def pairs(self, shape: MaskShape) -> int:
-        """Exact number of visible pairs over all batches and heads."""
+        """Return the exact number of visible pairs over all batch rows and heads."""
         interval = self.interval(shape)
         if interval is not None:
             return _interval_pairs(interval, None, shape)
@@ -136,19 +224,19 @@ class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
         return total * repeats
 
     def indices(self, shape: MaskShape, rows: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
-        """Broadcastable b, h, q, kv index arrays; batch and head axes have size 1 where the mask ignores them."""
+        """Return broadcastable index arrays b, h, q, kv; batch and head axes have size 1 if the mask ignores them."""
         b = np.arange(shape.batch if self.per_batch else 1).reshape(-1, 1, 1, 1)
         h = np.arange(shape.heads if self.per_head else 1).reshape(1, -1, 1, 1)
         q = (np.arange(shape.q_len) if rows is None else np.asarray(rows)).reshape(1, 1, -1, 1)
         return b, h, q, np.arange(shape.kv_len).reshape(1, 1, 1, -1)
 
     def array(self, shape: MaskShape, rows: np.ndarray | None = None) -> Bool[np.ndarray, "b h q kv"]:
-        """Boolean array, batch and head axes 1 where the mask ignores them; all rows or the given ones."""
+        """Return all or the given rows as booleans; batch and head axes have size 1 if the mask ignores them."""
         index = self.indices(shape, rows)
         return np.broadcast_to(self.predicate(shape, np)(*index), np.broadcast_shapes(*(i.shape for i in index)))
 
     def bias(self, shape: MaskShape, rows: np.ndarray | None = None) -> Float[np.ndarray, "b h q kv"]:
-        """Additive float64 array: log-weight where visible, -inf elsewhere."""
+        """Return the additive float64 array: the log-weight of visible pairs, -inf elsewhere."""
         visible = self.array(shape, rows)
         weight = self.log_weight(shape, np)
         value = 0.0 if weight is None else np.asarray(weight(*self.indices(shape, rows)), np.float64)
@@ -161,12 +249,12 @@ class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
 
 
 def query_offset(align: Align, shape: MaskShape) -> int:
-    """What is added to a query's row number to get its position among the keys."""
+    """Return the number that is added to a query's row number to get its position among the keys."""
     return shape.kv_len - shape.q_len if align == "bottom-right" else 0
 
 
 def check_align(align: str) -> None:
-    """Refuse a third alignment."""
+    """Refuse anything but "bottom-right" and "top-left"."""
     if align not in ("bottom-right", "top-left"):
         raise InvalidWorkload(f'align is "bottom-right" or "top-left", not "{align}".')
 

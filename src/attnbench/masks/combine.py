@@ -1,4 +1,4 @@
-"""Masks combined with `&`: a pair is visible when every part sees it; log-weights add."""
+"""Masks combined with `&`: every part must allow a pair, and log-weights add up; masks as plain nested tuples."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from typing import Any, get_args
 import numpy as np
 
 from attnbench.errors import InvalidWorkload
-from attnbench.masks.base import Mask, MaskShape, Namespace, Predicate, _interval_pairs
-from attnbench.masks.dilated import Dilated
-from attnbench.masks.gridded import Blocks, Dense
-from attnbench.masks.keyed import BlockCausal, Documents, Lengths, Valid
-from attnbench.masks.literals import from_literal, literal
-from attnbench.masks.positional import Causal, Full, Prefix, Window
+from attnbench.masks.arrays import BlockCausal, Blocks, Dense, Documents, Lengths, Valid
+from attnbench.masks.base import FrozenArray, Mask, MaskShape, Namespace, Predicate, _interval_pairs
+from attnbench.masks.positional import Causal, Dilated, Full, Prefix, Window
 from attnbench.tracing import constant_when_traced
 
 MOST_PARTS = 64
 Part = Full | Causal | Window | Prefix | BlockCausal | Documents | Lengths | Valid | Dilated | Blocks | Dense
-"""Every mask that is not made of others: what a run file may hold."""
+"""A mask that is not a combination: what a run file may hold."""
 
 
 class Both(Mask, frozen=True, tag="both"):
-    """Two or more masks at once."""
+    """Two or more masks combined: a pair is visible if every part allows it."""
 
     parts: tuple[Part, ...]
 
@@ -114,7 +111,7 @@ class _InFloat64:
         self.log, self.where, self._asarray = namespace.log, namespace.where, namespace.asarray
 
     def asarray(self, array: np.ndarray, /) -> Any:
-        """The array in the framework, float64 if it is floating."""
+        """Return the array in the framework, float64 if it is floating."""
         return self._asarray(array.astype(np.float64) if array.dtype.kind == "f" else array)
 
 
@@ -130,7 +127,7 @@ for _kind in KINDS.values():
 
 
 def both(a: Mask, b: Mask) -> Mask:
-    """`a & b`, flattened; `full()` is dropped."""
+    """Return `a & b` without nesting; `full()` is dropped."""
     return _joined(literal(a), literal(b)) if isinstance(b, Mask) else NotImplemented
 
 
@@ -145,5 +142,29 @@ def _joined(*literals: Any) -> Mask:
 
 
 def mask_of(plain: Any) -> Any:
-    """The mask (or None) that a literal stands for."""
+    """Return the mask (or None) that nested plain values stand for."""
     return from_literal(plain, KINDS)
+
+
+def literal(value: Any) -> Any:
+    """Return a mask, or a field of a mask, as nested tuples of plain values that begin with a name.
+
+    torch.compile can follow such tuples, guard on them and pass them on.
+    """
+    if isinstance(value, Mask):
+        name, *fields = value.name_and_fields
+        return (name, *[literal(getattr(value, field)) for field in fields])
+    if isinstance(value, FrozenArray):
+        return ("FrozenArray", value.shape, value.dtype, value.data)
+    return ("tuple", *[literal(one) for one in value]) if isinstance(value, tuple) else value
+
+
+def from_literal(value: Any, kinds: dict[str, type[Mask]]) -> Any:
+    """Return the mask or field that `literal` turned into plain values; `kinds` has the mask classes by name."""
+    if not isinstance(value, tuple):
+        return value
+    name, *fields = value
+    if name == "FrozenArray":
+        return FrozenArray(*fields)
+    parts = [from_literal(field, kinds) for field in fields]
+    return tuple(parts) if name == "tuple" else kinds[name](*parts)

@@ -13,25 +13,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attnbench.masks.arrays import Dense
 from attnbench.masks.base import COUNT_BLOCK, Mask, MaskShape
-from attnbench.masks.gridded import Dense
 
 LARGE = 64.0
-"""Up to here float32 rounds a logit by less than 1e-5, and rows are left as they are."""
+"""Largest bias that is left as it is: float32 rounds a logit up to here by less than 1e-5."""
 
 
 class Shifted(NamedTuple):
-    """The log-weights of a mask without what is added to whole rows, axes [b or 1, h or 1, q, kv]."""
+    """The log-weights of a mask without the part that is added to whole rows; axes [b or 1, h or 1, q, kv]."""
 
     weight: np.ndarray
-    """At most LARGE, within the finite range of its dtype, 0 if the pair is hidden."""
+    """Log-weights of at most LARGE, within the finite range of the dtype; 0 if the pair is hidden."""
     top: np.ndarray
-    """[b or 1, h or 1, q]: what was subtracted from a row, within the finite range of its dtype."""
+    """Number that was subtracted from each row ([b or 1, h or 1, q]), within the finite range of the dtype."""
 
 
 @lru_cache(maxsize=256)
 def has_large_bias(mask: Mask) -> bool:
-    """Whether the additive arrays of a mask may add more than LARGE, or less than -LARGE, to a logit."""
+    """Return whether the additive arrays of a mask may add more than LARGE, or less than -LARGE, to a logit."""
     arrays = [part.values.array for part in mask.split() if isinstance(part, Dense) and part.weighted]
     return sum(float(np.abs(array[array != -np.inf]).max(initial=0)) for array in arrays) > LARGE
 
@@ -56,5 +56,5 @@ def shifted(mask: Mask, shape: MaskShape, dtype: Any) -> Shifted | None:
 
 
 def finite(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return an array in a dtype, with what lies beyond its range at the end of it."""
+    """Return an array in a dtype; values beyond the dtype's range are clipped to it."""
     return np.clip(array, np.finfo(dtype).min, np.finfo(dtype).max).astype(dtype)

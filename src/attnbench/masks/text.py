@@ -13,7 +13,7 @@ import numpy as np
 from attnbench import masks
 from attnbench.errors import InvalidWorkload, UnknownName
 from attnbench.masks import AnyMask, Mask, MaskShape
-from attnbench.masks.data import whole_number
+from attnbench.masks.base import whole_number
 from attnbench.workloads.block_patterns import BLOCK_SIZE, sparse_mask
 
 FORMS = (
@@ -29,23 +29,24 @@ FORMS = (
     "blocks:PATTERN:PERCENT[:SIZE][:causal]",
     "A&B",
 )
-"""What `parse_mask` reads, for help texts. Window sides may be `all`; sizes are of consecutive blocks or documents;
-PATTERN is local, strided, global_local or random, PERCENT the share of blocks dropped."""
+"""Forms that `parse_mask` reads, for help texts. Window sides may be `all`; sizes are those of consecutive blocks or
+documents; PATTERN is local, strided, global_local or random, PERCENT the share of blocks dropped."""
 
 MOST_DIGITS = 50
-"""Of a number that is too large by far all the same."""
+"""Largest number of digits that is read; longer numbers are too large in any case."""
 _ALIGNMENTS = ("bottom-right", "top-left")
 
 
 def parse_mask(text: str, shape: MaskShape) -> AnyMask:
-    """The mask that a text such as `causal`, `prefix:816` or `causal&lengths:512,300` names, fitted to the shape."""
+    """Return the mask that a text such as `causal`, `prefix:816` or `causal&lengths:512,300` names, fitted to the
+    shape."""
     mask = reduce(and_, [_parse_part(part.strip(), shape) for part in text.split("&")])
     mask.check(shape)
     return mask  # pyright: ignore[reportReturnType]  (every concrete Mask is in the union)
 
 
 def read_mask(value: str | Mapping[str, Any] | Mask, shape: MaskShape) -> AnyMask:
-    """A mask given as itself, as text, or as a table `{kind = "window", left = 128}`."""
+    """Return a mask that is given as a mask, as text, or as a table `{kind = "window", left = 128}`."""
     if isinstance(value, str):
         return parse_mask(value, shape)
     if isinstance(value, Mapping):
@@ -57,7 +58,7 @@ def read_mask(value: str | Mapping[str, Any] | Mask, shape: MaskShape) -> AnyMas
 
 
 def ids_of_sizes(sizes: Sequence[int], kv_len: int) -> np.ndarray:
-    """[3, 2] -> 0 0 0 1 1: ids of consecutive blocks or documents of these sizes."""
+    """Return ids of consecutive blocks or documents of these sizes: [3, 2] -> 0 0 0 1 1."""
     if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes:
         raise InvalidWorkload(f"sizes are a list of whole numbers such as [512, 300], not {sizes!r}.")
     numbers = [whole_number(size, "each of sizes") for size in sizes]
@@ -68,7 +69,7 @@ def ids_of_sizes(sizes: Sequence[int], kv_len: int) -> np.ndarray:
 
 
 def ids_of_mask_ar(runs: str, kv_len: int) -> np.ndarray:
-    """Running sum of openpi's mask_ar, written in runs: `0*816 1 1 0*49`."""
+    """Return the running sum of openpi's mask_ar, which is given in runs: `0*816 1 1 0*49`."""
     words = [run.partition("*")[::2] for run in runs.split()] if isinstance(runs, str) else []
     if not words or not all(flag in ("0", "1") for flag, _ in words):
         raise InvalidWorkload(f'mask_ar is runs of 0 and 1 such as "0*816 1 1 0*49", not {runs!r}.')
@@ -78,7 +79,7 @@ def ids_of_mask_ar(runs: str, kv_len: int) -> np.ndarray:
 
 
 def _check_cover(what: str, tokens: int, kv_len: int) -> None:
-    """Before an array of so many is made."""
+    """Refuse sizes that do not add up to the keys, before an array of that size is made."""
     if tokens != kv_len:
         raise InvalidWorkload(f"{what} covers {tokens} tokens, kv_len is {kv_len}.")
 
@@ -215,7 +216,7 @@ def _of_dtype(values: Any, dtype: Any) -> np.ndarray:
 
 
 class _WrongForm(Exception):
-    """The words after the mask's name are not as many as its form has."""
+    """The mask's text has more or fewer parts than its form."""
 
 
 def _expect(holds: bool) -> None:

@@ -46,7 +46,7 @@ from attnbench.verifying.subject import Subject, Wrong
 from attnbench.verifying.timed_calls import Boxes, TimedCalls
 from attnbench.verifying.timed_checks import TimedChecks
 from attnbench.workloads.cost import demand
-from attnbench.workloads.shrink import shrink
+from attnbench.workloads.suites import shrink
 
 SHORT_NS = 1e6
 """Calls below this are published by kernel time: events also count the gaps around and between kernels, a few us for

@@ -11,8 +11,7 @@ from attnbench.frameworks import Framework, Programs
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.session import Options, Session, Stages
 from attnbench.spec import Array, Cell, Environment, Errors, Ok, VerifiedAt, Workload
-from attnbench.steps import StepImplementation, kind_of
-from attnbench.steps.base import Values
+from attnbench.steps import StepImplementation, Values, kind_of
 from attnbench.verifying.checks import Findings
 from attnbench.verifying.draws import SETS, Draws
 from attnbench.verifying.input_transforms import Transform, Transforms

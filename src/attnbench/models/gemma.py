@@ -1,7 +1,7 @@
 """Gemma of pi0 and pi0.5: several experts' tokens, each with its own weights, in one attention.
 
 Constructor, call and parameter tree are openpi's; `use_flash_attention`, `flash_attention_impl`, `fallback` and
-`fully_masked` are ours (see `attnbench.models.attend`). Everywhere openpi takes a boolean mask array, a
+`fully_masked` are ours (see `attnbench.models.attention`). Everywhere openpi takes a boolean mask array, a
 `masks.TokenMask` is welcome too, and the flash path needs no T x S array with it.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from attnbench.errors import UsageError
-from attnbench.models.attend import FlashChoice, FullyMasked, attend, flash_fields, path_of
+from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config, Variant, get_config
 from attnbench.models.layers import Embedder, RMSNorm
 from attnbench.models.lora import Einsum, FeedForward
@@ -27,13 +27,13 @@ __all__ = [
     "get_config",
 ]  # fmt: skip
 Tokens = Sequence[Array | None]
-"""One [B, T_i, D_i] per expert; None: this expert does not run."""
+"""Tokens [B, T_i, D_i] of each expert; None for an expert that does not run."""
 Cache = tuple[Array, Array]
-"""K and V, [B, S, K, H] of a layer, [L, B, S, K, H] of a model."""
+"""K and V, [B, S, K, H] in a layer and [L, B, S, K, H] in a model."""
 
 
 def named(name: str, expert: int) -> str:
-    """openpi's names: no suffix for the first expert."""
+    """Return a parameter name as openpi has it: the first expert has no suffix."""
     return name if expert == 0 else f"{name}_{expert}"
 
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
     def __call__(
         self, xs: Tokens, positions: Array, attn_mask: Array | TokenMask, kv_cache: Cache | None
     ) -> tuple[list[Array | None], Cache]:
-        """Outputs per expert and the grown cache; the cache given is left as it was."""
+        """Return the outputs per expert and the extended cache; the given cache does not change."""
         if len({(c.head_dim, c.num_heads, c.num_kv_heads) for c in self.configs}) != 1:
             raise UsageError("experts that attend together need the same head_dim, num_heads and num_kv_heads.")
         if len(xs) != len(self.configs) or all(x is None for x in xs):
@@ -118,7 +118,7 @@ class Block(nn.Module):
         adarms_cond: Tokens,
         deterministic: bool = True,
     ) -> tuple[list[Array | None], Cache]:
-        """One layer; the cache as in Attention."""
+        """Return the outputs of a layer per expert, and the extended cache."""
         attention = Attention(configs=self.configs, name="attn", **flash_fields(self))
         normed, gates = self._normed("pre_attention_norm", xs, adarms_cond)
         attended, kv_cache = attention(normed, positions, attn_mask, kv_cache)
@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 class Module(nn.Module):
-    """The transformer: blocks in a scan with stacked parameters under `layers`, a final norm per expert."""
+    """Transformer: blocks in a scan with stacked parameters under `layers`, and a final norm per expert."""
 
     configs: Sequence[Config]
     embed_dtype: str
@@ -163,7 +163,7 @@ class Module(nn.Module):
     fully_masked: FullyMasked = "uniform"
 
     def setup(self) -> None:
-        """Every block is recomputed in the backward pass, as in openpi."""
+        """Create the embedder, the blocks (each recomputed in the backward pass, as in openpi) and the final norms."""
         if len({config.depth for config in self.configs}) != 1:
             raise UsageError("experts that attend together need the same depth.")
         self.embedder = Embedder(self.vocab_size, self.configs[0].width, name="embedder")
@@ -186,7 +186,7 @@ class Module(nn.Module):
         self.final_norms = [RMSNorm(name=named("final_norm", i)) for i in range(len(self.configs))]
 
     def embed(self, tokens: Array) -> Array:
-        """[B, T] whole numbers -> the first expert's tokens."""
+        """Return the first expert's tokens for whole numbers [B, T]."""
         return self.embedder.encode(tokens).astype(self.embed_dtype)
 
     def __call__(
@@ -199,7 +199,7 @@ class Module(nn.Module):
         kv_cache: Cache | None = None,
         deterministic: bool = True,
     ) -> tuple[list[Array | None], Cache]:
-        """`mask` is [B, T, S] or a TokenMask; the cache is that of all layers."""
+        """Return the outputs per expert and the extended cache of all layers; `mask` is [B, T, S] or a TokenMask."""
         xs = [None if x is None else x.astype(self.embed_dtype) for x in embedded]
         mask = prepared(mask, self.use_flash_attention)
         conds = list(adarms_cond) if adarms_cond is not None else [None] * len(self.configs)
@@ -210,7 +210,7 @@ class Module(nn.Module):
         return outs, cache
 
     def init_all(self, use_adarms: Sequence[bool] | None = None) -> None:
-        """Touch every parameter once: `module.init(key, method="init_all")`; openpi calls this method `init`."""
+        """Create every parameter: `module.init(key, method="init_all")`; openpi calls this method `init`."""
         use_adarms = use_adarms or [False] * len(self.configs)
         experts = len(self.configs)
         self.embed(jnp.zeros((1, 1), jnp.int32))

@@ -21,18 +21,18 @@ FLASH_CHOICES: dict[str, tuple[str, ...]] = {
     "pallas": ("jax.pallas-triton",),
     "jax": ("jax.xla",),
 }
-"""flash_attention_impl -> implementations, the first that can run the call is used."""
+"""Implementations of each flash_attention_impl; the first that can run the call is used."""
 
 
 def check_flash_choice(choice: object) -> None:
-    """Raises for a flash_attention_impl that is none."""
+    """Raise for an unknown flash_attention_impl."""
     if not isinstance(choice, str) or choice not in FLASH_CHOICES:
         raise UnknownName("flash_attention_impl", str(choice), FLASH_CHOICES, "")
 
 
 @dataclass(frozen=True)
 class Config:
-    """One expert; experts that attend together share depth, heads and head_dim."""
+    """Sizes of an expert; experts that attend together have equal depth, heads and head_dim."""
 
     width: int
     depth: int
@@ -41,7 +41,7 @@ class Config:
     num_kv_heads: int
     head_dim: int
     lora_configs: Mapping[str, LoRAConfig] = field(default_factory=dict)
-    """"attn" and "ffn", where they have low-rank updates."""
+    """Low-rank updates of "attn" and "ffn"; empty without updates."""
 
 
 _SIZES = {
@@ -53,7 +53,7 @@ _RANKS = {"gemma_300m_lora": 32, "gemma_2b_lora": 16}
 
 
 def get_config(variant: Variant | Config | str) -> Config:
-    """The sizes of a variant; sizes that are given already are those."""
+    """Return the sizes of a variant; a Config is returned as it is."""
     if isinstance(variant, Config):
         return variant
     if variant in _SIZES:

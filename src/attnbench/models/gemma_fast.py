@@ -16,7 +16,7 @@ from jax import Array
 
 from attnbench.errors import UnknownName, UsageError
 from attnbench.models import gemma_config
-from attnbench.models.attend import FlashChoice, FullyMasked, attend, flash_fields, path_of
+from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
 from attnbench.models.layers import Embedder, RMSNorm
 from attnbench.models.lora import Einsum, FeedForward, LoRAConfig
 from attnbench.models.masks import TokenMask, prepared
@@ -26,11 +26,11 @@ __all__ = ["Attention", "Block", "Embedder", "FeedForward", "Module", "RMSNorm",
 Variant = Literal["dummy", "gemma_2b", "gemma_2b_lora"]
 VARIANTS = ("dummy", "gemma_2b", "gemma_2b_lora")
 Cache = tuple[Array, Array, Array]
-"""Next free slot [B] (the same in all rows), K and V [B, S, K, H]; of a model with a leading axis of layers."""
+"""Next free slot [B] (the same in all rows), K and V [B, S, K, H]; in a model with a leading axis of layers."""
 
 
 def get_config(variant: Variant | gemma_config.Config | str) -> dict[str, Any]:
-    """The arguments of `Module` for a variant, or for sizes."""
+    """Return the arguments of `Module` for a variant or for sizes."""
     if isinstance(variant, str) and variant not in VARIANTS:
         raise UnknownName("Gemma variant", variant, VARIANTS, "")
     sizes = gemma_config.get_config(variant)
@@ -51,7 +51,7 @@ def get_config(variant: Variant | gemma_config.Config | str) -> dict[str, Any]:
 
 
 class Attention(nn.Module):
-    """Parameters q_einsum, kv_einsum (or qkv_einsum) and attn_vec_einsum."""
+    """Attention with a cache of fixed size; parameters q_einsum, kv_einsum (or qkv_einsum) and attn_vec_einsum."""
 
     num_heads: int
     num_kv_heads: int
@@ -74,7 +74,11 @@ class Attention(nn.Module):
         decode: bool = False,
         deterministic: bool = True,
     ) -> tuple[Array, Cache]:
-        """Without a cache: any number of tokens, and a cache as long as the mask. With one: one token more."""
+        """Return the output and the cache.
+
+        Without a cache the call takes any number of tokens, and the new cache is as long as the mask. With a cache it
+        takes one more token.
+        """
         del decode, deterministic  # part of openpi's call
         q, k, v = self._project(x)
         q = apply_rope(q, positions) * self.head_dim**-0.5
@@ -144,7 +148,7 @@ class Block(nn.Module):
         decode: bool = False,
         deterministic: bool = True,
     ) -> tuple[Array, Cache]:
-        """One layer."""
+        """Return the output of a layer and the cache."""
         lora = self.lora_configs or {}
         attention = Attention(
             num_heads=self.num_heads,
@@ -169,7 +173,7 @@ class Block(nn.Module):
 
 
 class Module(nn.Module):
-    """The transformer: blocks in a scan with stacked parameters under `layers`; fields are openpi's."""
+    """Transformer: blocks in a scan with stacked parameters under `layers`; fields are openpi's."""
 
     variant: str
     width: int
@@ -193,7 +197,10 @@ class Module(nn.Module):
     fully_masked: FullyMasked = "uniform"
 
     def setup(self) -> None:
-        """`norm_eps` and `scan` are read by nobody, as in openpi: the norms have 1e-6, the blocks are scanned."""
+        """Create the embedder, the blocks and the final norm.
+
+        `norm_eps` and `scan` are ignored, as in openpi: the norms use 1e-6, the blocks are scanned.
+        """
         self.embedder = Embedder(self.vocab_size, self.width, nn.initializers.zeros_init(), name="embedder")
         self.final_norm = RMSNorm(name="final_norm")
         block: Any = Block
@@ -233,7 +240,7 @@ class Module(nn.Module):
         deterministic: bool = True,
         return_prelogits: bool = False,
     ) -> Any:
-        """(logits, cache, parts); the embeddings with `embed_only`; (logits, parts) of `pre_logits`.
+        """Return (logits, cache, parts); the embeddings with `embed_only`; (logits, parts) with `pre_logits`.
 
         Without a mask the attention is causal; `mask` is [B, T, S] or a TokenMask, and S is the size of the cache.
         """

@@ -21,7 +21,7 @@ from attnbench.models.gemma_config import Config
 
 
 def apply_rope(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Half-split rotation with float32 angles, back in x's dtype."""
+    """Rotate the halves of x by float32 angles, and return the result in x's dtype."""
     half = x.shape[-1] // 2
     wavelengths = base ** (torch.arange(half, device=x.device, dtype=torch.float32) * (2.0 / x.shape[-1]))
     angles = (positions[..., None].float() / wavelengths)[:, :, None]
@@ -31,13 +31,13 @@ def apply_rope(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
-    """x / rms(x) * (1 + scale) in float32, back in x's dtype."""
+    """Return x / rms(x) * (1 + scale), computed in float32, in x's dtype."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * (1 + scale)).to(x.dtype)
 
 
 class Block(nn.Module):
-    """One layer, causal or not."""
+    """A layer of attention and feed-forward, causal or not."""
 
     def __init__(self, config: Config, causal: bool, impl: str, device: str | None = None) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.pre_ffw_norm = nn.Parameter(torch.zeros(width, device=device))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]"""
+        """Return the output [B, T, D] of tokens [B, T, D]."""
         normed = rms_norm(x, self.pre_attention_norm)
         q = torch.einsum("btd,ndh->btnh", normed, self.q_einsum.to(x.dtype))
         k, v = torch.einsum("bsd,ckdh->cbskh", normed, self.kv_einsum.to(x.dtype))
@@ -96,14 +96,14 @@ class Stack(nn.Module):
         self.final_norm = nn.Parameter(torch.zeros(config.width, device=device))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]"""
+        """Return the output [B, T, D] of tokens [B, T, D]."""
         for layer in self.layers:
             x = checkpoint(layer, x, positions, use_reentrant=False) if torch.is_grad_enabled() else layer(x, positions)  # pyright: ignore[reportAssignmentType]
         return rms_norm(x, self.final_norm)
 
     @torch.no_grad()
     def load(self, params: Mapping[str, Any]) -> None:
-        """The tree of `gemma.Module` with one expert; stacked weights are handed out to the layers."""
+        """Load the parameters of a `gemma.Module` with one expert; stacked weights are distributed to the layers."""
         layers = params["layers"]
         stacked = {name: layers["attn"][name]["w"] for name in ("q_einsum", "kv_einsum", "attn_vec_einsum")}
         stacked |= {name: layers["mlp"][name] for name in ("gating_einsum", "linear")}

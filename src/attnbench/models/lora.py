@@ -22,7 +22,8 @@ RANK_LABEL = "L"
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Rank and scale of an update; `rslora` divides by sqrt(rank). The two `axes` of the weight are factorised."""
+    """Rank and scale of a low-rank update; `rslora` divides by sqrt(rank). The two `axes` of the weight are
+    factorised."""
 
     rank: int
     alpha: float = 1.0
@@ -33,12 +34,12 @@ class LoRAConfig:
 
     @property
     def scaling_value(self) -> float:
-        """What the update is multiplied by."""
+        """Factor of the update."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class Einsum(nn.Module):
-    """x times a weight `w` along an equation; `lora_a` and `lora_b` beside it when configured."""
+    """Product of x and a weight `w` along an equation; if configured, with a low-rank update `lora_a`, `lora_b`."""
 
     shape: tuple[int, ...]
     init_fn: nn.initializers.Initializer = nn.initializers.zeros
@@ -46,7 +47,7 @@ class Einsum(nn.Module):
 
     @nn.compact
     def __call__(self, eqn: str, x: Array) -> Array:
-        """Weights are cast to x's dtype."""
+        """Return the product, for which weights are cast to x's dtype."""
         w = self.param("w", self.init_fn, self.shape)
         result = jnp.einsum(eqn, x, w.astype(x.dtype))
         config = self.lora_config
@@ -62,7 +63,10 @@ class Einsum(nn.Module):
 
 
 def low_rank_equations(eqn: str, config: LoRAConfig) -> tuple[str, str]:
-    """x -> rank, rank -> out. An axis that neither letter names stays in both: heads of "BTNH,NHD->BTD" sum twice."""
+    """Return the equations x -> rank and rank -> out.
+
+    An axis that neither letter names stays in both: heads of "BTNH,NHD->BTD" are summed in both.
+    """
     left, arrow, out = eqn.partition("->")
     inputs, comma, weight = left.partition(",")
     if not arrow or not comma or "," in weight:
@@ -76,7 +80,7 @@ def low_rank_equations(eqn: str, config: LoRAConfig) -> tuple[str, str]:
 
 
 class FeedForward(nn.Module):
-    """Gated GELU: `gating_einsum` (2, D, F), `linear` (F, D)."""
+    """Gated GELU with parameters `gating_einsum` (2, D, F) and `linear` (F, D)."""
 
     features: int
     hidden_dim: int
@@ -84,7 +88,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """In x's dtype."""
+        """Return the output in x's dtype."""
         lecun = nn.initializers.lecun_normal
         gating = self.param(
             "gating_einsum", lecun(in_axis=-2, out_axis=-1, batch_axis=(0,)), (2, self.features, self.hidden_dim)
@@ -121,9 +125,10 @@ Configs = Mapping[str, LoRAConfig]
 
 
 def merge(params: Mapping[str, Any], configs: Configs | Sequence[Configs]) -> dict[str, Any]:
-    """The tree of a model without LoRA that computes the same: updates added to `w`, `gating_einsum` and `linear`.
+    """Return the parameters of a model without LoRA that computes the same: updates are added to the weights.
 
-    `configs` are `Config.lora_configs`, one per expert (or one alone); layers stacked by scan are merged at once.
+    The weights are `w`, `gating_einsum` and `linear`. `configs` are `Config.lora_configs`, one per expert (or a single
+    one); layers stacked by scan are merged at once.
     """
     experts = [configs] if isinstance(configs, Mapping) else list(configs)
     return {name: _merged(name, value, experts) for name, value in params.items()}

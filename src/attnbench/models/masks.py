@@ -1,7 +1,7 @@
-"""Which token sees which, in a few numbers per token: masks whose arrays may exist only inside jit.
+"""Masks in a few numbers per token, whose arrays may exist only inside jit.
 
 `attnbench.masks` hold concrete numbers and become part of a workload's name; a model under jit has its padding as a
-traced array. A TokenMask splits the two: the structure of the sequence (`runs`) is static, the padding is arrays.
+traced array. A TokenMask separates the two: the structure of the sequence (`runs`) is static, the padding is arrays.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ Runs = tuple[tuple[int, int], ...]
 
 
 class WrongMaskShape(InvalidWorkload, ValueError):
-    """A mask that covers other tokens than the queries and keys at hand."""
+    """A mask whose sizes differ from those of the queries and keys."""
 
 
 class KnownMask(NamedTuple):
-    """One of `attnbench.masks` for so many queries."""
+    """A mask of `attnbench.masks` with its number of queries."""
 
     mask: AnyMask
     q_len: int
 
     def shape(self, kv_len: int) -> MaskShape:
-        """The same for every batch row and head."""
+        """Return the sizes of the mask, which is equal for all batch rows and heads."""
         return MaskShape(1, 1, self.q_len, kv_len)
 
 
 @struct.dataclass
 class TokenMask:
-    """A query sees a key that its run, its id or the known mask reaches, when both are valid. Nothing here is T x S."""
+    """Visible pairs by runs, ids or a known mask, if query and key are valid. No field has T x S values."""
 
     kv_len: int = struct.field(pytree_node=False)
     runs: Runs | None = struct.field(pytree_node=False, default=None)
-    """(queries, keys) from the first query on: these queries see the first so many keys. pi0: (816, 816), (1, 817),
-    (50, 867)."""
+    """(queries, keys) in the order of the queries: these queries see the first `keys` keys. For pi0 (816, 816), (1,
+    817), (50, 867)."""
     packed: int = struct.field(pytree_node=False, default=0)
-    """Among the first so many keys all valid ones are known to stand before the others."""
+    """Number of first keys among which all valid ones are known to stand before the others."""
     known: KnownMask | None = struct.field(pytree_node=False, default=None)
-    """A structure in the words of `attnbench.masks`; instead of runs or ids."""
+    """A structure given as one of `attnbench.masks`, instead of runs or ids."""
     sees_itself: bool = struct.field(pytree_node=False, default=False)
-    """Whether every valid query is one of the valid keys it reaches."""
+    """Whether every valid query is one of the valid keys that it sees."""
     ids: Array | None = None
-    """[B, S]; without runs: a query sees the keys whose id is at most its own."""
+    """Ids of the keys [B, S], used without runs: a query sees the keys whose id is at most its own."""
     q_ids: Array | None = None
-    """[B, T]"""
+    """Ids of the queries, [B, T]."""
     valid: Array | None = None
-    """[B, S]; None: every key is."""
+    """Valid keys, [B, S]; None if all are."""
     q_valid: Array | None = None
-    """[B, T]; None: every query is."""
+    """Valid queries, [B, T]; None if all are."""
     order: Array | None = None
-    """[B, S]: all valid keys, then the others, each in their order; see `with_order`."""
+    """Order of the keys [B, S]: all valid ones, then the others; see `with_order`."""
 
     @property
     def q_len(self) -> int:
-        """T"""
+        """Number of queries, T."""
         if self.known is not None:
             return self.known.q_len
         if self.runs is not None:
@@ -73,16 +73,16 @@ class TokenMask:
 
     @property
     def key_limits(self) -> np.ndarray:
-        """[T]: how many keys each query's run reaches."""
+        """Number of keys that each query's run reaches, [T]."""
         assert self.runs is not None
         return np.repeat([keys for _, keys in self.runs], [queries for queries, _ in self.runs])
 
     def array(self) -> Array:
-        """Boolean [B or 1, 1, T, S], made of comparisons that XLA fuses into their use."""
+        """Return booleans [B or 1, 1, T, S], made of comparisons that XLA fuses into their use."""
         return self.rows(0, self.q_len, self.kv_len)
 
     def rows(self, start: int, stop: int, keys: int) -> Array:
-        """The same of some queries and the first `keys` keys."""
+        """Return the booleans of the queries start:stop and the first `keys` keys."""
         if self.known is not None:
             seen = visible(self.known.mask, self.known.shape(self.kv_len))[:, 0, start:stop, :keys]
         elif self.runs is not None:
@@ -98,7 +98,7 @@ class TokenMask:
         return seen[:, None]
 
     def rows_that_see(self) -> Array | None:
-        """[B, T]: queries with at least one key; None when that is known of all of them."""
+        """Return [B, T] whether a query sees a key; None if all are known to."""
         if self.sees_itself:
             return self.q_valid
         if self.known is not None and self.valid is None and self.q_valid is None:
@@ -116,18 +116,19 @@ class TokenMask:
         return reached if self.q_valid is None else reached & self.q_valid
 
     def with_order(self) -> TokenMask:
-        """The same with `order` worked out, once for all layers."""
+        """Return the mask with `order` computed, once for all layers."""
         if self.order is not None or self.valid is None:
             return self
         return self.replace(order=jnp.argsort(~truths("valid", self.valid), axis=1, stable=True))  # pyright: ignore[reportAttributeAccessIssue]
 
     def valid_keys(self, keys: int) -> Array:
-        """[B]: how many of the first keys are valid."""
+        """Return how many of the first `keys` keys are valid, [B]."""
         assert self.valid is not None
         return self.valid[:, :keys].sum(axis=1, dtype=jnp.int32)
 
     def positions_of_kvax(self) -> tuple[Array, Array]:
-        """(queries [B or 1, T], keys [B or 1, S]): a key is seen when its number is at most the query's."""
+        """Return numbers of queries [B or 1, T] and keys [B or 1, S]; a key is visible if its number is at most the
+        query's."""
         if self.runs is None:
             assert self.q_ids is not None
             assert self.ids is not None
@@ -143,7 +144,7 @@ def in_blocks(
     kv_len: int | None = None,
     packed: int = 0,
 ) -> TokenMask:
-    """Blocks that see themselves and all before: `mask_ar` = 1 at each block's first token.
+    """Return the mask of blocks that see themselves and all earlier blocks: `mask_ar` = 1 at each block's first token.
 
     Queries are the tokens from `queries_from` on, keys all; `kv_len` counts empty cache slots; `valid` is [B, tokens].
     """
@@ -163,12 +164,12 @@ def in_blocks(
 
 
 def block_causal(mask_ar: Array, valid: Array, kv_len: int | None = None) -> TokenMask:
-    """The mask of openpi's `make_attn_mask` for a structure that is itself an array ([B, T] or [T])."""
+    """Return the mask of openpi's `make_attn_mask` for a structure that is itself an array ([B, T] or [T])."""
     return up_to_own_id(jnp.cumsum(jnp.atleast_2d(mask_ar).astype(jnp.int32), axis=1), valid, kv_len)
 
 
 def up_to_own_id(ids: Array, valid: Array, kv_len: int | None = None) -> TokenMask:
-    """Tokens that see the ids up to their own ([B, T]); `kv_len` counts empty cache slots."""
+    """Return the mask of tokens that see ids up to their own ([B, T]); `kv_len` counts empty cache slots."""
     valid = truths("valid", valid)
     _check_rows("valid", valid, ids.shape[-1])
     slots = _slots(valid.shape[1], kv_len)
@@ -178,7 +179,7 @@ def up_to_own_id(ids: Array, valid: Array, kv_len: int | None = None) -> TokenMa
 
 
 def known(mask: AnyMask, q_len: int, kv_len: int | None = None) -> TokenMask:
-    """One of `attnbench.masks` that is the same for every row and head, such as `causal()`, for these lengths."""
+    """Return the TokenMask of one of `attnbench.masks` that is equal for all rows and heads, such as `causal()`."""
     if mask.per_batch or mask.per_head or mask.weighted:
         raise InvalidWorkload(f"a known mask is the same for every row and head and has no weights; {mask.id} is not.")
     mask.check(MaskShape(1, 1, q_len, kv_len or q_len))
@@ -186,12 +187,12 @@ def known(mask: AnyMask, q_len: int, kv_len: int | None = None) -> TokenMask:
 
 
 def make_attn_mask(input_mask: Array, mask_ar: Array) -> Array:
-    """openpi's dense form: bool [B, T, T]."""
+    """Return openpi's dense mask, booleans [B, T, T]."""
     return block_causal(jnp.asarray(mask_ar), jnp.asarray(input_mask)).array()[:, 0]
 
 
 def truths(what: str, array: Array) -> Array:
-    """Booleans, or whole numbers that stand for them (0 and 1), as booleans."""
+    """Return booleans, or whole numbers that stand for them (0 and 1), as booleans."""
     array = jnp.asarray(array)
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer):
         raise InvalidWorkload(f"{what} is an array of booleans, or of 0 and 1, not of {array.dtype}.")
@@ -199,7 +200,7 @@ def truths(what: str, array: Array) -> Array:
 
 
 def fitted(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: int) -> Array | TokenMask:
-    """The mask, a TokenMask with arrays for the whole batch; one of other lengths or no booleans is a mistake."""
+    """Return the mask with arrays for the whole batch; raise for other lengths or a dtype that is not boolean."""
     if isinstance(attn_mask, TokenMask):
         found, wanted = (attn_mask.q_len, attn_mask.kv_len), (q_len, kv_len)
     else:
@@ -212,7 +213,7 @@ def fitted(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: int) ->
 
 
 def _for_batch(mask: TokenMask, batch: int) -> TokenMask:
-    """The same without empty runs, its arrays [B, ...] where they were [1, ...]."""
+    """Return the mask without empty runs and with arrays [B, ...] instead of [1, ...]."""
     arrays = {}
     for name in ("ids", "q_ids", "valid", "q_valid", "order"):
         array = getattr(mask, name)
@@ -242,7 +243,8 @@ def _slots(tokens: int, kv_len: int | None) -> int:
 
 
 def prepared(mask: Array | TokenMask, for_flash: bool) -> Array | TokenMask:
-    """What all layers share: an array as [B, 1, T, S] (from [B, T, S] too), a TokenMask with its order of keys."""
+    """Return what all layers share: an array as [B, 1, T, S] (also from [B, T, S]), a TokenMask with its order of
+    keys."""
     if isinstance(mask, TokenMask):
         return mask.with_order() if for_flash else mask
     array = jnp.asarray(mask)

@@ -16,8 +16,8 @@ from flax import struct
 from jax import Array
 
 from attnbench.errors import UsageError
-from attnbench.models import gemma, observations
-from attnbench.models.attend import FlashChoice, FullyMasked, flash_fields
+from attnbench.models import gemma, layers
+from attnbench.models.attention import FlashChoice, FullyMasked, flash_fields
 from attnbench.models.masks import TokenMask, in_blocks
 
 Params = Any
@@ -25,7 +25,8 @@ Params = Any
 
 @dataclass(frozen=True)
 class Pi0Config:
-    """Defaults are openpi's; a variant is a name or sizes, `vocab_size` shrinks the embedding table for tests."""
+    """Configuration with openpi's defaults; a variant is a name or sizes, and `vocab_size` shrinks the embedding table
+    for tests."""
 
     dtype: str = "bfloat16"
     paligemma_variant: gemma.Variant | gemma.Config = "gemma_2b"
@@ -42,41 +43,41 @@ class Pi0Config:
 
 @struct.dataclass
 class Observation:
-    """What the policy sees. A mask of None says that all those tokens are there, which spares the kernels a mask."""
+    """Input of the policy. A mask of None means that all those tokens are valid, which spares the kernels a mask."""
 
     image_tokens: Array
-    """[B, P, D]: what the vision tower gives, all cameras behind one another."""
+    """Output of the vision tower [B, P, D], all cameras one after another."""
     image_mask: Array | None = None
-    """[B, P]; False for every token of a missing camera."""
+    """Valid image tokens [B, P]; False for every token of a missing camera."""
     tokens: Array | None = None
-    """[B, L] text"""
+    """Text, [B, L]."""
     token_mask: Array | None = None
-    """[B, L]"""
+    """Valid text tokens, [B, L]."""
     state: Array | None = None
-    """[B, action_dim]; pi0.5 has it in the text instead."""
+    """State [B, action_dim]; pi0.5 has it in the text instead."""
 
 
 class PaliGemma(nn.Module):
-    """Only a place in the tree: `PaliGemma/llm`."""
+    """Node of the parameter tree that holds the language model, `PaliGemma/llm`."""
 
     llm: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The language model."""
+        """Call the language model."""
         return self.llm(*args, **kwargs)
 
     def embed(self, tokens: Array) -> Array:
-        """Text tokens of the first expert."""
+        """Return the first expert's tokens of a text."""
         return self.llm.embed(tokens)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Pi0(nn.Module):
-    """Two experts: the prefix's and the actions'."""
+    """Policy with two experts, of the prefix and of the actions."""
 
     config: Pi0Config
 
     def setup(self) -> None:
-        """Projections around the transformer."""
+        """Create the transformer and the projections around it."""
         config = self.config
         experts = [gemma.get_config(config.paligemma_variant), gemma.get_config(config.action_expert_variant)]
         width = experts[1].width
@@ -103,9 +104,9 @@ class Pi0(nn.Module):
         return (self.config.action_horizon,) if self.config.pi05 else (1, self.config.action_horizon)
 
     def embed_prefix(self, observation: Observation) -> tuple[Array, Array | None]:
-        """Image and text tokens [B, P, D], and which of them are there."""
-        observations.check_tokens(observation, gemma.get_config(self.config.paligemma_variant).width)
-        parts, valid = [observation.image_tokens.astype(self.config.dtype)], observations.which_are_there(observation)
+        """Return image and text tokens [B, P, D], and which of them are valid."""
+        layers.check_tokens(observation, gemma.get_config(self.config.paligemma_variant).width)
+        parts, valid = [observation.image_tokens.astype(self.config.dtype)], layers.which_are_there(observation)
         if observation.tokens is not None:
             parts.append(self.PaliGemma.embed(observation.tokens))
         tokens = jnp.concatenate(parts, axis=1)
@@ -114,12 +115,15 @@ class Pi0(nn.Module):
         return self._packed(tokens, valid)
 
     def _packed(self, tokens: Array, valid: Array) -> tuple[Array, Array]:
-        """Missing tokens last. The result is the same: attention knows only positions, which count the valid."""
+        """Return the tokens with invalid ones last.
+
+        The result of the attention is the same: it depends only on positions, which count valid tokens.
+        """
         order = jnp.argsort(~valid, axis=1, stable=True)
         return jnp.take_along_axis(tokens, order[..., None], axis=1), jnp.take_along_axis(valid, order, axis=1)
 
     def embed_suffix(self, observation: Observation, noisy: Array, time: Array) -> tuple[Array, Array | None]:
-        """The action expert's tokens, and in pi0.5 the condition of its norms."""
+        """Return the action expert's tokens, and in pi0.5 the condition of its norms."""
         _check_actions("noisy actions", noisy, self.config, observation)
         actions = self.action_in_proj(noisy)
         when = time_embedding(time, actions.shape[-1])
@@ -128,14 +132,14 @@ class Pi0(nn.Module):
         if observation.state is None:
             raise UsageError("pi0 needs the state: Observation(state=[B, action_dim]); only pi0.5 has it in its text.")
         wanted = (actions.shape[0], self.config.action_dim)
-        observations.check_shape("states", observation.state, wanted, "batch, action_dim")
+        layers.check_shape("states", observation.state, wanted, "batch, action_dim")
         when = jnp.broadcast_to(when[:, None], actions.shape)
         mixed = self.action_time_mlp_in(jnp.concatenate([actions, when], axis=-1))
         mixed = self.action_time_mlp_out(nn.swish(mixed))
         return jnp.concatenate([self.state_proj(observation.state)[:, None], mixed], axis=1), None
 
     def velocity(self, observation: Observation, noisy: Array, time: Array) -> Array:
-        """Prefix and suffix in one pass: [B, horizon, action_dim]."""
+        """Return the velocity [B, horizon, action_dim] from one pass over prefix and suffix."""
         prefix, valid = self.embed_prefix(observation)
         suffix, cond = self.embed_suffix(observation, noisy, time)
         mask = self._mask(prefix.shape[1], valid, suffix=True)
@@ -144,7 +148,7 @@ class Pi0(nn.Module):
         return self.action_out_proj(out[:, -self.config.action_horizon :])
 
     def compute_loss(self, rng: Array, observation: Observation, actions: Array) -> Array:
-        """Flow matching at a random time: squared error of the velocity, [B, horizon]."""
+        """Return the flow-matching loss at a random time: squared error of the velocity, [B, horizon]."""
         _check_actions("actions", actions, self.config, observation)
         noise_rng, time_rng = jax.random.split(rng)
         noise = jax.random.normal(noise_rng, actions.shape)
@@ -154,7 +158,7 @@ class Pi0(nn.Module):
         return jnp.mean(jnp.square(velocity - (noise - actions)), axis=-1)
 
     def prefill(self, observation: Observation) -> tuple[gemma.Cache, Array | None]:
-        """The prefix's cache, and which of its tokens are there."""
+        """Return the prefix's cache, and which of its tokens are valid."""
         prefix, valid = self.embed_prefix(observation)
         mask = self._mask(prefix.shape[1], valid, suffix=False)
         _, cache = self.PaliGemma([prefix, None], _positions(prefix, valid), mask)
@@ -163,7 +167,7 @@ class Pi0(nn.Module):
     def denoise(
         self, observation: Observation, cache: gemma.Cache, valid: Array | None, noisy: Array, time: Array
     ) -> Array:
-        """The velocity from a prefix cache, which stays as it is."""
+        """Return the velocity, computed with a prefix cache that does not change."""
         suffix, cond = self.embed_suffix(observation, noisy, time)
         prefix = cache[0][0]
         mask = self._mask(prefix.shape[1], valid, suffix=True, queries_from=prefix.shape[1])
@@ -180,13 +184,13 @@ class Pi0(nn.Module):
         return mask.replace(q_valid=None) if queries_from else mask  # pyright: ignore[reportAttributeAccessIssue]
 
     def _suffix_positions(self, prefix: Array, valid: Array | None) -> Array:
-        """They go on where the valid prefix tokens end."""
+        """Return the suffix's positions, which continue after the valid prefix tokens."""
         count = jnp.full(prefix.shape[0], prefix.shape[1]) if valid is None else valid.sum(axis=1)
         return count[:, None] + jnp.arange(sum(self.suffix_blocks))
 
 
 def _positions(prefix: Array, valid: Array | None) -> Array:
-    """Valid tokens are counted from 0."""
+    """Return the positions of the valid tokens, counted from 0."""
     if valid is None:
         return jnp.broadcast_to(jnp.arange(prefix.shape[1]), prefix.shape[:2])
     return jnp.cumsum(valid, axis=1) - 1
@@ -194,11 +198,11 @@ def _positions(prefix: Array, valid: Array | None) -> Array:
 
 def _check_actions(name: str, actions: Array, config: Pi0Config, observation: Observation) -> None:
     wanted = (observation.image_tokens.shape[0], config.action_horizon, config.action_dim)
-    observations.check_shape(name, actions, wanted, "batch, action_horizon, action_dim")
+    layers.check_shape(name, actions, wanted, "batch, action_horizon, action_dim")
 
 
 def _started(noise: Array, config: Pi0Config, observation: Observation) -> Array:
-    """Noise that was given, in float32 at least: the steps add velocities of that dtype."""
+    """Return the given noise in float32 or wider, because the steps add velocities of that dtype."""
     noise = jnp.asarray(noise)
     _check_actions("values of noise", noise, config, observation)
     if not jnp.issubdtype(noise.dtype, jnp.floating):
@@ -207,9 +211,9 @@ def _started(noise: Array, config: Pi0Config, observation: Observation) -> Array
 
 
 def time_embedding(time: Array, width: int, shortest: float = 4e-3, longest: float = 4.0) -> Array:
-    """Sines and cosines of time [B] with periods between the two: [B, width].
+    """Return sines and cosines of time [B] with periods from `shortest` to `longest`, [B, width].
 
-    Angles reach 1570, so the order in which their factors are rounded shows: it is openpi's.
+    Angles reach 1570, so the rounding order of their factors matters: it is openpi's.
     """
     periods = shortest * (longest / shortest) ** jnp.linspace(0.0, 1.0, width // 2)
     angles = time[:, None] * (1.0 / periods * 2 * jnp.pi)[None]
@@ -219,7 +223,7 @@ def time_embedding(time: Array, width: int, shortest: float = 4e-3, longest: flo
 def sample_actions(
     model: Pi0, params: Params, rng: Array, observation: Observation, *, num_steps: int = 10, noise: Array | None = None
 ) -> Array:
-    """From noise to actions in Euler steps: one pass over the prefix, then only the suffix against its cache."""
+    """Return actions from noise by Euler steps: one pass over the prefix, then only the suffix against its cache."""
     config = model.config
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise UsageError(f"num_steps is a number of Euler steps, at least 1, not {num_steps!r}.")
@@ -243,7 +247,7 @@ def sample_actions(
 def random_observation(
     config: Pi0Config, rng: Array, batch: int = 1, image_tokens: int = 768, text_tokens: int | None = None
 ) -> Observation:
-    """Random tokens of a size, 48 of text by default (pi0.5: 200), all of them there."""
+    """Return random valid tokens in a model's size, 48 of text by default (pi0.5: 200)."""
     length = text_tokens if text_tokens is not None else 200 if config.pi05 else 48
     keys = jax.random.split(rng, 3)
     width = gemma.get_config(config.paligemma_variant).width

@@ -20,8 +20,8 @@ from jax import Array
 from jax.core import Tracer
 
 from attnbench.errors import UsageError
-from attnbench.models import gemma_fast, observations
-from attnbench.models.attend import FlashChoice, FullyMasked, flash_fields
+from attnbench.models import gemma_fast, layers
+from attnbench.models.attention import FlashChoice, FullyMasked, flash_fields
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config
 from attnbench.models.masks import TokenMask, in_blocks, up_to_own_id
 from attnbench.models.pi0 import PaliGemma
@@ -34,7 +34,8 @@ RULES: dict[str, int] = {"contiguous": 0, "openpi": 1}
 
 @dataclass(frozen=True)
 class Pi0FastConfig:
-    """Defaults are openpi's; a variant is a name or sizes, `vocab_size` shrinks the embedding table for tests."""
+    """Configuration with openpi's defaults; a variant is a name or sizes, and `vocab_size` shrinks the embedding table
+    for tests."""
 
     dtype: str = "bfloat16"
     paligemma_variant: gemma_fast.Variant | Config = "gemma_2b"
@@ -47,29 +48,29 @@ class Pi0FastConfig:
 
 @struct.dataclass
 class Observation:
-    """Image and text tokens. Without `token_ar_mask` all of them see each other, as a prompt does."""
+    """Image and text tokens. Without `token_ar_mask` all of them see each other, as in a prompt."""
 
     image_tokens: Array
-    """[B, P, D]"""
+    """Output of the vision tower, [B, P, D]."""
     tokens: Array
-    """[B, L]"""
+    """Text, [B, L]."""
     image_mask: Array | None = None
-    """[B, P]"""
+    """Valid image tokens, [B, P]."""
     token_mask: Array | None = None
-    """[B, L]"""
+    """Valid text tokens, [B, L]."""
     token_ar_mask: Array | None = None
-    """[B, L]: 1 where a token is hidden from all before it."""
+    """Text tokens [B, L] that are hidden from all tokens before them: 1, else 0."""
     token_loss_mask: Array | None = None
-    """[B, L]"""
+    """Text tokens that count in the loss, [B, L]."""
 
 
 class Pi0Fast(nn.Module):
-    """A decoder of image and text tokens."""
+    """Decoder-only policy over image and text tokens."""
 
     config: Pi0FastConfig
 
     def setup(self) -> None:
-        """`PaliGemma/llm`, with a cache in the model's dtype."""
+        """Create `PaliGemma/llm`, with a cache in the model's dtype."""
         config = self.config
         sizes = gemma_fast.get_config(config.paligemma_variant) | {"vocab_size": config.vocab_size}
         llm = gemma_fast.Module(
@@ -78,19 +79,19 @@ class Pi0Fast(nn.Module):
         self.PaliGemma = PaliGemma(llm)
 
     def embed_inputs(self, observation: Observation) -> tuple[Array, Array, Array | None]:
-        """Tokens [B, T, D], which of them are there [B, T], their autoregressive mask [B, T] or None."""
+        """Return tokens [B, T, D], which of them are valid [B, T], and their autoregressive mask [B, T] or None."""
         width = gemma_fast.get_config(self.config.paligemma_variant)["width"]
-        observations.check_tokens(observation, width)
+        layers.check_tokens(observation, width)
         images = observation.image_tokens.astype(self.config.dtype)
         tokens = jnp.concatenate([images, self.PaliGemma(observation.tokens, embed_only=True)], axis=1)
-        ar = observations.token_mask(observation, "token_ar_mask", observation.tokens.shape)
+        ar = layers.token_mask(observation, "token_ar_mask", observation.tokens.shape)
         if ar is not None:
             ar = jnp.pad(ar.astype(jnp.int32), ((0, 0), (images.shape[1], 0)))
-        valid = observations.which_are_there(observation)
+        valid = layers.which_are_there(observation)
         return tokens, jnp.ones(tokens.shape[:2], bool) if valid is None else valid, ar
 
     def logits(self, observation: Observation) -> Array:
-        """Of every text token but the first, from the tokens before it: [B, L - 1, vocabulary]."""
+        """Return logits of every text token but the first, from the tokens before it, [B, L - 1, vocabulary]."""
         tokens, valid, ar = self.embed_inputs(observation)
         tokens, valid = tokens[:, :-1], valid[:, :-1]
         mask = _mask(valid, None if ar is None else jnp.cumsum(ar, axis=1)[:, :-1], valid.shape[1])
@@ -98,18 +99,19 @@ class Pi0Fast(nn.Module):
         return self.PaliGemma(pre_logits=hidden[:, 1 - observation.tokens.shape[1] :])[0]
 
     def compute_loss(self, observation: Observation) -> Array:
-        """Mean cross-entropy of the tokens that `token_loss_mask` names, [B]."""
+        """Return the mean cross-entropy of the tokens that `token_loss_mask` selects, [B]."""
         if observation.token_loss_mask is None:
             raise UsageError("the loss needs Observation(token_loss_mask=[B, L]): which tokens are to be predicted.")
         logp = jax.nn.log_softmax(self.logits(observation).astype(jnp.float32), axis=-1)
         told, text = observation.token_loss_mask, observation.tokens
-        observations.check_shape("values of token_loss_mask", told, text.shape, "batch, length")
+        layers.check_shape("values of token_loss_mask", told, text.shape, "batch, length")
         chosen = jnp.take_along_axis(logp, text[:, 1:, None], axis=-1)[..., 0]
         counted = told[:, 1:]
         return -(chosen * counted).sum(-1) / jnp.clip(counted.sum(-1), 1)
 
     def prefill(self, observation: Observation, room: int) -> tuple[Array, gemma_fast.Cache, Array]:
-        """Logits of the first generated token [B, 1, vocabulary], the cache with `room` free slots, the valid slots."""
+        """Return logits of the first generated token [B, 1, vocabulary], the cache with `room` free slots, and the
+        valid slots."""
         tokens, valid, ar = self.embed_inputs(observation)
         ids = None if ar is None else jnp.cumsum(ar, axis=1)
         tokens, valid, ids = right_aligned(tokens, valid, ids)
@@ -122,7 +124,7 @@ class Pi0Fast(nn.Module):
         return self.PaliGemma(pre_logits=hidden[:, -1:])[0], cache, jnp.pad(valid, ((0, 0), (0, room)))
 
     def decode(self, token: Array, position: Array, cache: gemma_fast.Cache, valid: Array) -> tuple[Array, Any]:
-        """Logits after one more token [B, 1] at positions [B, 1]; `valid` [B, slots] counts that token in."""
+        """Return logits after one more token [B, 1] at positions [B, 1]; `valid` [B, slots] includes that token."""
         mask = TokenMask(kv_len=valid.shape[1], runs=((1, valid.shape[1]),), sees_itself=True, valid=valid)
         logits, cache, _ = self.PaliGemma(token, mask=mask, positions=position, decode=True, kv_cache=cache)
         return logits, cache
@@ -133,7 +135,7 @@ def _mask(valid: Array, ids: Array | None, slots: int) -> TokenMask:
 
 
 def right_aligned(tokens: Array, valid: Array, ids: Array | None) -> tuple[Array, Array, Array | None]:
-    """Every row rolled until its last valid token is the last of all."""
+    """Return every row rolled until its last valid token is the last of all."""
     length = valid.shape[1]
     used = jnp.max(jnp.where(valid, jnp.arange(length) + 1, 0), axis=1)
     order = (jnp.arange(length)[None] + used[:, None]) % length
@@ -143,7 +145,7 @@ def right_aligned(tokens: Array, valid: Array, ids: Array | None) -> tuple[Array
 
 
 def _check_temperature(temperature: Any) -> None:
-    """Raises for what is no number of at least 0; of a traced one only the type is known."""
+    """Raise for a temperature that is not a number of at least 0; for a traced value only the type is known."""
     traced = isinstance(temperature, Tracer)
     value: Any = temperature if traced else np.asarray(temperature)
     numeric = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
@@ -152,7 +154,7 @@ def _check_temperature(temperature: Any) -> None:
 
 
 def _chosen(key: Array, logits: Array, temperature: float | Array) -> Array:
-    """Tokens [B, 1]: the most likely at temperature 0, drawn above it."""
+    """Return tokens [B, 1]: the most likely at temperature 0, else drawn."""
 
     def drawn() -> Array:
         return jax.random.categorical(key, logits.astype(jnp.float32) / temperature, axis=-1)
@@ -175,7 +177,7 @@ def sample_tokens(
     temperature: float | Array = 0.0,
     position_rule: PositionRule = "contiguous",
 ) -> Array:
-    """Generated tokens [B, max_decoding_steps], 0 after the end token of a row; greedy at temperature 0."""
+    """Return generated tokens [B, max_decoding_steps], with 0 after the end token of a row; greedy at temperature 0."""
     if position_rule not in RULES:
         raise UsageError(f'position_rule is {" or ".join(RULES)}, not "{position_rule}".')
     if isinstance(max_decoding_steps, bool) or not isinstance(max_decoding_steps, int) or max_decoding_steps < 1:

@@ -7,7 +7,7 @@ from jax import Array
 
 
 def apply_rope(x: Array, positions: Array, base: float = 10_000.0) -> Array:
-    """Turn pair (i, i + H/2) of x [B, T, N, H] by positions [B, T] / base ** (2 i / H); float32."""
+    """Rotate pair (i, i + H/2) of x [B, T, N, H] by positions [B, T] / base ** (2 i / H), computed in float32."""
     half = x.shape[-1] // 2
     wavelengths = base ** (jnp.arange(half, dtype=jnp.float32) * (2.0 / x.shape[-1]))
     angles = (positions[..., None].astype(jnp.float32) / wavelengths)[:, :, None, :]

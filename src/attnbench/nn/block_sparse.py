@@ -14,8 +14,7 @@ import torch
 
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.impls._arguments import check_tensors
-from attnbench.impls._arrays import dtype_name
+from attnbench.impls._arguments import check_tensors, dtype_name
 from attnbench.kernels.block_sparse.selection import (
     POOL,
     BlockGate,
@@ -29,7 +28,7 @@ from attnbench.kernels.block_sparse.selection import (
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.kernels.block_sparse.torch_impls import attend
 from attnbench.masks import MaskShape, causal, full
-from attnbench.masks.block_layout import block_layout
+from attnbench.masks.cuts import block_layout
 from attnbench.nn.sparse_options import check_common, check_share, checked_pool, checked_seed, refuse_unused
 from attnbench.tracing import outside_graphs
 from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask

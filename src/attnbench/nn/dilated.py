@@ -17,8 +17,7 @@ from torch import nn
 from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.impls._arguments import check_causal, check_mix_grad, check_scale, check_tensors
-from attnbench.impls._arrays import workload_of
+from attnbench.impls._arguments import check_causal, check_mix_grad, check_scale, check_tensors, workload_of
 from attnbench.kernels.dilated.pieces import Task, problem_of
 from attnbench.kernels.dilated.torch_function import dilated
 from attnbench.tracing import outside_graphs

@@ -15,7 +15,7 @@ from torch.nn import functional
 from attnbench.errors import UsageError
 from attnbench.frameworks.torch_autocast import is_autocast
 from attnbench.impls._arguments import check_tensors
-from attnbench.masks.data import whole_number
+from attnbench.masks.base import whole_number
 from attnbench.nn.dilated import DilatedAttention, ImprovedDilatedAttention, Lengths
 
 

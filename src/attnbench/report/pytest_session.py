@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from attnbench.comparing.same_machine import differences
+from attnbench.comparing.stored import differences
 from attnbench.comparing.text import sentence
 from attnbench.comparison import Comparison
 from attnbench.drafts import draft_of

@@ -14,21 +14,30 @@ from math import exp, hypot, log
 import numpy as np
 from msgspec import Struct, structs
 
+from attnbench.comparison import FLOOR
 from attnbench.measuring.sampling import round_medians
 from attnbench.spec import Ok, Record, Time
 
 RANK_LEVEL = 0.99
 """Confidence of "faster" and "slower". Intervals are printed at 95 %; a table of ten rows asks nine questions."""
-LEAST_DIFFERENCE = 1.01
+LEAST_DIFFERENCE = 1 + FLOOR
 """Least ratio of two times, or of two peaks of memory, that counts as a difference, however narrow its interval."""
+LEAST_STEP = 1.02
+"""Least step between two levels of a history, and least gain for which another measurement is proposed."""
 TIE_LIMIT = 1.05
 """Largest ratio of two times, or of two peaks of memory, at which one implementation may be run for the other."""
 ACROSS_RUNS = 1.1
 """Least ratio of times of two runs that counts as a difference: the ratio of one pair in two runs varies by less."""
+LARGE_DIFFERENCE = 1.1
+"""Ratio that neither chance nor the layout of memory makes: a comparison that finds more need not be repeated."""
 CONTENDER = 1.5
 """Times the fastest: an implementation that takes longer will not lead after another measurement."""
 TOO_WIDE = 10.0
 """High edge of an interval over its low one: from here on only the side of 1 on which the interval lies is printed."""
+SAME_WITHIN, SAME_WIDTH = 0.05, 0.06
+"""`same` needs the whole interval of a comparison within this share of 1, and narrower than this."""
+STORED_FLOOR, STORED_SAME = 0.05, 0.10
+"""Floor of a comparison of two runs by their anchors, which drift, and the share of 1 within which it is `same`."""
 
 DRAWS = 2000
 SEED = 20240229

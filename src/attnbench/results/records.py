@@ -33,6 +33,11 @@ def device_of(record: Record) -> str:
     return "" if record.environment is None else record.environment.device_name
 
 
+def is_anchor(record: Record) -> bool:
+    """Return whether a record is one of a kernel that is timed beside a run."""
+    return record.implementation.startswith(ANCHOR)
+
+
 def is_timed(record: Record) -> TypeGuard[Ok]:
     """Return whether a record has a speed."""
     return isinstance(record, Ok) and record.time is not None
@@ -63,7 +68,7 @@ def by_workload(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Return workload id -> its records, in the order they were made, without the anchors."""
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if not record.implementation.startswith(ANCHOR):
+        if not is_anchor(record):
             groups.setdefault(record.workload.id, []).append(record)
     return groups
 
@@ -71,7 +76,7 @@ def by_workload(records: Iterable[Record]) -> dict[str, list[Record]]:
 def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | None:
     """Return the name of what the others are compared with: the one named by `against`, else the plain one of the
     first framework that was timed."""
-    timed = {r.implementation for r in exact(records) if not r.implementation.startswith(ANCHOR)}
+    timed = {r.implementation for r in exact(records) if not is_anchor(r)}
     named = {name for name in timed if any(matches(name, one) for one in against)}
     choices = named or timed
     if len(choices) == 1 and named:

@@ -14,7 +14,6 @@ from msgspec import Struct, structs
 
 from attnbench.results.ratios import ACROSS_RUNS, CONTENDER, RANK_LEVEL, TIE_LIMIT, Ratio, condensed, paired_ratio
 from attnbench.results.records import (
-    ANCHOR,
     baseline,
     by_workload,
     clock_of,
@@ -22,6 +21,7 @@ from attnbench.results.records import (
     device_of,
     exact,
     framework_of,
+    is_anchor,
     is_one_machine,
     is_timed,
     label,
@@ -176,7 +176,7 @@ def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
 
 def standing_of(records: Iterable[Record], base: str | None = None) -> Standing:
     """Return the standing of the records of one workload and run; `base` names what speed-ups are against."""
-    shown = on_one_clock(r for r in records if not r.implementation.startswith(ANCHOR))
+    shown = on_one_clock(r for r in records if not is_anchor(r))
     timed = sorted((r for r in comparable(shown) if is_timed(r)), key=lambda r: (median_ns(r), label(r)))
     clock, sitting = (clock_of(timed[0]), sitting_of(timed[0])) if timed else ("", "")
     named = [r for r in timed if label(r) == base] or [r for r in timed if r.implementation == base]
@@ -298,7 +298,7 @@ class Standings:
 
     def __init__(self, runs: Iterable[Iterable[Record]], against: Sequence[str] = ()) -> None:
         """Rank every workload of each run; `runs` are the oldest first, `against` names the baseline."""
-        self.runs = [[r for r in run if not r.implementation.startswith(ANCHOR)] for run in runs]
+        self.runs = [[r for r in run if not is_anchor(r)] for run in runs]
         self.against = tuple(against)
         steps: dict[str, list[Record]] = {}
         for record in (record for run in self.runs for record in run):

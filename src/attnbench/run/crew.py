@@ -1,7 +1,8 @@
 """The workers of a run, one per group, started when first needed and replaced when they die.
 
-A user function is loaded in its own worker only. The anchors and the ceilings are measured in a clean worker of each
-framework, one that loads nothing but attnbench's own implementations.
+A user function is loaded in its own worker only, which is stopped while nothing is asked of it: threads that spin and
+processes that it has started would otherwise take the processor from its rivals. The anchors and the ceilings are
+measured in a clean worker of each framework, one that loads nothing but attnbench's own implementations.
 """
 
 from __future__ import annotations
@@ -173,6 +174,8 @@ class Crew:
         for traveller in self._travellers:
             if (traveller.framework, traveller.process) == group[:2] and not traveller.is_here:
                 self._enlist(traveller, group)
+        if group.has_user_code:
+            self._workers[group].pause()
 
     def _described(self, group: Group) -> p.Answer:
         """Ask a new worker what it is; one that dies before it answers is replaced, once."""
@@ -218,11 +221,16 @@ class Crew:
             raise self._lost[group]
         if group not in self._workers:
             raise WorkerDied("failed", self.unusable[group.framework])
+        worker = self._workers[group]
         try:
-            return self._workers[group].ask(question, timeout_s)
+            worker.resume()
+            answer = worker.ask(question, timeout_s)
+            if group.has_user_code:
+                worker.pause()
         except BaseException:
             self.dismiss(group)
             raise
+        return answer
 
     def refusals(self, cells: Sequence[Cell]) -> list[Planned]:
         """Each cell with its reason not to run; the framework's plain worker judges for special processes too."""

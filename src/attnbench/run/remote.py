@@ -234,6 +234,14 @@ class Remote:
         """Whether the process still runs."""
         return self._process.poll() is None
 
+    def pause(self) -> None:
+        """Stop the process and everything it started until `resume`."""
+        self._tree.stop()
+
+    def resume(self) -> None:
+        """Let stopped processes go on."""
+        self._tree.resume()
+
     def abort(self) -> None:
         """End its processes, so that whoever waits for its answer learns of it; `kill` is still to come."""
         self._tree.kill()
@@ -258,6 +266,12 @@ class Local:
         return self._worker.answer(question)
 
     alive = True
+
+    def pause(self) -> None:
+        """Do nothing: the calling process cannot be stopped."""
+
+    def resume(self) -> None:
+        """Do nothing: `pause` stopped nothing."""
 
     def abort(self) -> None:
         """Nothing can be ended here."""

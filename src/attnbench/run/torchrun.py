@@ -19,7 +19,7 @@ from attnbench.printable import printable_json
 from attnbench.run.instructions import isa_cap
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.spec import Record
-from attnbench.workloads.grid import grid
+from attnbench.workloads.suite_file import grid
 
 
 def main() -> None:

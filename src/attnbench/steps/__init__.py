@@ -1,13 +1,67 @@
-"""Steps that attention is a part of: how each is drawn and checked, and who computes it."""
+"""Steps that attention is a part of: how inputs are drawn, how outputs are checked, and who computes them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
-from attnbench.errors import UnknownName
-from attnbench.steps.base import StepImplementation, StepKind
+import numpy as np
 
-__all__ = ["StepImplementation", "StepKind", "kind_of"]
+from attnbench.errors import UnknownName, Unsupported
+from attnbench.spec import Array, Call, Config, Implementation, Workload
+from attnbench.workloads.suites import shrink
+
+Values = Mapping[str, np.ndarray]
+Rounded = Callable[[np.ndarray], np.ndarray]
+Outputs = dict[str, np.ndarray]
+
+
+class StepKind(ABC):
+    """One kind of step: how inputs and weights are drawn, and the true outputs."""
+
+    name: str
+
+    @abstractmethod
+    def draw(self, workload: Workload, seed: int) -> Values:
+        """Return inputs, weights and, if gradients are asked for, cotangents as float32; tokens as int32."""
+
+    @abstractmethod
+    def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
+        """Return the outputs by name in float64.
+
+        `rounded` is applied to whatever an implementation stores between operators: the identity gives the true
+        outputs, rounding to the workload's dtype the error that a plain implementation may have.
+        """
+
+    def outputs(self, workload: Workload) -> tuple[str, ...]:
+        """Return the names of what an implementation returns, in order; gradients begin with a d."""
+        del workload
+        return ("out",)
+
+    def small(self, workload: Workload) -> Workload:
+        """Return the workload that is checked: the given one, with large sizes reduced."""
+        return shrink(workload)
+
+
+class StepImplementation(Implementation):
+    """One way to compute a step."""
+
+    step: str
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        """Raise, because a step is not a function of q, k and v."""
+        raise Unsupported(f"{self.name} computes the step {self.step}, not attention alone")
+
+    @abstractmethod
+    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
+        """Return weights and inputs as the function takes them; this is not timed."""
+
+    @abstractmethod
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        """Return the timed function, from the state to the outputs of the kind in its order. JAX compiles it."""
+
 
 KINDS = {
     "multihead": "attnbench.steps.multihead:MULTIHEAD",
@@ -22,7 +76,7 @@ KINDS = {
 
 
 def kind_of(name: str) -> StepKind:
-    """How the step of that name is drawn and checked."""
+    """Return how the step of that name is drawn and checked."""
     if name not in KINDS:
         raise UnknownName("step", name, list(KINDS), "attnbench.workloads.steps.STEPS")
     module, _, attribute = KINDS[name].partition(":")

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from attnbench.spec import Workload
-from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.steps import Outputs, Rounded, StepKind, Values
 from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
 
 BASE = 10_000.0
@@ -19,11 +19,11 @@ Cache = tuple[Any, Any]
 
 
 def storing(rounded: Rounded) -> Store:
-    """What is rounded on the way is rounded on the way back too."""
+    """Return a function that rounds a tensor on the way forward and its gradient on the way back."""
     import torch
 
     class Stored(torch.autograd.Function):
-        """What an implementation writes to memory and reads again."""
+        """Rounding of a value that an implementation writes to memory and reads again, and of its gradient."""
 
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
@@ -37,7 +37,7 @@ def storing(rounded: Rounded) -> Store:
 
 
 def in_float32(rounded: Rounded) -> Rounded:
-    """For what is held in float32 whatever the workload's precision; exact where `rounded` is."""
+    """Return a rounding for values that are float32 whatever the workload's precision; exact if `rounded` is."""
     third = np.full(1, 1 / 3)
     if np.array_equal(rounded(third), third):
         return rounded
@@ -45,7 +45,7 @@ def in_float32(rounded: Rounded) -> Rounded:
 
 
 def tensors(values: Mapping[str, np.ndarray], leaves: Sequence[str] = ()) -> dict[str, Any]:
-    """float64, the leaves to be differentiated by; whole numbers stay whole."""
+    """Return float64 tensors, which require gradients if they are differentiated by; whole numbers stay whole."""
     import torch
 
     whole = {name: torch.tensor(one.astype(np.int64)) for name, one in values.items() if one.dtype.kind in "iu"}
@@ -56,7 +56,7 @@ def tensors(values: Mapping[str, np.ndarray], leaves: Sequence[str] = ()) -> dic
 
 
 def visible(w: Workload) -> Any:
-    """[1, 1, q, kv] booleans of a mask that is the same for every row and head."""
+    """Return booleans [1, 1, q, kv] of a mask that is equal for all rows and heads."""
     import torch
 
     places = [np.arange(size).reshape(shape) for size, shape in ((w.q_len, (1, 1, -1, 1)), (w.kv_len, (1, 1, 1, -1)))]
@@ -65,12 +65,12 @@ def visible(w: Workload) -> Any:
 
 
 def normed(x: Any, scale: Any) -> Any:
-    """By the root of the mean square."""
+    """Return x divided by the root of its mean square and scaled."""
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + scale)
 
 
 def turned(x: Any, first: int) -> Any:
-    """Half-split rotation by position, the first token standing at `first`; [b, t, n, h]."""
+    """Return [b, t, n, h] with halves rotated by position; the first token stands at `first`."""
     import torch
 
     half = x.shape[-1] // 2
@@ -81,7 +81,7 @@ def turned(x: Any, first: int) -> Any:
 
 
 def attended(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    """Scaled queries [b, t, n, h] over k and v [b, s, k, h]."""
+    """Return attention of scaled queries [b, t, n, h] over k and v [b, s, k, h]."""
     import torch
 
     k, v = (one.repeat_interleave(q.shape[2] // one.shape[2], 2) for one in (k, v))
@@ -98,7 +98,7 @@ def joint_attention(
     first: int = 0,
     cache: Cache | None = None,
 ) -> tuple[list[Any], Cache]:
-    """Tokens of each expert with its own projections, one attention over all and the cache before them."""
+    """Return each expert's tokens after its own projections and one attention over all tokens and the cache."""
     import torch
 
     q = torch.cat([store(torch.einsum("btd,ndh->btnh", x, one["q_einsum"])) for x, one in zip(xs, experts)], 1)
@@ -113,7 +113,7 @@ def joint_attention(
 
 
 def fed(x: Any, weights: Weights, store: Store) -> Any:
-    """The gated feed-forward layer."""
+    """Return the gated feed-forward layer."""
     import torch
 
     gate, value = (store(x @ one) for one in weights["gating_einsum"])
@@ -129,7 +129,7 @@ def joint_block(
     first: int = 0,
     cache: Cache | None = None,
 ) -> tuple[list[Any], Cache]:
-    """Attention and feed-forward with their norms and residuals."""
+    """Return each expert's tokens after attention and feed-forward with their norms and residuals."""
     normal = [store(normed(x, one["pre_attention_norm"])) for x, one in zip(xs, experts)]
     added, cache = joint_attention(normal, experts, seen, store, first=first, cache=cache)
     xs = [store(x + more) for x, more in zip(xs, added)]
@@ -142,12 +142,12 @@ FEED_FORWARD = ("gating_einsum", "linear")
 WEIGHTS = (*PROJECTIONS, *FEED_FORWARD)
 NORMS = ("pre_attention_norm", "pre_ffw_norm")
 EXPERTS = ("", "_1")
-"""The suffixes of pi0's two experts."""
+"""Suffixes of the names of pi0's two experts."""
 Normal = Callable[..., np.ndarray]
 
 
 def normals(seed: int) -> Normal:
-    """Numbers of variance 1 / fan_in for a shape."""
+    """Return a function that draws numbers of variance 1 / fan_in in a shape."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int, fan_in: int = 1) -> np.ndarray:
@@ -165,7 +165,7 @@ def drawn(
     suffix: str = "",
     names: Sequence[str] = (*WEIGHTS, *NORMS),
 ) -> dict[str, np.ndarray]:
-    """Of one expert, `lead` being the axis of layers or none: variance 1 / fan-in, norms near 1."""
+    """Return the weights of an expert: variance 1 / fan-in, norms near 1; `lead` is the axis of layers, or empty."""
     inside = w.heads * w.head_dim
     shapes = {
         "q_einsum": ((w.heads, width, w.head_dim), width),
@@ -180,7 +180,8 @@ def drawn(
 
 
 def of_layer(arrays: Mapping[str, Any], layer: int | None = None, suffix: str = "") -> dict[str, Any]:
-    """Name -> weight of one layer, without the expert's suffix; `layer` is None where there is no axis of layers."""
+    """Return the weights of a layer by name without the expert's suffix; `layer` is None if there is no axis of
+    layers."""
     named = {name: arrays[name + suffix] for name in (*WEIGHTS, *NORMS) if name + suffix in arrays}
     return named if layer is None else {name: array[layer] for name, array in named.items()}
 
@@ -190,16 +191,16 @@ CHECKED_TOKENS, CHECKED_GROUP = 64, 2
 
 
 class GemmaStack(StepKind):
-    """Weights are openpi's by name and shape, stacked over the layers."""
+    """Gemma blocks with openpi's weights by name and shape, stacked over the layers."""
 
     name = "gemma-stack"
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """The output; gradients of x and of the five products of the layers."""
+        """Return the names of the output, and of the gradients of x and of the five products of the layers."""
         return {"forward": FORWARD, "backward": GRADIENTS, "train": FORWARD + GRADIENTS}[workload.pass_]
 
     def small(self, workload: Workload) -> Workload:
-        """Fewer heads and tokens, the same head_dim: that is what kernels differ by."""
+        """Return the workload with fewer heads and tokens and the same head_dim, which decides between kernels."""
         kv_heads = 1 if workload.group > 1 else min(workload.kv_heads, CHECKED_GROUP)
         heads = kv_heads * min(workload.group, CHECKED_GROUP)
         tokens = min(workload.q_len, CHECKED_TOKENS)
@@ -207,7 +208,7 @@ class GemmaStack(StepKind):
         return msgspec.structs.replace(workload, **sizes, heads=heads, kv_heads=kv_heads)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """Weights of variance 1 / fan-in, norms near 1."""
+        """Return weights of variance 1 / fan-in, with norms near 1."""
         w, normal, width = workload, normals(seed), gemma_width(workload)
         return {
             "x": normal(w.batch, w.q_len, width),
@@ -217,7 +218,7 @@ class GemmaStack(StepKind):
         }
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Layer by layer in float64."""
+        """Compute the outputs layer by layer in float64."""
         import torch
 
         leaves = ("x", *WEIGHTS) if workload.needs_gradients else ()

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.models.gemma_config import check_flash_choice
 from attnbench.spec import Array, Config, Environment, Workload
-from attnbench.steps.base import StepImplementation
+from attnbench.steps import StepImplementation
 from attnbench.steps.gemma import EXPERTS, FEED_FORWARD, NORMS, PROJECTIONS, why_no_stack
 from attnbench.steps.pi0 import DENSE, TABLE, unsupported, whole
 from attnbench.workloads.steps import (
     ACTION_DIM,
     GEMMA_DEPTH,
     SAMPLER_STEPS,
+    STEPS,
     depth,
     experts,
     gemma_width,
@@ -27,62 +28,64 @@ if TYPE_CHECKING:
 
 
 class JaxModelStep(StepImplementation):
-    """`jax.STEP` by the einsum, `jax.STEP-flash[impl=auto]` by a flash path."""
+    """A step of the JAX models: `jax.STEP` with standard attention, `jax.STEP-flash[impl=auto]` with a flash path."""
 
     framework = "jax"
     untested = ("rocm", "tpu")
 
     def __init__(self, step: str, flash: bool) -> None:
         self.name, self.step = f"jax.{step}{'-flash' if flash else ''}", step
+        way = "attention by a flash path" if flash else "attention by an einsum that stores the scores"
+        self.description = f"Step {step} in JAX: {STEPS[step].description}; {way}."
         self._flash, self.materialises_scores = flash, not flash
         self.tunables = {"impl": "auto"} if flash else {}
 
     def configured(self, config: Config) -> Self:
-        """Itself; raises for a flash path that is none."""
+        """Return the implementation itself; raise for an unknown flash path."""
         check_flash_choice(config.get("impl", "auto"))
         return self
 
     def available(self, environment: Environment) -> str | None:
-        """The models need flax, their reference torch."""
+        """Return the missing packages: the models need flax, their reference torch."""
         missing = [name for name in ("flax", "torch") if importlib.util.find_spec(name) is None]
         return f'needs {" and ".join(missing)}: pip install "attnbench[models,torch]"' if missing else None
 
     def path(self, config: Config) -> dict[str, Any]:
-        """The models' fields that choose the attention."""
+        """Return the models' fields that choose the attention."""
         if not self._flash:
             return {}
         return {"use_flash_attention": True, "flash_attention_impl": str(config.get("impl", "auto"))}
 
 
 ONE = ("",)
-"""The suffix of an expert that is alone."""
+"""Suffix of the names of a single expert."""
 
 
 def attention_tree(arrays: Mapping[str, Array], suffixes: Sequence[str]) -> dict[str, Any]:
-    """Of `gemma.Attention`."""
+    """Return the parameters of `gemma.Attention`."""
     return {name + end: {"w": arrays[name + end]} for end in suffixes for name in PROJECTIONS}
 
 
 def block_tree(arrays: Mapping[str, Array], suffixes: Sequence[str]) -> dict[str, Any]:
-    """Of `gemma.Block`; with an axis of layers, of the scan over them."""
+    """Return the parameters of `gemma.Block`; with an axis of layers, those of the scan over blocks."""
     feed_forward = {f"mlp{end}": {name: arrays[name + end] for name in FEED_FORWARD} for end in suffixes}
     norms = {name + end: {"scale": arrays[name + end]} for end in suffixes for name in NORMS}
     return {"attn": attention_tree(arrays, suffixes), **feed_forward, **norms}
 
 
 def model_tree(arrays: Mapping[str, Array], suffixes: Sequence[str]) -> dict[str, Any]:
-    """Of `gemma.Module`, without its embedding."""
+    """Return the parameters of `gemma.Module` without its embedding."""
     norms = {f"final_norm{end}": {"scale": arrays[f"final_norm{end}"]} for end in suffixes}
     return {"layers": block_tree(arrays, suffixes), **norms}
 
 
 def projections_of(tree: Mapping[str, Any], suffixes: Sequence[str]) -> tuple[Array, ...]:
-    """The products of an attention's tree, expert by expert."""
+    """Return the products of an attention's tree, expert by expert."""
     return tuple(tree[name + end]["w"] for end in suffixes for name in PROJECTIONS)
 
 
 def products_of(tree: Mapping[str, Any], suffixes: Sequence[str]) -> tuple[Array, ...]:
-    """The products of a block's tree, expert by expert."""
+    """Return the products of a block's tree, expert by expert."""
     return tuple(
         one
         for end in suffixes
@@ -91,20 +94,20 @@ def products_of(tree: Mapping[str, Any], suffixes: Sequence[str]) -> tuple[Array
 
 
 class JaxGemmaStack(JaxModelStep):
-    """Blocks in a scan, each recomputed in the backward pass."""
+    """Gemma blocks in a scan, each recomputed in the backward pass."""
 
     untested = ("cuda", "rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Causal or full self-attention."""
+        """Return why the workload is not causal or full self-attention; None if it is."""
         return why_no_stack(workload)
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """(openpi's tree, x, the cotangent)"""
+        """Return (openpi's tree, x, the cotangent)."""
         return model_tree(arrays, ONE), arrays["x"], arrays["dout"]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One pass of the stack."""
+        """Return the function of one pass of the stack."""
         import jax
         import jax.numpy as jnp
 
@@ -140,28 +143,28 @@ class JaxPi0(JaxModelStep):
     """One of pi0's or pi0-FAST's steps."""
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """The form of mask that the step has in openpi."""
+        """Return why the mask does not have the form of the step in openpi; None if it does."""
         return unsupported(workload)
 
 
 def sizes(w: Workload) -> list[Sizes]:
-    """Both experts as the models take them."""
+    """Return the configurations of both experts."""
     from attnbench.models.gemma_config import Config as Sizes
 
     return [Sizes(one.width, depth(w), one.wide, w.heads, w.kv_heads, w.head_dim) for one in experts(w)]
 
 
 class JaxPi0Attention(JaxPi0):
-    """`gemma.Attention`; of a block, `gemma.Block`."""
+    """`gemma.Attention` or `gemma.Block` with pi0's two experts."""
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """(openpi's tree, tokens of each expert, their cotangents)"""
+        """Return (openpi's tree, tokens of each expert, their cotangents)."""
         tree = attention_tree if self.step == "pi0-attention" else block_tree
         xs, douts = ([arrays[f"{name}{end}"] for end in EXPERTS] for name in ("x", "dout"))
         return tree(arrays, EXPERTS), xs, douts
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One pass of the module."""
+        """Return the function of one pass of the module."""
         import jax
         import jax.numpy as jnp
 
@@ -194,10 +197,11 @@ BLOCK, BLOCK_FLASH = (JaxPi0Attention("pi0-block", flash) for flash in (False, T
 
 
 class JaxPi0Model(JaxPi0):
-    """Blocks in a scan, each recomputed in the backward pass; actions and what is around them in float32."""
+    """pi0's velocity and loss: blocks in a scan, each recomputed in the backward pass; layers around actions in
+    float32."""
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """(openpi's tree, the observation, what else the step is given)"""
+        """Return (openpi's tree, the observation, the other inputs of the step)."""
         import jax.numpy as jnp
 
         from attnbench.models import pi0
@@ -213,7 +217,7 @@ class JaxPi0Model(JaxPi0):
         return tree, pi0.Observation(image_tokens=arrays["prefix"], state=wide("state")), given
 
     def model(self, workload: Workload, config: Config) -> Any:
-        """The whole pi0."""
+        """Return the complete pi0 model."""
         from attnbench.models import pi0
 
         large, small = sizes(workload)
@@ -229,7 +233,7 @@ class JaxPi0Model(JaxPi0):
         )
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Velocity and loss, and the gradients of its mean."""
+        """Return the function of velocity and loss, and of the gradients of its mean."""
         import jax
         import jax.numpy as jnp
 
@@ -253,10 +257,10 @@ class JaxPi0Model(JaxPi0):
 
 
 class JaxPi0Sampler(JaxPi0Model):
-    """`pi0.sample_actions`."""
+    """pi0's sampling of actions, `pi0.sample_actions`."""
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Ten Euler steps."""
+        """Return the function of ten Euler steps."""
         import jax
 
         from attnbench.models import pi0
@@ -277,14 +281,14 @@ SAMPLER, SAMPLER_FLASH = (JaxPi0Sampler("pi0-sampler", flash) for flash in (Fals
 
 
 class JaxPi0Fast(JaxPi0):
-    """What both steps have: the model and its tree."""
+    """Base of pi0-FAST's steps: the model and its tree."""
 
     def tree(self, arrays: Mapping[str, Array]) -> dict[str, Any]:
-        """openpi's."""
+        """Return the parameters as openpi has them."""
         return {"PaliGemma": {"llm": {**model_tree(arrays, ONE), "embedder": {TABLE: arrays[TABLE]}}}}
 
     def model(self, workload: Workload, config: Config) -> Any:
-        """The whole pi0-FAST."""
+        """Return the complete pi0-FAST model."""
         from attnbench.models import pi0_fast
 
         words = {"paligemma_variant": sizes(workload)[0], "vocab_size": vocabulary(workload)}
@@ -292,10 +296,10 @@ class JaxPi0Fast(JaxPi0):
 
 
 class JaxPi0Prefill(JaxPi0Fast):
-    """`Pi0Fast.prefill`"""
+    """pi0-FAST's prompt, `Pi0Fast.prefill`."""
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """(openpi's tree, the prompt)"""
+        """Return (openpi's tree, the prompt)."""
         import jax.numpy as jnp
 
         from attnbench.models import pi0_fast
@@ -304,7 +308,7 @@ class JaxPi0Prefill(JaxPi0Fast):
         return self.tree(whole(arrays, workload, jnp.tile)), prompt
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Logits of the last token, and the cache."""
+        """Return the function of the last token's logits and the cache."""
         model = self.model(workload, config)
 
         def run(state: Any) -> tuple[Array, ...]:
@@ -317,10 +321,10 @@ class JaxPi0Prefill(JaxPi0Fast):
 
 
 class JaxPi0Decode(JaxPi0Fast):
-    """`Pi0Fast.decode`, the tokens being given instead of chosen."""
+    """pi0-FAST's decoding, `Pi0Fast.decode`, on given tokens."""
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """(openpi's tree, the prompt's cache with room for the tokens, the tokens)"""
+        """Return (openpi's tree, the prompt's cache with room for the tokens, the tokens)."""
         import jax.numpy as jnp
 
         arrays = whole(arrays, workload, jnp.tile)
@@ -330,7 +334,7 @@ class JaxPi0Decode(JaxPi0Fast):
         return self.tree(arrays), (slot, keys, values), arrays["tokens"]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One step after another."""
+        """Return the function that decodes the tokens one after another."""
         import jax
         import jax.numpy as jnp
 

@@ -6,22 +6,23 @@ import numpy as np
 
 from attnbench import reference
 from attnbench.spec import Workload
-from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.steps import Outputs, Rounded, StepKind, Values
 
 FORWARD, GRADIENTS = ("out",), ("dx", "d_in", "d_back")
 
 
 class Multihead(StepKind):
-    """`w_in` is [e, (heads + 2 kv_heads) * dim], Q, K and V side by side; `w_back` is [heads * dim, e]."""
+    """Projections and attention. `w_in` is [e, (heads + 2 kv_heads) * dim], Q, K and V side by side; `w_back` is [heads
+    * dim, e]."""
 
     name = "multihead"
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """The output; gradients of x and of both weights."""
+        """Return the names of the output, and of the gradients of x and of both weights."""
         return {"forward": FORWARD, "backward": GRADIENTS, "train": FORWARD + GRADIENTS}[workload.pass_]
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """Weights of variance 1 / e keep every stage at variance 1."""
+        """Return inputs and weights; weights of variance 1 / e keep every stage at variance 1."""
         w, rng = workload, np.random.default_rng(seed)
         width, kv_width = w.heads * w.head_dim, w.kv_heads * w.head_dim
 
@@ -36,7 +37,7 @@ class Multihead(StepKind):
         }
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Step by step in float64."""
+        """Compute the outputs stage by stage in float64."""
         w = workload
         x, w_in, w_back, dout = (values[name].astype(np.float64) for name in ("x", "w_in", "w_back", "dout"))
         q, k, v = self._heads(w, rounded(x @ w_in))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from attnbench import masks
 from attnbench.spec import Workload
-from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.steps import Outputs, Rounded, StepKind, Values
 from attnbench.steps.gemma import (
     EXPERTS,
     NORMS,
@@ -43,11 +43,11 @@ from attnbench.workloads.steps import (
 
 CHECKED_BATCH, CHECKED_GROUP, CHECKED_ACTIONS, CHECKED_STEPS = 2, 2, 5, 4
 CHECKED_PROMPT = 144
-"""Tokens: enough that a flash path does with them what it does with more (it leaves short blocks to XLA)."""
+"""Tokens of a checked prompt: enough that a flash path treats them like more (it leaves short blocks to XLA)."""
 
 
 def unsupported(w: Workload) -> str | None:
-    """Why this workload cannot be its step; None when it can."""
+    """Return why the step cannot be computed on this workload; None if it can."""
     if w.value_dim != w.head_dim or w.softcap or w.scale is not None:
         return "takes values as wide as keys, the usual scale and no softcap"
     if w.dtype not in ("float32", "bfloat16"):
@@ -106,13 +106,14 @@ _FORMS: dict[str, Callable[[Workload], str | None]] = {
 
 
 def small(w: Workload) -> Workload:
-    """Fewer heads, rows and tokens (and with them depth and vocabulary), the same head_dim."""
+    """Return the workload with fewer heads, rows and tokens (and thus less depth and vocabulary) and the same
+    head_dim."""
     heads = min(w.group, CHECKED_GROUP)
     return replace(w, heads=heads, kv_heads=1, batch=min(w.batch, CHECKED_BATCH), mask=masks.full())
 
 
 def small_in_blocks(w: Workload) -> Workload:
-    """The same of a workload in pi0's blocks."""
+    """Return the reduced workload of a mask in pi0's blocks."""
     prefix, state, actions = parts(w)
     blocks = min(prefix, CHECKED_PROMPT), state, min(actions, CHECKED_ACTIONS)
     tokens = sum(blocks)
@@ -121,14 +122,14 @@ def small_in_blocks(w: Workload) -> Workload:
 
 
 def small_prompt(w: Workload) -> Workload:
-    """The same of a prompt in a cache, whose room is kept where it is little."""
+    """Return the reduced workload of a prompt in a cache, whose free slots are kept if they are few."""
     prompt, room = min(w.q_len, CHECKED_PROMPT), min(w.kv_len - w.q_len, CHECKED_STEPS)
     few = replace(small(w), q_len=prompt, kv_len=prompt + room)
     return replace(few, mask=masks.lengths([prompt] * few.batch)) if room else few
 
 
 def small_decode(w: Workload) -> Workload:
-    """The same of some steps behind a prompt."""
+    """Return the reduced workload of some decoding steps after a prompt."""
     steps, prompt = min(w.q_len, CHECKED_STEPS), min(w.kv_len - w.q_len, CHECKED_PROMPT)
     return replace(small(w), q_len=steps, kv_len=prompt + steps, mask=masks.causal())
 
@@ -140,19 +141,19 @@ TABLE_REPEATS = {WHOLE_VOCABULARY: 41}
 
 
 def drawn_rows(w: Workload) -> tuple[int, int]:
-    """Of the embedding table, and their width."""
+    """Return the number of drawn rows of the embedding table, and their width."""
     return vocabulary(w) // TABLE_REPEATS.get(vocabulary(w), 1), experts(w)[0].width
 
 
 def repeats(name: str, w: Workload) -> int:
-    """How often a drawn array stands behind itself in the model."""
+    """Return how often a drawn array is repeated in the model."""
     if name in LAYERED:
         return depth(w) // DRAWN_LAYERS
     return TABLE_REPEATS.get(vocabulary(w), 1) if name == TABLE else 1
 
 
 def whole(arrays: Mapping[str, Any], w: Workload, tile: Callable[..., Any]) -> dict[str, Any]:
-    """All layers and the whole table, by NumPy's or JAX's `tile`."""
+    """Return all layers and the whole table, by NumPy's or JAX's `tile`."""
     times = {name: repeats(name, w) for name in arrays}
     return {n: one if times[n] == 1 else tile(one, (times[n],) + (1,) * (one.ndim - 1)) for n, one in arrays.items()}
 
@@ -161,7 +162,7 @@ OUTPUTS_OF_TWO = ("out", "out_1")
 
 
 class Pi0Joint(StepKind):
-    """One layer: weights are openpi's by name and shape, those of the action expert end in _1."""
+    """Layer of two experts with openpi's weights by name and shape; names of the action expert's end in _1."""
 
     def __init__(self, name: str, products: Sequence[str], norms: Sequence[str], compute: Any) -> None:
         self.name, self._drawn, self._compute = name, (*products, *norms), compute
@@ -170,15 +171,15 @@ class Pi0Joint(StepKind):
         self.gradients = ("dx", "dx_1", *(f"d_{name}" for name in weights))
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Each expert's output; gradients of its tokens and products."""
+        """Return the names of each expert's output, and of the gradients of its tokens and products."""
         return OUTPUTS_OF_TWO + self.gradients if workload.needs_gradients else OUTPUTS_OF_TWO
 
     def small(self, workload: Workload) -> Workload:
-        """Fewer heads and tokens, the same head_dim."""
+        """Return the workload with fewer heads and tokens and the same head_dim."""
         return small_in_blocks(workload)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """Tokens of variance 1; weights of variance 1 / fan-in."""
+        """Return tokens of variance 1 and weights of variance 1 / fan-in."""
         w, normal = workload, normals(seed)
         prefix, state, actions = parts(w)
         values = {}
@@ -189,7 +190,7 @@ class Pi0Joint(StepKind):
         return values
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """In float64, both experts' tokens in one attention."""
+        """Compute the outputs in float64, with both experts' tokens in one attention."""
         import torch
 
         arrays = tensors(values, self._leaves if workload.needs_gradients else ())
@@ -215,26 +216,26 @@ SHORTEST, LONGEST = 4e-3, 4.0
 
 
 class Pi0Model(StepKind):
-    """The velocity that the action expert predicts and its squared error; gradients of all products by its mean."""
+    """Velocity that the action expert predicts and its squared error; gradients of all products by the mean error."""
 
     name = "pi0-model"
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """[b, horizon, 32] and [b, horizon]; gradients of both experts' products and of the layers around them."""
+        """Return the names of the velocity [b, horizon, 32], the loss [b, horizon], and the products' gradients."""
         return OUTPUTS_OF_MODEL + GRADIENTS if workload.needs_gradients else OUTPUTS_OF_MODEL
 
     def small(self, workload: Workload) -> Workload:
-        """Fewer heads and tokens, two layers, the same head_dim."""
+        """Return the workload with fewer heads and tokens, two layers and the same head_dim."""
         return small_in_blocks(workload)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """An observation, actions, noise, and times as openpi draws them."""
+        """Return an observation, actions, noise, and times as openpi draws them."""
         w, normal = workload, normals(seed)
         times = np.random.default_rng(seed).beta(1.5, 1, w.batch) * 0.999 + 0.001
         return {**drawn_model(normal, w), "actions": _actions(normal, w), "time": times.astype(np.float32)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Prefix and suffix in one pass."""
+        """Compute the outputs from one pass over prefix and suffix."""
         import torch
 
         arrays = tensors(whole(values, workload, np.tile), (*PRODUCTS, *DENSE) if workload.needs_gradients else ())
@@ -255,24 +256,24 @@ class Pi0Model(StepKind):
 
 
 class Pi0Sampler(StepKind):
-    """From noise to actions: the prefix once, state and actions ten times against its cache."""
+    """Actions from noise: the prefix once, state and actions ten times against its cache."""
 
     name = "pi0-sampler"
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """[b, horizon, 32]"""
+        """Return the name of the actions [b, horizon, 32]."""
         return ("actions",)
 
     def small(self, workload: Workload) -> Workload:
-        """Fewer heads and tokens, two layers, the same head_dim."""
+        """Return the workload with fewer heads and tokens, two layers and the same head_dim."""
         return small_in_blocks(workload)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """An observation and noise."""
+        """Return an observation and noise."""
         return drawn_model(normals(seed), workload)
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Euler's rule, time running from 1 to 0."""
+        """Compute the actions by Euler's rule, time running from 1 to 0."""
         arrays, prefix = tensors(whole(values, workload, np.tile)), parts(workload)[0]
         store, hold = storing(rounded), storing(in_float32(rounded))
         seen, xs, caches = visible(workload), [arrays["prefix"]], []
@@ -291,7 +292,7 @@ class Pi0Sampler(StepKind):
 
 
 def drawn_model(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
-    """Weights of variance 1 / fan-in, prefix, state and noise of variance 1."""
+    """Return weights of variance 1 / fan-in, and prefix, state and noise of variance 1."""
     prefix, (large, small) = parts(w)[0], experts(w)
     fan_ins = (ACTION_DIM, ACTION_DIM, 2 * small.width, small.width, small.width)
     values = {"prefix": normal(w.batch, prefix, large.width), "state": normal(w.batch, ACTION_DIM)}
@@ -310,7 +311,7 @@ def _actions(normal: Normal, w: Workload) -> np.ndarray:
 
 
 def suffix_tokens(arrays: dict[str, Any], noisy: Any, times: np.ndarray, rounded: Rounded) -> Any:
-    """State, and actions mixed with the time: [b, 1 + horizon, width]."""
+    """Return the state and the actions mixed with the time, [b, 1 + horizon, width]."""
     import torch
 
     hold = storing(in_float32(rounded))
@@ -326,9 +327,9 @@ def suffix_tokens(arrays: dict[str, Any], noisy: Any, times: np.ndarray, rounded
 
 
 def time_embedding(times: np.ndarray, width: int, held: Rounded) -> np.ndarray:
-    """Sines and cosines with periods from 0.004 to 4, powers being exponentials of products.
+    """Return sines and cosines with periods from 0.004 to 4, with powers as exponentials of products.
 
-    Angles reach 1570, so what float32 makes of them shows: it is most of the error that float32 is allowed here.
+    Angles reach 1570, so float32 rounding of angles matters: it is most of the error that float32 is allowed here.
     """
     exponents = held(held(np.linspace(0.0, 1.0, width // 2)) * held(np.log(LONGEST / SHORTEST)))
     periods = held(SHORTEST * held(np.exp(exponents)))
@@ -337,7 +338,7 @@ def time_embedding(times: np.ndarray, width: int, held: Rounded) -> np.ndarray:
 
 
 def to_actions(arrays: dict[str, Any], x: Any, store: Any, hold: Any) -> Any:
-    """The action expert's tokens, without the state's, to velocities."""
+    """Return velocities from the action expert's tokens without the state's token."""
     out = store(normed(x, arrays["final_norm_1"]))[:, 1:]
     return hold(out @ arrays["action_out_proj"] + arrays["action_out_proj_bias"])
 

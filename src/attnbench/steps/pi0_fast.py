@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from attnbench.spec import Workload
-from attnbench.steps.base import Outputs, Rounded, StepKind, Values
+from attnbench.steps import Outputs, Rounded, StepKind, Values
 from attnbench.steps.gemma import (
     Normal,
     Store,
@@ -25,26 +25,27 @@ from attnbench.workloads.steps import depth, experts, text_tokens, vocabulary
 
 
 class Prefill(StepKind):
-    """q_len tokens that all see each other, images first, in a cache of kv_len slots."""
+    """Prompt of q_len tokens that all see each other, images first, in a cache of kv_len slots."""
 
     name = "pi0-fast-prefill"
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Logits [b, 1, vocabulary] of the last token; the caches [layers, b, kv_len, kv_heads, head_dim]."""
+        """Return the names of the last token's logits [b, 1, vocabulary] and of the caches [layers, b, kv_len,
+        kv_heads, head_dim]."""
         return ("logits", "keys", "values")
 
     def small(self, workload: Workload) -> Workload:
-        """Fewer heads and tokens, two layers, a small vocabulary, the same head_dim."""
+        """Return the workload with fewer heads and tokens, two layers, a small vocabulary and the same head_dim."""
         return small_prompt(workload)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """Weights, image tokens as embeddings, text tokens."""
+        """Return weights, image tokens as embeddings, and text tokens."""
         w, normal, text = workload, normals(seed), text_tokens(workload.q_len)
         images = normal(w.batch, w.q_len - text, experts(w)[0].width)
         return {**_weights(normal, w), "images": images, "tokens": _tokens(w, text, seed)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """One pass over the prompt."""
+        """Compute the outputs from one pass over the prompt."""
         import torch
 
         arrays, store = tensors(whole(values, workload, np.tile)), storing(rounded)
@@ -58,27 +59,28 @@ class Prefill(StepKind):
 
 
 class Decode(StepKind):
-    """q_len given tokens behind a prompt of kv_len - q_len, whose cache is drawn."""
+    """q_len given tokens after a prompt of kv_len - q_len tokens, whose cache is drawn."""
 
     name = "pi0-fast-decode"
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Logits of every step, [b, q_len, vocabulary]."""
+        """Return the name of every step's logits, [b, q_len, vocabulary]."""
         return ("logits",)
 
     def small(self, workload: Workload) -> Workload:
-        """Fewer heads, steps and tokens, two layers, a small vocabulary, the same head_dim."""
+        """Return the workload with fewer heads, steps and tokens, two layers, a small vocabulary and the same
+        head_dim."""
         return small_decode(workload)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """Weights, tokens, and keys and values of variance 1."""
+        """Return weights, tokens, and keys and values of variance 1."""
         w, normal = workload, normals(seed)
         cache = DRAWN_LAYERS, w.batch, w.kv_len - w.q_len, w.kv_heads, w.head_dim
         found = {**_weights(normal, w), "keys": normal(*cache), "values": normal(*cache)}
         return found | {"tokens": _tokens(w, w.q_len, seed)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """All tokens in one causal pass behind the cache: what one step after another must give."""
+        """Compute all tokens in one causal pass after the cache, whose result step-by-step decoding must match."""
         arrays, store, w = tensors(whole(values, workload, np.tile)), storing(rounded), workload
         xs = [_embedded(arrays, rounded, store)]
         for layer in range(depth(w)):

@@ -11,15 +11,15 @@ from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_no_softcap
 from attnbench.kernels.dilated.pieces import needs_dilated, problem_of
-from attnbench.masks.block_layout import split_blocks
+from attnbench.masks.cuts import split_blocks
 from attnbench.spec import Array, Config, Environment, Workload
-from attnbench.steps.base import StepImplementation
+from attnbench.steps import StepImplementation
 from attnbench.steps.gemma import NORMS, WEIGHTS, why_no_stack
-from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
+from attnbench.workloads.steps import GEMMA_DEPTH, STEPS, gemma_width
 
 
 class TorchGemmaStack(StepImplementation):
-    """The same blocks as in JAX, each recomputed in the backward pass."""
+    """Gemma blocks with the weights of the JAX models, each recomputed in the backward pass."""
 
     framework = "torch"
     step = "gemma-stack"
@@ -27,10 +27,12 @@ class TorchGemmaStack(StepImplementation):
 
     def __init__(self, name: str, impl: str) -> None:
         self.name, self._impl, self.materialises_scores = name, impl, impl == "standard"
+        way = {"standard": "plain operators", "sdpa": "torch.sdpa", "auto": "what attnbench picks"}[impl]
+        self.description = f"Step gemma-stack in PyTorch: {STEPS['gemma-stack'].description}; attention by {way}."
         self.tunables = {"impl": impl} if impl == "auto" else {}
 
     def configured(self, config: Config) -> Self:
-        """Itself; raises for an attention that is none of torch's."""
+        """Return the implementation itself; raise for an attention that is not one of torch's."""
         impl = str(config.get("impl", self._impl))
         if impl not in ("standard", "sdpa", "auto"):
             chosen = registry.get(impl)
@@ -39,11 +41,11 @@ class TorchGemmaStack(StepImplementation):
         return self
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Causal or full self-attention."""
+        """Return why the workload is not causal or full self-attention; None if it is."""
         return why_no_stack(workload)
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """(the stack with these weights, x, the cotangent)"""
+        """Return (the stack with these weights, x, the positions, the cotangent)."""
         import torch
         from torch import nn
 
@@ -63,7 +65,7 @@ class TorchGemmaStack(StepImplementation):
         return stack, arrays["x"], positions, arrays["dout"]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One pass of the stack."""
+        """Return the function of one pass of the stack."""
         import torch
 
         def run(state: Any) -> tuple[Array, ...]:
@@ -88,7 +90,7 @@ AUTO = TorchGemmaStack("torch.gemma-stack-auto", "auto")
 
 
 class TorchMultiheadDilated(StepImplementation):
-    """A multihead dilated module, x in and x out."""
+    """A multihead module with dilated attention and its projections."""
 
     framework = "torch"
     step = "multihead"
@@ -96,12 +98,14 @@ class TorchMultiheadDilated(StepImplementation):
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self._kind = name, kind
+        module = kind.replace("_", " ")
+        self.description = f"Step multihead in PyTorch: the {module} dilated module with its projections."
         if "ring" in kind:
             self.by_name_only = "on one rank it only repeats the others: torch.ring measures several"
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Return why a workload is not taken: these are self-attention over a dilated mask, with blocks if the kind has
-        them."""
+        """Return why the workload is not self-attention over a dilated mask (with blocks if the kind has them); None if
+        it is."""
         mask = workload.visible_mask
         blocks = "blocks" in mask.kinds
         if blocks != ("block_sparse" in self._kind):
@@ -111,7 +115,7 @@ class TorchMultiheadDilated(StepImplementation):
         return first_reason(needs_dilated(_without_blocks(workload)), needs_no_softcap(workload))
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """The module with these weights, x, and the cotangent."""
+        """Return the module with these weights, x, and the cotangent."""
         from torch import nn
 
         from attnbench.nn.factory import create_multihead_dilated_attention
@@ -138,7 +142,7 @@ class TorchMultiheadDilated(StepImplementation):
         return module, arrays["x"], arrays["dout"], lengths
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """One call of the module, with the gradients of x and of both weights where they are asked."""
+        """Return the function of one call, with the gradients of x and of both weights if they are asked for."""
         import torch
 
         def run(state: Any) -> tuple[Array, ...]:

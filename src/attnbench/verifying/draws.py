@@ -16,7 +16,7 @@ import numpy as np
 
 from attnbench import reference
 from attnbench.frameworks import Framework, Inputs
-from attnbench.masks.block_layout import split_blocks
+from attnbench.masks.cuts import split_blocks
 from attnbench.spec import DTYPE_BYTES, Array, Layout, Workload
 from attnbench.verifying import probes
 from attnbench.verifying.truths import Shelf, Truth, Whole

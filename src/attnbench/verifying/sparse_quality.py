@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnbench.masks.block_layout import block_layout
+from attnbench.masks.cuts import block_layout
 from attnbench.spec import Config, Errors, Implementation
 from attnbench.verifying import lse
 from attnbench.verifying.subject import Subject, Wrong

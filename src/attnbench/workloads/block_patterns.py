@@ -19,36 +19,37 @@ from attnbench.masks import AnyMask, MaskShape, blocks, causal, full
 SPARSITIES = (0.5, 0.75, 0.9, 0.95)
 BLOCK_SIZE = 128
 GLOBAL_SHARE = 4
-"""One in so many kept blocks of `global_local` is global."""
+"""Number of kept blocks of `global_local` of which one is global."""
 ROUNDING = 1e-9
 MOST_BLOCKS = 1 << 32
-"""4 GiB while a pattern is made: 128k tokens in blocks of 2, or 1M in blocks of 128 with 64 heads."""
+"""Largest number of blocks, 4 GiB while a pattern is made: 128k tokens in blocks of 2, or 1M in blocks of 128 with 64
+heads."""
 
 
 class Row(NamedTuple):
-    """One row of blocks: its candidates are 0 ... visible - 1, of which it keeps `budget`, `own` among them."""
+    """One row of blocks: of the candidates 0 ... visible - 1 it keeps `budget`, always including `own`."""
 
     own: int
     visible: int
     budget: int
     stride: float
-    """Distance at which kept blocks would lie if they lay evenly."""
+    """Distance between kept blocks if they were evenly spaced."""
 
 
 def _local(row: Row, rng: np.random.Generator) -> Any:
-    """The nearest blocks; at an edge the window moves inwards and stays as wide."""
+    """Return the nearest blocks; at an edge the window moves inwards and keeps its width."""
     start = min(max(row.own - row.budget // 2, 0), row.visible - row.budget)
     return np.arange(start, start + row.budget)
 
 
 def _strided(row: Row, rng: np.random.Generator) -> Any:
-    """The row's own block and others at one stride before it, which go on at the end where rows see that far."""
+    """Return the row's own block and others before it at one stride, continued from the end if rows see that far."""
     distances = np.floor(np.arange(row.budget) * row.stride + ROUNDING).astype(int)
     return (row.own - distances) % row.visible
 
 
 def _global_local(row: Row, rng: np.random.Generator) -> Any:
-    """The first blocks of the sequence, and with the rest of the budget the nearest ones."""
+    """Return the first blocks of the sequence, and the nearest blocks for the rest of the budget."""
     first = min(-(-row.budget // GLOBAL_SHARE), row.budget - 1)
     rest = row._replace(own=max(row.own - first, 0), visible=row.visible - first, budget=row.budget - first)
     near = _local(rest, rng) + first
@@ -56,7 +57,7 @@ def _global_local(row: Row, rng: np.random.Generator) -> Any:
 
 
 def _random(row: Row, rng: np.random.Generator) -> Any:
-    """The row's own block and any others."""
+    """Return the row's own block and random others."""
     others = rng.permutation(row.visible - 1)[: row.budget - 1]
     return np.append(others + (others >= row.own), row.own)
 
@@ -78,7 +79,8 @@ def block_pattern(
     causal: bool = False,
     seed: int = 0,
 ) -> Bool[np.ndarray, "h q kv"]:
-    """Kept blocks. `random` draws every head anew (axis 0 is shape.heads); the others have one plane for all heads."""
+    """Return the kept blocks. `random` draws every head anew (axis 0 is shape.heads); other patterns have one plane for
+    all heads."""
     if pattern not in PATTERNS:
         raise UnknownName("block pattern", str(pattern), PATTERNS, "attnbench.workloads.block_patterns")
     check_sparsity(sparsity)
@@ -110,24 +112,24 @@ def sparse_mask(
     causal: bool = False,
     seed: int = 0,
 ) -> AnyMask:
-    """The pattern as a mask, `causal() & blocks(...)` when causal."""
+    """Return the pattern as a mask; `causal() & blocks(...)` if `causal`."""
     kept = block_pattern(pattern, sparsity, shape, block_size=block_size, causal=causal, seed=seed)
     rest = _causal() if causal else full()
     return rest & blocks(kept[0] if len(kept) == 1 else kept, block_size)  # pyright: ignore[reportReturnType]
 
 
 _causal = causal
-"""The mask, where a parameter has its name."""
+"""The function `causal`, for functions with a parameter of that name."""
 
 
 def check_sparsity(sparsity: float) -> None:
-    """Refuse what is no share of blocks to drop; 1 would leave nothing."""
+    """Refuse a value that is not a share of blocks to drop; 1 would leave nothing."""
     if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
         raise InvalidWorkload(f"sparsity is the share of blocks dropped, at least 0 and less than 1, not {sparsity!r}.")
 
 
 def kept_blocks(sparsity: float, visible: int) -> int:
-    """How many of a row's visible blocks are kept: the nearest whole number, and never none of some."""
+    """Return how many of a row's visible blocks are kept: the nearest whole number, at least 1 if any is visible."""
     return max(1, int((1 - sparsity) * visible + 0.5)) if visible else 0
 
 

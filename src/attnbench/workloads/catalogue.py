@@ -12,9 +12,8 @@ from attnbench.masks import MaskShape, block_causal
 from attnbench.masks.text import parse_mask
 from attnbench.spec import Workload
 from attnbench.workloads.block_patterns import SPARSITIES, sparse_mask
-from attnbench.workloads.grid import grid
 from attnbench.workloads.steps import in_blocks
-from attnbench.workloads.suite_file import models
+from attnbench.workloads.suite_file import grid, models
 
 K = 1024
 
@@ -23,7 +22,7 @@ HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 128, 192, 256)
 
 
 def edge() -> list[Workload]:
-    """All of them."""
+    """Return the workloads of the suite `edge`: small shapes at every edge of the semantics."""
     return [*_shapes(), *_heads(), *_precisions(), *_rectangles(), *_padding(), *_patterns(), *_weights(), *_logits()]
 
 
@@ -63,7 +62,8 @@ def _precisions() -> list[Workload]:
 
 
 def _rectangles() -> list[Workload]:
-    """T != S, both alignments; more queries than keys leaves bottom-right rows that see nothing."""
+    """Return workloads with q_len != kv_len in both alignments; with more queries than keys, bottom-right rows see
+    nothing."""
     aligned = ["causal", "causal:top-left", "window:20:0", "window:20:5:top-left", "prefix:10", "prefix:10:top-left"]
     return [
         *_edge("T < S", q_len=40, kv_len=96, mask=aligned),
@@ -142,7 +142,8 @@ def _logits() -> list[Workload]:
 
 
 def step_edges() -> list[Workload]:
-    """Small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; Gemma blocks; those of pi0."""
+    """Return small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; Gemma blocks; pi0's
+    steps."""
     pattern, shape = "dilated:16r1+32r2", {"head_dim": 16, "step": "multihead"}
     return [
         *grid(batch=2, q_len=61, heads="4:2", mask=f"causal&{pattern}", pass_="train", **shape),
@@ -156,13 +157,13 @@ def step_edges() -> list[Workload]:
 
 
 def _long_prefix() -> list[Workload]:
-    """pi0's attention with as many tokens as a flash path needs to do with them what it does with more."""
+    """Return pi0's attention with so many tokens that a flash path treats them like longer sequences."""
     shape = {"batch": 2, "heads": "4:1", "head_dim": 32, "tags": ["pi0"]}
     return grid(q_len=150, mask=in_blocks(144, 1, 5), step="pi0-attention", pass_="train", **shape)
 
 
 def pi0_edges(**fields: Any) -> list[Workload]:
-    """Each of pi0's steps once, small: two rows of a prefix of 12 tokens, one state and 5 actions."""
+    """Return each of pi0's steps in a small size: two rows of a prefix of 12 tokens, one state and 5 actions."""
     shape = {"batch": 2, "heads": "4:1", "head_dim": 32, "tags": ["pi0"]} | fields
     blocks = in_blocks(12, 1, 5)
     return [
@@ -175,11 +176,11 @@ def pi0_edges(**fields: Any) -> list[Workload]:
 
 SPARSE_PASSES = ["forward", "train"]
 PER_HEAD_TOKENS = 4 * K
-"""Above this all heads share one random pattern: a record carries its mask."""
+"""Largest length with a random pattern per head; above it heads share one, because a record carries its mask."""
 
 
 def block_sparse() -> list[Workload]:
-    """Random blocks over lengths; every pattern, causal, at 90 %; small ones for a CPU; structured inputs."""
+    """Return random blocks over lengths, every pattern (causal, 90 %), small cases for a CPU, and structured inputs."""
     large = {"batch": 1, "heads": 16, "head_dim": 128, "dtype": "bfloat16"}
     small = {"batch": 1, "heads": 4, "head_dim": 64, "dtype": "float32"}
     return [
@@ -210,7 +211,8 @@ SPARSITY = 0.75
 
 
 def regression() -> list[Workload]:
-    """Dense, causal, grouped, windowed, prefixed, decoding, dilated, block-sparse problems, and steps built on them."""
+    """Return dense, causal, grouped, windowed, prefixed, decoding, dilated and block-sparse problems, and steps with
+    them."""
     shape = {"batch": 1, "q_len": 256, "heads": 4, "head_dim": 64}
     step = shape | {"head_dim": 32}
     place = MaskShape(1, 4, 256, 256)
@@ -236,7 +238,7 @@ LLAMA_HEADS = "32:8"
 
 
 def quick() -> list[Workload]:
-    """Six small problems that between them touch every kind of path; milliseconds each on two CPU cores."""
+    """Return six small problems that together use every kind of path, in milliseconds each on two CPU cores."""
     shape = {"batch": 1, "q_len": 512, "heads": 8, "head_dim": 64}
     return [
         *grid(**shape, mask=["full", "causal"]),
@@ -248,7 +250,8 @@ def quick() -> list[Workload]:
 
 
 def ci() -> list[Workload]:
-    """What a gate measures in every change: a forward pass, a masked one, a training step and a decoding step."""
+    """Return the workloads that a gate measures in every change: a forward pass, a masked one, a training and a
+    decoding step."""
     shape = {"batch": 1, "q_len": 512, "heads": 8, "head_dim": 64}
     return [
         *grid(**shape, mask=["full", "causal"]),
@@ -258,7 +261,7 @@ def ci() -> list[Workload]:
 
 
 def whole_grid() -> list[Workload]:
-    """The first founding document's grid: 5 lengths x 4 batches x 2 head layouts x 2 passes."""
+    """Return the grid of 5 lengths x 4 batches x 2 head layouts x 2 passes."""
     return _grid([512, 1 * K, 2 * K, 4 * K, 8 * K], [1, 4, 8, 16], ["32:32", LLAMA_HEADS], ["forward", "train"])
 
 
@@ -267,25 +270,27 @@ def _grid(q_len: list[int], batch: list[int], heads: list[str], passes: list[str
 
 
 def grid_gpu() -> list[Workload]:
-    """24 of `grid`: each length from launch-bound to large, both head layouts, forward and train."""
+    """Return 24 workloads of `grid`: each length from launch-bound to large, both head layouts, forward and train."""
     both, passes = ["32:32", LLAMA_HEADS], ["forward", "train"]
     corners = [(512, [1, 16]), (1 * K, [4]), (2 * K, [8]), (4 * K, [4]), (8 * K, [1])]
     return [workload for q_len, batch in corners for workload in _grid([q_len], batch, both, passes)]
 
 
 def square_cpu() -> list[Workload]:
-    """One head, as many tokens as dimensions, on the third founding document's ramps and on normals."""
+    """Return one head with as many tokens as dimensions, on ramps of sines, cosines and tangents and on normals."""
     sizes = (32, 64, 128, 256, 512)
     kinds = ["sincostan", "normal"]
     return [
         w
         for n in sizes
-        for w in grid(batch=1, q_len=n, heads=1, head_dim=n, inputs=kinds, source="founding document 3")
+        for w in grid(
+            batch=1, q_len=n, heads=1, head_dim=n, inputs=kinds, source="ramps of sines and cosines on square problems"
+        )
     ]
 
 
 def decode() -> list[Workload]:
-    """Few queries against a long cache, one sequence and sixteen; the last query sees every key."""
+    """Return few queries against a long cache, for one and sixteen sequences; the last query sees every key."""
     shape = {"heads": LLAMA_HEADS, "head_dim": 128, "dtype": "bfloat16"}
     kv_len = [1 * K, 4 * K, 16 * K, 64 * K, 128 * K]
     return [
@@ -295,7 +300,7 @@ def decode() -> list[Workload]:
 
 
 def long() -> list[Workload]:
-    """32k to 1M tokens, causal, and the same with a window where only a linear cost is bearable."""
+    """Return 32k to 1M tokens under a causal mask, and with a window where only a linear cost is affordable."""
     shape = {"batch": 1, "heads": 8, "head_dim": 128, "dtype": "bfloat16"}
     return [
         *grid(q_len=[32 * K, 64 * K, 128 * K, 256 * K, 512 * K, 1024 * K], mask="causal", **shape),
@@ -305,7 +310,7 @@ def long() -> list[Workload]:
 
 
 def million() -> list[Workload]:
-    """What only linear memory can do: 1M tokens, forward and train, 4 query heads on one key/value head."""
+    """Return 1M tokens, forward and train, 4 query heads on one key/value head: only linear memory can compute them."""
     return grid(
         batch=1, q_len=1024 * K, heads="4:1", head_dim=128, dtype="bfloat16", mask="causal", pass_=["forward", "train"]
     )
@@ -315,7 +320,8 @@ PAPER_DILATION = "dilated:2048r1+4096r2+8192r4+16384r6+32768r12"
 
 
 def dilated() -> list[Workload]:
-    """LongNet's configuration, 2k to 1M tokens; wider heads, grouped heads, and both directions at a few lengths."""
+    """Return LongNet's configuration at 2k to 1M tokens; wide heads, grouped heads and both directions at a few
+    lengths."""
     shape = {
         "batch": 1,
         "dtype": "bfloat16",
@@ -334,7 +340,7 @@ def dilated() -> list[Workload]:
 
 
 def multihead() -> list[Workload]:
-    """The dilated modules with their projections, so that the cost of those is seen."""
+    """Return the dilated modules with their projections, to show the cost of the projections."""
     shape = {"batch": 1, "dtype": "bfloat16", "step": "multihead"}
     causal = f"causal&{PAPER_DILATION}"
     return [
@@ -345,7 +351,7 @@ def multihead() -> list[Workload]:
 
 
 def models_e2e() -> list[Workload]:
-    """Gemma-2B blocks on 8k tokens in JAX and PyTorch; pi0's and pi0-FAST's steps at openpi's sizes."""
+    """Return Gemma-2B blocks on 8k tokens in JAX and PyTorch, and pi0's and pi0-FAST's steps at openpi's sizes."""
     shape = {"heads": "8:1", "head_dim": 256, "dtype": "bfloat16"}
     stack = shape | {"mask": "causal", "step": "gemma-stack", "pass_": ["forward", "train"], "tags": ["gemma"]}
     lengths = (1 * K, 2 * K, 4 * K, 8 * K)
@@ -353,7 +359,7 @@ def models_e2e() -> list[Workload]:
 
 
 def _pi0_steps(shape: dict[str, object]) -> list[Workload]:
-    """Training with batch 32, the others for one observation; 32 tokens are decoded."""
+    """Return pi0's training with batch 32 and its other steps for one observation, with 32 tokens decoded."""
     pi0 = shape | {
         "mask": in_blocks(816, 1, 50),
         "source": "pi0: openpi, 3 x 256 image + 48 text tokens, 1 + 50 others",

@@ -1,4 +1,4 @@
-"""What a workload demands, before anything runs: exact FLOPs of the visible pairs, least bytes, sizes in memory.
+"""Cost of a workload, known before anything runs: exact FLOPs of the visible pairs, least bytes, sizes in memory.
 
 Conventions (one multiply-add is 2 FLOPs; softmax, bias and masking are not counted, as everywhere in the field):
 - forward: 2 matmuls per visible pair, QK^T and PV: 2 * (head_dim + v_head_dim), that is 4 * head_dim;
@@ -22,40 +22,41 @@ from attnbench.workloads.steps import STEPS
 
 MOST_COUNTS = 4096
 LOGIT_BYTES = 4
-"""Scores and LSE are float32 wherever they are stored."""
+"""Bytes of a score or an LSE: float32 wherever they are stored."""
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """Cost of one call of the workload's pass."""
+    """Cost of a call of the workload's pass."""
 
     flops: int
     bytes: int
     """Least traffic: every array once, of K and V only the keys that some query of the batch row sees."""
     scores_bytes: int
-    """The [b, h, q, kv] float32 logits, for implementations that store them."""
+    """Bytes of the [b, h, q, kv] float32 logits, for implementations that store them."""
     kv_cache_bytes: int
-    """K and V at kv_len, in the workload's dtype."""
+    """Bytes of K and V at kv_len, in the workload's dtype."""
     io_bytes: int
-    """All arrays of the call, whole: what must lie in memory at least."""
+    """Bytes of all arrays of the call: the least memory that is needed."""
     output_bytes: int
-    """The part of io_bytes that the call itself makes: out, and dq, dk, dv where gradients are asked."""
+    """The part of io_bytes that the call makes: out, and dq, dk, dv if gradients are asked for."""
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte: which ceiling binds."""
+        """FLOPs per byte, which decide which ceiling binds."""
         return self.flops / self.bytes
 
 
 def demand(workload: Workload) -> Demand:
-    """The demand of one call: of the attention, and of the step around it where there is one."""
+    """Return the demand of a call: of the attention, and of the step around it if the workload has one."""
     inside = _attention(workload)
     return inside if not workload.step else _with_surroundings(workload, inside)
 
 
 def _with_surroundings(w: Workload, inside: Demand) -> Demand:
-    """Tokens are multiplied with the weights; backward twice more, and writes their gradient.
+    """Return the demand of a step, in which tokens are multiplied with weights.
 
-    Least traffic: weights, inputs and outputs once per pass, beside what the attention must move.
+    The backward pass multiplies twice more and writes the weights' gradient. Least traffic: weights, inputs and outputs
+    once per pass, beside the traffic of the attention.
     """
     around, size = STEPS[w.step].around(w), DTYPE_BYTES[w.dtype]
     attention = [(times, _attention(one)) for times, one in around.attention]
@@ -97,14 +98,14 @@ def _attention(workload: Workload) -> Demand:
 
 
 def flops_per_pair(workload: Workload) -> int:
-    """FLOPs that one visible (query, key) pair of one head costs in the workload's pass."""
+    """Return the FLOPs of one visible (query, key) pair of one head in the workload's pass."""
     qk, pv = 2 * workload.head_dim, 2 * workload.value_dim
     forward, backward = qk + pv, 3 * qk + 2 * pv
     return {"forward": forward, "backward": backward, "train": forward + backward}[workload.pass_]
 
 
 def _remembered(count: Callable[[AnyMask, MaskShape], int]) -> Callable[[AnyMask, MaskShape], int]:
-    """Remember counts by the masks' digests: masks may be large, and who counted them need not keep them."""
+    """Cache counts by a digest of the mask: a cache of large masks themselves would keep them in memory."""
     known: dict[tuple[bytes, MaskShape], int] = {}
 
     @wraps(count)
@@ -122,15 +123,15 @@ def _remembered(count: Callable[[AnyMask, MaskShape], int]) -> Callable[[AnyMask
 
 @_remembered
 def pairs(mask: AnyMask, shape: MaskShape) -> int:
-    """Exact number of visible pairs, remembered: a sweep asks for the same ones again and again."""
+    """Return the exact number of visible pairs, cached because a sweep asks for the same masks many times."""
     return mask.pairs(shape)
 
 
 @_remembered
 def seen_keys(mask: AnyMask, shape: MaskShape) -> int:
-    """(batch row, key) places that some query sees, so that must be read.
+    """Return the number of (batch row, key) places that some query sees, so that they must be read.
 
-    Exact for masks made of intervals and key filters; dilated, blocks and dense parts are not looked into.
+    Exact for masks made of intervals and key filters; dilated, blocks and dense parts are counted as visible.
     """
     seen = np.ones((1, shape.kv_len), bool)
     for part in mask.split():
@@ -142,7 +143,7 @@ def seen_keys(mask: AnyMask, shape: MaskShape) -> int:
 
 
 def _covered(low: np.ndarray, high: np.ndarray, kv_len: int) -> np.ndarray:
-    """[b or 1, kv] whether a key lies in some row's interval: +1 where one opens, -1 where it closes, summed up."""
+    """Return [b or 1, kv] whether a key lies in some row's interval, by adding 1 at each start and -1 at each end."""
     low, high = (np.clip(edge, 0, kv_len) for edge in np.broadcast_arrays(low, high))
     high = np.maximum(low, high)
     steps = np.zeros((len(low), kv_len + 1), np.int64)

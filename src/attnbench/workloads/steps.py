@@ -1,4 +1,4 @@
-"""Steps: computations that attention is a part of, their sizes, and what they cost around it."""
+"""Steps: computations that attention is a part of, their sizes, and the cost of everything around the attention."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from attnbench.spec import Workload
 
 
 class Around(Struct, frozen=True, kw_only=True):
-    """One step on one workload."""
+    """Cost of one step on one workload, apart from the attention."""
 
     weights: int
-    """Numbers that lie in memory as weights."""
+    """Number of weights in memory."""
     products: int
-    """Multiply-adds with them in one forward pass."""
+    """Multiply-adds with the weights in one forward pass."""
     inputs: int
-    """Numbers that come in beside the weights."""
+    """Number of input values beside the weights."""
     outputs: int
-    """Numbers that a forward pass returns."""
+    """Number of values that a forward pass returns."""
     attention: tuple[tuple[int, Workload], ...]
-    """How often which attention is computed."""
+    """Attention problems inside the step, each with how often it is computed."""
     reads: int = 0
-    """Weights that a forward pass must read, each as often as it is; 0: each once."""
+    """Number of weights that a forward pass must read, counting repeated reads; 0 if each is read once."""
     input_gradients: bool = True
     """Whether a training step returns gradients of the inputs too, beside those of the weights."""
 
 
 class Surroundings(Struct, frozen=True):
-    """A step in words, and what it consists of."""
+    """Description of a step, and the function that computes its cost."""
 
     description: str
     around: Callable[[Workload], Around]
 
 
 def same_tokens(w: Workload, width: int, weights: int, layers: int = 1) -> Around:
-    """Every token is multiplied with every weight once; vectors of one width come in and go out."""
+    """Return the cost of a step that multiplies every token with every weight once and keeps the tokens' width."""
     tokens = w.batch * w.q_len
     return Around(
         weights=weights,
@@ -56,39 +56,39 @@ WHOLE_VOCABULARY, SMALL_VOCABULARY = 257_152, 512
 ACTION_DIM = 32
 SAMPLER_STEPS = 10
 PROMPT, TEXT = 1018, 250
-"""Tokens of pi0-FAST's prompt, and how many of them are text; shorter ones are divided alike."""
+"""Tokens of pi0-FAST's prompt, and how many of them are text; shorter prompts have the same share."""
 
 
 class Expert(NamedTuple):
-    """Widths of a token and of the feed-forward layer."""
+    """Widths of a token and of the feed-forward layer of one expert."""
 
     width: int
     wide: int
 
 
 def experts(w: Workload) -> tuple[Expert, Expert]:
-    """The prefix's and the actions'."""
+    """Return the experts of the prefix and of the actions."""
     width = w.heads * w.head_dim
     return Expert(width, 8 * width), Expert(width // 2, 2 * width)
 
 
 def depth(w: Workload) -> int:
-    """Blocks of a whole model."""
+    """Return the number of blocks of a whole model."""
     return WHOLE_DEPTH if w.heads * w.head_dim >= WHOLE_WIDTH else SMALL_DEPTH
 
 
 def vocabulary(w: Workload) -> int:
-    """Rows of pi0-FAST's embedding table."""
+    """Return the number of rows of pi0-FAST's embedding table."""
     return WHOLE_VOCABULARY if w.heads * w.head_dim >= WHOLE_WIDTH else SMALL_VOCABULARY
 
 
 def text_tokens(prompt: int) -> int:
-    """How many of a prompt's tokens are text, at least one; the others are images."""
+    """Return how many of a prompt's tokens are text, at least one; the others are image tokens."""
     return max(1, round(prompt * TEXT / PROMPT))
 
 
 def block_sizes(w: Workload) -> tuple[int, ...] | None:
-    """Of a block-causal mask that is the same for every row; None of any other."""
+    """Return the sizes of a block-causal mask that is equal for all batch rows; None for any other mask."""
     mask = w.visible_mask
     if not isinstance(mask, masks.BlockCausal) or len(mask.ids.array) > 1 or np.any(np.diff(mask.ids.array[0]) < 0):
         return None
@@ -98,13 +98,14 @@ def block_sizes(w: Workload) -> tuple[int, ...] | None:
 
 
 def parts(w: Workload) -> tuple[int, int, int]:
-    """Tokens of the prefix, the state and the actions; all are the prefix's where the mask has not three blocks."""
+    """Return the tokens of the prefix, the state and the actions; all belong to the prefix unless the mask has three
+    blocks."""
     found = block_sizes(w)
     return (found[0], found[1], found[2]) if found is not None and len(found) == 3 else (w.kv_len, 0, 0)
 
 
 def in_blocks(*sizes: int) -> masks.BlockCausal:
-    """The block-causal mask of such sizes."""
+    """Return the block-causal mask with blocks of these sizes."""
     return masks.block_causal(np.repeat(np.arange(len(sizes)), sizes))
 
 
@@ -117,13 +118,13 @@ def _block(w: Workload, expert: Expert) -> int:
 
 
 def _tokens(w: Workload) -> tuple[int, int]:
-    """Of the prefix, and of state and actions."""
+    """Return the tokens of the prefix, and of state and actions, over the batch."""
     prefix, state, actions = parts(w)
     return w.batch * prefix, w.batch * (state + actions)
 
 
 def _joint(w: Workload, weights: tuple[int, int]) -> Around:
-    """Both experts' tokens in and out, each with its own weights."""
+    """Return the cost of both experts' tokens in and out, each with its own weights."""
     tokens, both = _tokens(w), experts(w)
     vectors = sum(n * expert.width for n, expert in zip(tokens, both))
     products = sum(n * size for n, size in zip(tokens, weights))
@@ -141,7 +142,7 @@ def _one_block(w: Workload) -> Around:
 
 
 def _around_actions(w: Workload) -> tuple[int, int]:
-    """(weights, multiply-adds) of the layers between actions and the expert's tokens."""
+    """Return (weights, multiply-adds) of the layers between actions and the expert's tokens."""
     width, (_, state, actions) = experts(w)[1].width, parts(w)
     per_action = 2 * ACTION_DIM * width + 3 * width * width
     per_state = ACTION_DIM * width
@@ -164,7 +165,7 @@ def _model(w: Workload) -> Around:
 
 
 def _sampler(w: Workload) -> Around:
-    """The prefix once, state and actions ten times."""
+    """Return the cost of the prefix once, and of state and actions ten times."""
     layers, tokens = depth(w), _tokens(w)
     blocks = [layers * _block(w, expert) for expert in experts(w)]
     weights, products = _around_actions(w)
@@ -185,7 +186,7 @@ def _cache(w: Workload, tokens: int) -> int:
 
 
 def _prefill(w: Workload) -> Around:
-    """All tokens through the blocks, the last one to logits; the cache is returned."""
+    """Return the cost of all tokens through the blocks and of the last token's logits; the cache is returned."""
     expert = experts(w)[0]
     blocks, table = depth(w) * _block(w, expert), vocabulary(w) * expert.width
     return Around(
@@ -198,7 +199,8 @@ def _prefill(w: Workload) -> Around:
 
 
 def _decode(w: Workload) -> Around:
-    """q_len tokens one after another, each over all before it and itself; every step reads all weights."""
+    """Return the cost of q_len tokens one after another, each attending to all before it; every step reads all
+    weights."""
     expert = experts(w)[0]
     weights = depth(w) * _block(w, expert) + vocabulary(w) * expert.width
     prompt = max(0, w.kv_len - w.q_len)
@@ -224,11 +226,11 @@ PI0_STEPS = {
 
 
 GEMMA_DEPTH = 4
-"""Blocks of the step `gemma-stack`: enough for what is between them, few enough for one device."""
+"""Blocks of the step `gemma-stack`: enough to include what lies between blocks, few enough for one device."""
 
 
 def gemma_width(w: Workload) -> int:
-    """Of a token in the step `gemma-stack`: 2048 of Gemma-2B's 8 heads of 256."""
+    """Return the width of a token in the step `gemma-stack`; for Gemma-2B 2048, 8 heads of 256."""
     return w.heads * w.head_dim
 
 
@@ -238,7 +240,7 @@ def _multihead(w: Workload) -> Around:
 
 
 def _gemma_stack(w: Workload) -> Around:
-    """Projections of all blocks, and a gated feed-forward that is 8 times as wide."""
+    """Return the cost of all blocks: projections, and a gated feed-forward layer that is 8 times as wide."""
     width = gemma_width(w)
     weights = GEMMA_DEPTH * (2 * width * width + 2 * width * w.kv_heads * w.head_dim + 3 * width * 8 * width)
     return same_tokens(w, width, weights, layers=GEMMA_DEPTH)

@@ -1,4 +1,4 @@
-"""Suites as TOML: read, with the line of every mistake, and written, one [[workload]] table each."""
+"""Suites as TOML: reading with the line of every mistake, grids of workloads, and writing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
-from itertools import islice
+from itertools import islice, product
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -17,11 +18,12 @@ from msgspec import Struct
 
 from attnbench import masks
 from attnbench.drafts import write_texts
-from attnbench.errors import BrokenFile, UnknownName, UsageError
-from attnbench.masks import Mask
+from attnbench.errors import BrokenFile, InvalidWorkload, UnknownName, UsageError
+from attnbench.masks import Mask, MaskShape
+from attnbench.masks.text import MOST_DIGITS, read_mask
 from attnbench.reading import read_toml
-from attnbench.spec import Workload
-from attnbench.workloads.grid import FIELDS, MOST_WORKLOADS, count_workloads, grid
+from attnbench.spec import SAME, Workload
+from attnbench.workloads.steps import STEPS
 
 _SUITE_KEYS = ("name", "description", "workload")
 
@@ -35,7 +37,7 @@ class Suite(Struct, frozen=True):
 
 
 def read_suite(path: Path) -> Suite:
-    """A user's suite: `name`, `description` and one `[[workload]]` table per grid."""
+    """Return a user's suite from a file with `name`, `description` and one `[[workload]]` table per grid."""
     table, text = read_toml(path)
     for key in table:
         if key not in _SUITE_KEYS:
@@ -58,18 +60,18 @@ def read_suite(path: Path) -> Suite:
 
 
 def line_of(text: str, key: str, after: int = 0) -> int | None:
-    """Number of the first line past `after` that sets the key."""
+    """Return the number of the first line after line `after` that sets the key."""
     return next((number for number in lines_of(text, key) if number > after), None)
 
 
 def lines_of(text: str, key: str) -> Iterator[int]:
-    """Numbers of the lines that set the key, or open a table of that name."""
+    """Return the numbers of the lines that set the key or open a table of that name."""
     pattern = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*[=.]|^\s*\[+\s*{re.escape(key)}\s*\]+""")
     return (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
 
 
 def _line_of_problem(text: str, number: int, entry: Mapping[str, Any], message: str) -> int | None:
-    """The line of the field that the message names, else of the number-th [[workload]] header."""
+    """Return the line of the field that the message names, else of the number-th [[workload]] header."""
     header = next(islice(lines_of(text, "workload"), number, None), None)
     if header is None:
         return None
@@ -90,7 +92,7 @@ def _is_fine(entry: Mapping[str, Any]) -> bool:
 
 @cache
 def models() -> tuple[tuple[str, str, tuple[Workload, ...]], ...]:
-    """(suite, model, workloads) of everything in models.toml."""
+    """Return (suite, model, workloads) of everything in models.toml."""
     table = tomllib.loads(files("attnbench.workloads").joinpath("models.toml").read_text(encoding="utf-8"))
     found: list[tuple[str, str, tuple[Workload, ...]]] = []
     for model in table["model"]:
@@ -102,14 +104,14 @@ def models() -> tuple[tuple[str, str, tuple[Workload, ...]], ...]:
 
 
 LARGEST_ARRAY = 1 << 20
-"""Values of a mask that a file may hold."""
+"""Largest number of values of a mask in a file."""
 
 _SAME = {"kv_len": "q_len", "kv_heads": "heads", "v_head_dim": "head_dim"}
-"""Fields that are as another one where they are not written."""
+"""Fields that default to another field."""
 
 
 def write_suite(path: Path, name: str, description: str, workloads: Iterable[Workload]) -> None:
-    """Write the file, whole or not at all; one that exists is replaced."""
+    """Write the file completely or not at all; an existing file is replaced."""
     tables = [_table(workload) for workload in workloads]
     head = f"name = {_text(name)}\ndescription = {_text(description)}\n"
     try:
@@ -131,7 +133,7 @@ def _table(workload: Workload) -> str:
 
 
 def mask_value(mask: Mask) -> str | dict[str, Any]:
-    """Text such as `window:128:0`, or a table where the mask holds an array that text cannot say."""
+    """Return text such as `window:128:0`, or a table if the mask holds an array that has no text form."""
     if isinstance(mask, masks.Both):
         parts = [mask_value(part) for part in mask.parts]
         texts = [part for part in parts if isinstance(part, str)]
@@ -185,5 +187,94 @@ def _value(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """JSON's escapes are TOML's too."""
+    """Return a string as TOML text; the escapes of JSON are valid in TOML."""
     return msgspec.json.encode(value).decode()
+
+
+FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(Workload))
+"""Names of fields as a file spells them (`pass`, not `pass_`)."""
+_PLAIN = ("source", "tags")
+"""Fields that describe all workloads of a grid; a list in them is not an axis."""
+MOST_WORKLOADS = 100_000
+"""Largest number of combinations of a grid or suite, so that a list with a digit too many cannot fill the memory."""
+_REQUIRED = ("batch", "q_len", "heads", "head_dim")
+
+
+def grid(**axes: Any) -> list[Workload]:
+    """Return every combination of the axes, the last one varying fastest; a list is an axis, anything else a single
+    value.
+
+    `heads` takes 32, (32, 8) or "32:8"; `mask` a mask, its text ("window:128:0") or its table. No workload comes twice.
+    """
+    named = {name.rstrip("_"): value for name, value in axes.items()}
+    for name in named:
+        if name not in FIELDS:
+            raise UnknownName("workload field", name, FIELDS, "attnbench list workloads --json")
+    missing = [name for name in _REQUIRED if name not in named]
+    if missing:
+        raise InvalidWorkload(f"a workload needs {', '.join(missing)} too.")
+    for name, value in named.items():
+        if name not in _PLAIN and isinstance(value, list) and not value:
+            raise InvalidWorkload(f"{name} is an empty list: give it at least one value, or leave it out.")
+    if (count := count_workloads(named)) > MOST_WORKLOADS:
+        raise InvalidWorkload(
+            f"{count:,} combinations of {', '.join(_axes(named))}; {MOST_WORKLOADS:,} at most are made at once: "
+            "shorten a list, or ask in parts."
+        )
+    unique = {workload.id: workload for workload in map(_workload, _combinations(named))}
+    return list(unique.values())
+
+
+def count_workloads(axes: Mapping[str, Any]) -> int:
+    """Return how many combinations the axes have, without making them."""
+    return prod(map(len, _axes(axes).values()))
+
+
+def _axes(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the axes that are given as lists."""
+    return {name: value for name, value in axes.items() if isinstance(value, list) and name not in _PLAIN}
+
+
+def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    values = [value if isinstance(value, list) and name not in _PLAIN else [value] for name, value in axes.items()]
+    return (dict(zip(axes, combination)) for combination in product(*values))
+
+
+def _workload(fields: dict[str, Any]) -> Workload:
+    fields = fields | read_heads(fields["heads"], fields.get("kv_heads", SAME))
+    fields["pass_"] = fields.pop("pass", "forward")
+    fields["tags"] = _read_tags(fields.get("tags", ()))
+    _check_words(fields)
+    mask = fields.pop("mask", None)
+    bare = Workload(**fields)
+    if mask is None:
+        return bare
+    shape = MaskShape(bare.batch, bare.heads, bare.q_len, bare.kv_len)
+    return msgspec.structs.replace(bare, mask=read_mask(mask, shape))
+
+
+def _read_tags(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(tag, str) for tag in value):
+        raise InvalidWorkload(f'tags are a list of words such as ["long", "nightly"], not {value!r}.')
+    return tuple(value)
+
+
+def _check_words(fields: Mapping[str, Any]) -> None:
+    for name in ("dtype", "pass_", "inputs", "step", "source"):
+        if not isinstance(fields.get(name, ""), str):
+            raise InvalidWorkload(f"{name.rstrip('_')} must be text, not {fields[name]!r}.")
+    step = fields.get("step", "")
+    if step and step not in STEPS:
+        raise UnknownName("step", step, STEPS, "")
+
+
+def read_heads(value: Any, kv_heads: int = SAME) -> dict[str, Any]:
+    """Return heads and kv_heads from 32, (32, 8) or "32:8"."""
+    if isinstance(value, SupportsIndex):
+        return {"heads": value, "kv_heads": kv_heads}
+    given = value.split(":") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+    parts = [str(part).strip()[:MOST_DIGITS] for part in given]
+    if len(parts) not in (1, 2) or not all(part.isdecimal() and int(part) for part in parts):
+        raise InvalidWorkload(f"heads are a number, or query and key/value heads such as 32:8, not {value!r}.")
+    numbers = [int(part) for part in parts]
+    return {"heads": numbers[0], "kv_heads": numbers[1] if len(numbers) == 2 else kv_heads}

@@ -1,16 +1,20 @@
-"""Suites by name or from a user's TOML file: where a run's workloads come from."""
+"""Suites by name or from a user's TOML file, and their capped versions for a quick run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 from msgspec.structs import replace
 
+from attnbench import masks
 from attnbench.errors import BrokenFile, UnknownName
+from attnbench.masks import AnyMask, Mask, MaskShape
+from attnbench.masks.base import FrozenArray, freeze
 from attnbench.masks.text import parse_mask
 from attnbench.spec import Workload
 from attnbench.workloads.catalogue import BUILTIN
-from attnbench.workloads.shrink import shrink
 from attnbench.workloads.suite_file import Suite, read_suite
 
 STEP_HEAD_DIM = 32
@@ -19,12 +23,12 @@ __all__ = ["Suite", "load", "names", "parse_mask", "quicken"]
 
 
 def names() -> list[str]:
-    """Built-in suites, the default first."""
+    """Return the names of the built-in suites, the default first."""
     return list(BUILTIN)
 
 
 def load(name_or_path: str | Path) -> Suite:
-    """A built-in suite, or a file whose name ends in .toml."""
+    """Return a built-in suite, or a file whose name ends in .toml."""
     path = Path(name_or_path)
     if path.suffix == ".toml":
         if not path.is_file():
@@ -38,9 +42,9 @@ def load(name_or_path: str | Path) -> Suite:
 
 
 def quicken(suite: Suite) -> Suite:
-    """The suite with shapes capped (see `shrink`); workloads that become the same are kept once.
+    """Return the suite with capped shapes (see `shrink`); workloads that become equal are kept once.
 
-    Heads of a step are narrowed too: its weights grow with the square of their width.
+    Heads of a step become narrower too, because its weights grow with the square of their width.
     """
     small: dict[str, Workload] = {}
     for workload in map(shrink, suite.workloads):
@@ -48,3 +52,89 @@ def quicken(suite: Suite) -> Suite:
         capped = replace(workload, head_dim=narrow, v_head_dim=narrow) if workload.step else workload
         small.setdefault(capped.id, capped)
     return Suite(f"{suite.name}-quick", suite.description, tuple(small.values()))
+
+
+TOKENS = 512
+CACHED_TOKENS = 4096
+BATCH = 2
+HEADS = 8
+
+
+def shrink(workload: Workload) -> Workload:
+    """Return the workload with at most 512 tokens (4096 cached keys for few queries), batch 2 and 8 heads in the same
+    grouping."""
+    w = workload
+    q_len, kv_len = _capped_tokens(w.q_len, w.kv_len)
+    group = min(w.group, HEADS)
+    kv_heads = min(w.kv_heads, HEADS // group)
+    shape = MaskShape(min(w.batch, BATCH), group * kv_heads, q_len, kv_len)
+    if shape == w.mask_shape and kv_heads == w.kv_heads:
+        return w
+    sizes = {"batch": shape.batch, "heads": shape.heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
+    return msgspec.structs.replace(w, **sizes, mask=shrink_mask(w.visible_mask, w.mask_shape, shape))
+
+
+def _capped_tokens(q_len: int, kv_len: int) -> tuple[int, int]:
+    if q_len <= TOKENS and q_len < kv_len:
+        return q_len, min(kv_len, CACHED_TOKENS)
+    longest = max(q_len, kv_len)
+    if longest <= TOKENS:
+        return q_len, kv_len
+    return max(1, q_len * TOKENS // longest), max(1, kv_len * TOKENS // longest)
+
+
+def shrink_mask(mask: Mask, old: MaskShape, new: MaskShape) -> AnyMask:
+    """Return the mask for smaller sizes: lengths scale with the tokens, arrays are thinned evenly."""
+    match mask:
+        case masks.Window():
+            sides = [None if side is None else _scaled(side, old, new) for side in (mask.left, mask.right)]
+            return masks.window(*sides, align=mask.align)
+        case masks.Prefix():
+            return masks.prefix(_scaled(mask.n, old, new), mask.align)
+        case masks.BlockCausal() | masks.Documents():
+            # q_ids default to the ids of the last keys; thinned keys need not end in them, so spell them out.
+            implied = mask.q_ids is None and (old.q_len == old.kv_len or old[2:] == new[2:])
+            queries = _resampled(freeze(mask.query_ids(old)), old, new, (0, 2))
+            return type(mask)(_resampled(mask.ids, old, new, (0, 3)), None if implied else queries)
+        case masks.Lengths():
+            kept = mask.kv_lengths.array[: new.batch].astype(np.int64)
+            scaled = -(-kept * new.kv_len // old.kv_len)
+            return masks.lengths(np.where(kept == old.q_len, new.q_len, scaled))  # a prompt in a longer cache stays one
+        case masks.Valid():
+            return masks.Valid(_resampled(mask.keys, old, new, (0, 3)))
+        case masks.Dilated():
+            segments = tuple(_scaled(w, old, new) for w in mask.segment_lengths)
+            return masks.dilated(segments, mask.dilation_rates, mask.offset)
+        case masks.Blocks():
+            return masks.Blocks(_cropped_blocks(mask, new), mask.block_size)
+        case masks.Dense():
+            axes = tuple(range(4 - len(mask.values.shape), 4))
+            return masks.Dense(_resampled(mask.values, old, new, axes))
+        case masks.Both():
+            return masks.Both(tuple(shrink_mask(part, old, new) for part in mask.parts))  # pyright: ignore
+        case _:  # full and causal have no sizes
+            return mask  # pyright: ignore[reportReturnType]
+
+
+def _scaled(length: int, old: MaskShape, new: MaskShape) -> int:
+    """Return a length scaled to the new tokens and rounded up, so that nothing becomes empty."""
+    return -(-length * new.kv_len // old.kv_len)
+
+
+def _resampled(values: FrozenArray, old: MaskShape, new: MaskShape, axes: tuple[int, ...]) -> FrozenArray:
+    """Return an array, axis n of which is axis axes[n] of the shape, for the new sizes.
+
+    Tokens are picked evenly, batch rows and heads from the front.
+    """
+    array = values.array
+    for axis, of in enumerate(axes):
+        if array.shape[axis] > 1:
+            picked = np.arange(new[of]) * (old[of] if of >= 2 else new[of]) // new[of]
+            array = np.take(array, picked, axis)
+    return freeze(array)
+
+
+def _cropped_blocks(mask: masks.Blocks, new: MaskShape) -> FrozenArray:
+    counts = (new.batch, new.heads, *(-(-tokens // mask.block_size) for tokens in (new.q_len, new.kv_len)))
+    kept = mask.block_mask.array
+    return freeze(kept[tuple(slice(count) for count in counts[4 - kept.ndim :])])

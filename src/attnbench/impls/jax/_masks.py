@@ -1,4 +1,4 @@
-"""Masks in the words of `jax.nn.dot_product_attention`, which tokamax speaks too: what they can say, and the rest."""
+"""Masks as arguments of `jax.nn.dot_product_attention`, which tokamax shares."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from attnbench.spec import Workload
 
 
 def starts_together(part: Causal | Window, shape: MaskShape) -> bool:
-    """Whether query 0 stands at key 0: the only alignment that `is_causal` and `local_window_size` have."""
+    """Return whether query 0 is aligned with key 0: the only alignment of `is_causal` and `local_window_size`."""
     return part.align == "top-left" or shape.q_len == shape.kv_len
 
 
 @dataclass(frozen=True)
 class MaskArguments:
-    """A mask split into native arguments and `rest`, which goes in as an array."""
+    """A mask as native arguments and a `rest`, which is passed as an array."""
 
     is_causal: bool = False
     window: tuple[int, int] | None = None
     kv_lengths: np.ndarray | None = None
     rest: Mask = field(default_factory=Full)
     shows_blind_rows: bool = False
-    """Whether rows that see no key are shown all of them: their output is zeroed outside, and fused kernels would give
-    them NaN gradients (seen on cuDNN and tokamax)."""
+    """Whether rows that see no key are shown all keys; their output is set to 0 outside.
+
+    Fused kernels would give such rows NaN gradients (seen on cuDNN and tokamax).
+    """
 
     @property
     def needs_array(self) -> bool:
-        """Whether anything is left that only a T x S array can say."""
+        """Whether a part is left that needs an array of q_len x kv_len."""
         return not isinstance(self.rest, Full)
 
     def keywords(self, workload: Workload, full_pairs: bool = False) -> dict[str, Any]:
-        """Keyword arguments, made inside the traced call; `full_pairs` broadcasts arrays to all batches and heads."""
+        """Return the keyword arguments; call inside the traced function. `full_pairs` broadcasts arrays to all batch
+        rows and heads."""
         import jax.numpy as jnp
 
         words: dict[str, Any] = {}
@@ -61,9 +64,10 @@ class MaskArguments:
 
 
 def mask_arguments(workload: Workload) -> MaskArguments:
-    """Split the mask. A window is native only with right = 0, and then always with is_causal: see jax.cudnn.
+    """Return the mask split into native arguments and a rest.
 
-    The mask stays whole beside a large bias: the largest that a row sees depends on all of it.
+    A window is native only with right = 0, and then always with is_causal: see jax.cudnn. With a large bias the mask
+    stays whole: the largest bias that a row sees depends on all of the mask.
     """
     shape = workload.mask_shape
     blind_rows = workload.needs_gradients and rows_that_see(workload.visible_mask, shape) is not None
@@ -87,7 +91,7 @@ def mask_arguments(workload: Workload) -> MaskArguments:
 
 
 def own_documents(workload: Workload) -> np.ndarray | None:
-    """[b, tokens] document ids, the same for queries and keys; None when the mask has no documents part."""
+    """Return the document ids [b, tokens] of queries and keys; None if the mask has no documents part."""
     for part in workload.visible_mask.split():
         if isinstance(part, Documents):
             return np.broadcast_to(part.ids.array, (workload.batch, workload.kv_len))
@@ -95,7 +99,7 @@ def own_documents(workload: Workload) -> np.ndarray | None:
 
 
 def one_documents_part(workload: Workload) -> str | None:
-    """Reason to refuse documents where a library knows one id per token."""
+    """Return why documents cannot be passed to a library with one id per token; None if they can."""
     found = [part for part in workload.visible_mask.split() if isinstance(part, Documents)]
     if len(found) > 1:
         return "takes one set of documents, not several"
@@ -107,7 +111,7 @@ def one_documents_part(workload: Workload) -> str | None:
 
 
 def causal_alignment(workload: Workload) -> str | None:
-    """Reason to refuse a causal or window part that does not start at key 0."""
+    """Return why a causal or window part does not start at key 0; None if all do."""
     for part in workload.visible_mask.split():
         if isinstance(part, Causal | Window) and not starts_together(part, workload.mask_shape):
             return f"aligns {part.kinds[0]} top-left only, not bottom-right of {workload.q_len} x {workload.kv_len}"

@@ -1,8 +1,8 @@
-"""Masks whose numbers exist only inside jit: key lengths or a boolean array are arguments of the call.
+"""Attention with masks that exist only inside jit: key lengths or a boolean array are arguments of the call.
 
-`attnbench.masks` are concrete and are built into a call. A model's padding is a traced array; these calls take it, for
-the libraries whose own interface does (`jax.nn`, tokamax). What they support is asked of the registered implementation
-with a stand-in mask of the same form. A row that sees no key gets what the library gives: the caller replaces it.
+`attnbench.masks` are concrete and built into a call. A model's padding is a traced array; these calls accept it, for
+the libraries whose own interface does (`jax.nn`, tokamax). The registered implementation judges a stand-in mask of the
+same form. A row that sees no key has the library's result: the caller replaces it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from attnbench import masks, registry
-from attnbench.impls.jax._triton_cache import import_beside_torch
+from attnbench.impls.jax._libraries import import_beside_torch
 from attnbench.impls.jax.nn import JaxNn
 from attnbench.impls.jax.tokamax import Tokamax
 from attnbench.masks import AnyMask
@@ -22,7 +22,8 @@ Form = Literal["none", "lengths", "array"]
 
 
 def stand_in(form: Form, batch: int, q_len: int, kv_len: int) -> AnyMask:
-    """A concrete mask that an implementation judges as it would the late one: nothing hidden, nothing T x S stored."""
+    """Return a concrete mask of the same form, by which an implementation can judge support; it hides no pair and
+    stores no array."""
     if form == "lengths":
         return masks.lengths(np.full(batch, kv_len, np.int32))
     if form == "array":
@@ -31,7 +32,7 @@ def stand_in(form: Form, batch: int, q_len: int, kv_len: int) -> AnyMask:
 
 
 def takes(name: str) -> str | None:
-    """Why an implementation cannot be handed a mask late; None when it can."""
+    """Return why an implementation cannot take a mask inside jit; None if it can."""
     if isinstance(registry.get(name), JaxNn | Tokamax):
         return None
     return f"{name} takes no mask that exists only inside jit"
@@ -40,7 +41,8 @@ def takes(name: str) -> str | None:
 def attend(
     name: str, q: Array, k: Array, v: Array, *, scale: float, kv_lengths: Array | None = None, mask: Array | None = None
 ) -> Array:
-    """Layout bshd; `kv_lengths` int32 [b], each at least 1, or `mask` bool [b or 1, 1, q, kv]."""
+    """Return attention in layout bshd; `kv_lengths` is int32 [b], each at least 1, or `mask` booleans [b or 1, 1, q,
+    kv]."""
     import jax
     import jax.numpy as jnp
 

@@ -10,7 +10,7 @@ from attnbench.spec import Call, Config, Environment, Implementation, Partial, W
 
 
 class Einsum(Implementation):
-    """Every mask, every dtype, any device XLA compiles for."""
+    """Grouped einsum as in openpi's Gemma: any mask and dtype on any device; stores all scores."""
 
     name = "jax.einsum"
     framework = "jax"
@@ -19,19 +19,15 @@ class Einsum(Implementation):
     untested = ("rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Everything."""
         return None
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The plain call."""
         return plain_call(workload)
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        """The same with LSE from the same logits."""
         return plain_call(workload, with_lse=True)
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
-        """Written out, for masks without weights."""
         from attnbench.impls.partial.jax_passes import plain_passes
 
         return plain_passes(workload)

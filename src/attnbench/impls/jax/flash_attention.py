@@ -26,7 +26,7 @@ NO_BOUND = -1
 
 
 class FlashAttn(Implementation):
-    """full, causal or one window."""
+    """FlashAttention 2 through the package flash-attn-jax: full, causal or one window, 16 bits."""
 
     name = "jax.flash-attn"
     framework = "jax"
@@ -35,14 +35,12 @@ class FlashAttn(Implementation):
     untested = ("cuda",)
 
     def available(self, environment: Environment) -> str | None:
-        """CUDA and the package."""
         return first_reason(
             needs_package("flash_attn_jax", "pip install flash-attn-jax einops (needs libcudart.so.12)"),
             needs_device(environment, "cuda"),
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """16-bit floats on Ampere or newer."""
         return first_reason(
             needs_device(environment, "cuda"),
             needs_capability(environment, (8, 0)),
@@ -56,7 +54,6 @@ class FlashAttn(Implementation):
         )
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """One library call."""
         is_causal, window = _mask_words(workload)
 
         def call(q: Array, k: Array, v: Array) -> Array:

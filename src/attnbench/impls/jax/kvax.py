@@ -29,8 +29,8 @@ from attnbench.impls.conditions import (
     needs_package,
     needs_positive_scale,
 )
+from attnbench.impls.jax._libraries import import_beside_torch
 from attnbench.impls.jax._masks import one_documents_part, own_documents
-from attnbench.impls.jax._triton_cache import import_beside_torch
 from attnbench.masks import Causal
 from attnbench.masks.base import query_offset
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
@@ -40,7 +40,7 @@ AXES = (None, None, None, None)
 
 
 class Kvax(Implementation):
-    """causal, alone or with documents."""
+    """kvax's FlashAttention 2 in Triton: causal masks, alone or with documents of consecutive tokens, 16 bits."""
 
     name = "jax.kvax"
     framework = "jax"
@@ -49,7 +49,6 @@ class Kvax(Implementation):
     tunables = {"block_q": 128, "block_kv": 128, "warps": 8, "stages": 3}
 
     def available(self, environment: Environment) -> str | None:
-        """CUDA and the three packages."""
         return first_reason(
             needs_package("kvax", "pip install --no-deps kvax==0.1.0"),
             needs_package("jax_triton", "pip install jax-triton==0.3.1"),
@@ -58,7 +57,6 @@ class Kvax(Implementation):
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """16-bit floats, a closed list of head_dim."""
         return first_reason(
             needs_device(environment, "cuda"),
             needs_at_least(environment, (8, 0)),
@@ -74,13 +72,13 @@ class Kvax(Implementation):
         )
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """kvax's blocks for the H100, which also suit its successors; smaller ones for wide heads."""
+        """Return kvax's blocks for the H100, which also suit newer chips, and smaller ones for wide heads."""
         wide = {"block_q": 64, "block_kv": 64, "warps": 4, "stages": 3}
         narrow = {"block_q": 128, "block_kv": 128, "warps": 8, "stages": 3}
         return (wide, narrow) if workload.head_dim > 128 else (narrow, wide)
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """Mask tables are part of the call: kvax makes them from positions and segments every time."""
+        """Return a call that includes the mask tables, which kvax computes from positions and segments every time."""
         config = {**self.configs(workload)[0], **config}
         q_positions, kv_positions = _positions(workload)
         documents = own_documents(workload)
@@ -112,7 +110,8 @@ def attend(
     gradients: bool,
     sequential: bool = False,
 ) -> Array:
-    """kvax itself. `tokens`: positions and segments of queries, then of keys, [b, tokens] each, traced or not.
+    """Return kvax's attention. `tokens` are positions and segments of queries, then of keys, [b, tokens] each, traced
+    or not.
 
     A query sees the keys of its own segment whose position is at most its own; `sequential` promises that positions
     count up.
@@ -148,7 +147,7 @@ def attend(
 def _in_whole_blocks(
     q: Array, k: Array, v: Array, words: list[Array], block: int
 ) -> tuple[Array, Array, Array, list[Array]]:
-    """Tokens added up to whole blocks: queries that see what the last one sees, keys that belong to no segment."""
+    """Return arrays padded to whole blocks: queries that see what the last one sees, keys that belong to no segment."""
     import jax.numpy as jnp
 
     def longer(array: Array, **how: Any) -> Array:
@@ -165,7 +164,7 @@ def _in_whole_blocks(
 
 
 def _rounded_gradient(array: Array) -> Array:
-    """The same array; its gradient, which kvax leaves in float32, comes back in the array's own dtype."""
+    """Return the same array, whose gradient is rounded from kvax's float32 to the array's dtype."""
     import jax.numpy as jnp
 
     return array.astype(jnp.float32).astype(array.dtype)
@@ -197,7 +196,7 @@ def _document_ids(workload: Workload) -> str | None:
 
 
 def _positions(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """[b, tokens] each; kvax compares positions, so any alignment is an offset of the queries."""
+    """Return positions of queries and keys, [b, tokens] each; any alignment is an offset of the queries."""
     offsets = [
         query_offset(part.align, workload.mask_shape)
         for part in workload.visible_mask.split()
@@ -209,14 +208,14 @@ def _positions(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _blocks(utils: Any, config: Config) -> tuple[Any, Any]:
-    """Forward and backward parameters; backward takes half the queries per block, as kvax does on the H100."""
+    """Return forward and backward parameters; backward has half the queries per block, as kvax has on the H100."""
     make = utils.FlashAttentionParamsConfig
     q, kv, warps, stages = (int(config[name]) for name in ("block_q", "block_kv", "warps", "stages"))
     return make(q, kv, warps, stages), make(max(q // 2, 16) if q > 64 else q, kv, warps, stages)
 
 
 def _import_kvax() -> tuple[Any, Any]:
-    """kvax.ops and kvax.utils (`import *` fails), repaired."""
+    """Return kvax.ops and kvax.utils after repairs of what newer JAX and Triton changed; `import *` fails."""
     shard_map = importlib.import_module("jax.experimental.shard_map")
     if not hasattr(shard_map, "Specs"):
         shard_map.Specs = typing.Any  # pyright: ignore[reportAttributeAccessIssue]

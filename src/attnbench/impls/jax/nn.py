@@ -1,14 +1,22 @@
-"""jax.xla and jax.cudnn: `jax.nn.dot_product_attention` with the implementation named, never None.
+"""jax.xla and jax.cudnn: `jax.nn.dot_product_attention` with a named implementation, never None.
 
-Traps handled here: its causal mask is top-left (bottom-right goes in as an array); a row without visible keys gives the
-mean of V (zeroed outside); softmax is float32 even for float64 (refused); the LSE is rounded to the input dtype, so it
-is offered for float32 only, and no gradient flows through it, so in training it is computed apart. cuDNN's left window
-without `is_causal` sees the whole future: the two always go together. It trains on even lengths only: see jax_even.
+Traps handled here: its causal mask is top-left (bottom-right is passed as an array); a row without visible keys gives
+the mean of V (set to 0 outside); softmax is float32 even for float64 (refused); the LSE is rounded to the input dtype,
+so it is offered for float32 only, and no gradient flows through it, so in training it is computed apart. cuDNN's left
+window without `is_causal` sees all later keys: the two are always passed together.
+
+cuDNN trains on even lengths only: JAX 0.10 and 0.11 take the empty array that stands for "no bias" as a bias when they
+check what cuDNN can train, and refuse odd lengths with any mask. So odd lengths get one more query, and one more key
+that nobody sees. The added query sees a key, since a row without keys would have NaN gradients; its output is cut off
+and has no gradient.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from attnbench.frameworks.jax_plain import plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
 from attnbench.impls.conditions import (
@@ -21,18 +29,61 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
     needs_positive_scale,
 )
-from attnbench.impls.jax._even_lengths import evened
-from attnbench.impls.jax._masks import mask_arguments
+from attnbench.impls.jax._masks import MaskArguments, mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
 
+@dataclass(frozen=True)
+class Evened:
+    """A workload with `queries` and `keys` (0 or 1) added at the ends."""
+
+    workload: Workload
+    queries: int
+    keys: int
+
+    def arrays(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        return _longer(q, self.queries), _longer(k, self.keys), _longer(v, self.keys)
+
+    def cut(self, out: Array) -> Array:
+        return out[:, : self.workload.q_len]
+
+    def keywords(self, arguments: MaskArguments, full_pairs: bool) -> dict[str, Any]:
+        """Return the keyword arguments like `MaskArguments.keywords`.
+
+        A window is passed as an array: the added query might see no key of it.
+        """
+        import jax.numpy as jnp
+
+        if arguments.window is not None:
+            arguments = MaskArguments(rest=self.workload.visible_mask)
+        words = arguments.keywords(self.workload, full_pairs)
+        if "mask" in words:
+            seen = jnp.pad(words["mask"], ((0, 0), (0, 0), (0, self.queries), (0, self.keys)))
+            words["mask"] = seen.at[..., self.workload.q_len :, 0].set(True)
+        elif self.keys and "key_value_seq_lengths" not in words:
+            words["key_value_seq_lengths"] = jnp.asarray(np.full(self.workload.batch, self.workload.kv_len), jnp.int32)
+        return words
+
+
+def evened(workload: Workload) -> Evened | None:
+    """Return the workload with even lengths; None if both are even already."""
+    odd = workload.q_len % 2, workload.kv_len % 2
+    return Evened(workload, *odd) if any(odd) else None
+
+
+def _longer(x: Array, tokens: int) -> Array:
+    import jax.numpy as jnp
+
+    return jnp.pad(x, ((0, 0), (0, tokens), (0, 0), (0, 0))) if tokens else x
+
+
 class JaxNn(Implementation):
-    """What both backends share."""
+    """Base of the backends of `jax.nn.dot_product_attention`."""
 
     framework = "jax"
     backend: str
     full_pairs = False
-    """Whether array masks must be broadcast to every batch and head first."""
+    """Whether array masks must be broadcast to every batch row and head first."""
     trains_even_only = False
 
     def _call(self, workload: Workload, with_lse: bool) -> Call:
@@ -63,12 +114,11 @@ class JaxNn(Implementation):
         return call
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """One library call."""
         return self._call(workload, with_lse=False)
 
 
 class Xla(JaxNn):
-    """Plain XLA; stores the scores."""
+    """`jax.nn.dot_product_attention` compiled by XLA; stores all scores."""
 
     name = "jax.xla"
     backend = "xla"
@@ -77,7 +127,6 @@ class Xla(JaxNn):
     untested = ("rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """All masks; no float64, softcap or narrower V."""
         return first_reason(
             needs_dtype(workload, "float32", "float16", "bfloat16"),
             _no_float16_on_cpu(workload, environment),
@@ -86,7 +135,8 @@ class Xla(JaxNn):
         )
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """Float32 only: elsewhere the library rounds the LSE to 16 bits. In training it is computed apart."""
+        """Return a call for float32 only, because the library rounds other LSEs to 16 bits; in training the LSE is
+        computed apart."""
         return self._call(workload, with_lse=True) if workload.dtype == "float32" else None
 
 
@@ -97,7 +147,7 @@ def _no_float16_on_cpu(workload: Workload, environment: Environment) -> str | No
 
 
 class Cudnn(JaxNn):
-    """cuDNN's flash attention."""
+    """cuDNN's flash attention through `jax.nn.dot_product_attention`, 16 bits."""
 
     name = "jax.cudnn"
     backend = "cudnn"
@@ -106,11 +156,10 @@ class Cudnn(JaxNn):
     expects = (r"(?i)cudnn|flash|sdpa|fprop|bprop",)
 
     def available(self, environment: Environment) -> str | None:
-        """CUDA only; whether cuDNN itself is found shows when it is compiled."""
+        """Return None on CUDA; whether cuDNN itself is installed shows at compilation."""
         return needs_device(environment, "cuda") or needs_at_least(environment, (8, 0))
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """16-bit floats; masks that its flags or a boolean array can say."""
         return first_reason(
             self.available(environment),
             needs_dtype(workload, "float16", "bfloat16"),
@@ -122,7 +171,7 @@ class Cudnn(JaxNn):
         )
 
     def passes(self, workload: Workload, config: Config) -> Passes:
-        """Full and causal masks."""
+        """Return cuDNN's passes for full and causal masks."""
         from attnbench.impls.partial.jax_passes import cudnn_passes
 
         return cudnn_passes(workload) or (None, None)

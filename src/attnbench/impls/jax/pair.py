@@ -1,7 +1,7 @@
 """jax.pair: the forward pass of one library followed by the backward pass of another, as one custom_vjp.
 
-Few libraries show both passes in JAX: cuDNN's through JAX's private module, plain ones, tokamax's Mosaic kernel forward
-only; whatever returns an exact LSE can go first. See docs/pairs.md.
+Few libraries expose both passes in JAX: cuDNN through JAX's private module, plain passes, tokamax's Mosaic kernel the
+forward pass only; anything that returns an exact LSE can be the forward pass. See docs/pairs.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from attnbench import frameworks
 from attnbench.frameworks.jax_plain import kind_of_device
-from attnbench.impls.partial.pairing import Pairing, Role
+from attnbench.impls._pairing import Pairing, Role
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 FORWARDS = ("jax.tokamax-mosaic", "jax.cudnn", "jax.xla", "jax.einsum")
@@ -20,7 +20,8 @@ SWAP = (0, 2, 1, 3)
 
 
 class JaxPair(Pairing):
-    """`jax.pair[forward=jax.tokamax-mosaic,backward=jax.cudnn]`; without names the first pair that can run."""
+    """Forward pass of one JAX library, backward of another: `[forward=jax.tokamax-mosaic,backward=jax.cudnn]`; by
+    default the first that run."""
 
     name = "jax.pair"
     framework = "jax"
@@ -62,7 +63,7 @@ class JaxPair(Pairing):
 
 @lru_cache(maxsize=8)
 def environment_of(device: str) -> Environment:
-    """Facts about a device, asked once."""
+    """Return facts about a device, cached."""
     return frameworks.get("jax").environment(device)
 
 

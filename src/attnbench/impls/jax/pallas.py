@@ -23,7 +23,7 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
     needs_positive_scale,
 )
-from attnbench.impls.jax._interpreter import interpreted, interpreter_reason
+from attnbench.impls.jax._libraries import interpreted, interpreter_reason
 from attnbench.impls.jax._masks import causal_alignment, one_documents_part, own_documents
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
@@ -33,12 +33,13 @@ BACKWARD_BLOCK = 32
 
 
 def power_of_two_divisor(length: int, largest: int) -> int:
-    """The largest power of two that divides the length, up to a bound that is itself one."""
+    """Return the largest power of two that divides the length, at most `largest`, a power of two itself."""
     return min(length & -length, largest)
 
 
 class PallasTriton(Implementation):
-    """full, causal and documents on CUDA; the interpreter elsewhere."""
+    """JAX's own (deprecated) Triton kernel in Pallas: full, causal and documents on CUDA; elsewhere in an
+    interpreter."""
 
     name = "jax.pallas-triton"
     framework = "jax"
@@ -48,11 +49,12 @@ class PallasTriton(Implementation):
 
     @property
     def verify_only(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Interpreted without a GPU."""
+        """Reason without a GPU: the kernel runs in the interpreter."""
         return interpreter_reason("gpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Lengths in blocks, head_dim up to 128 (256 exceeds shared memory)."""
+        """Return why lengths are not in blocks, head_dim is above 128 (256 exceeds shared memory), or another limit;
+        None if all hold."""
         return first_reason(
             needs_device(environment, "cuda", "rocm", "cpu"),
             needs_at_least(environment, (8, 0)),
@@ -69,16 +71,15 @@ class PallasTriton(Implementation):
         )
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """Forward blocks; the backward blocks are fixed at the library's 32."""
+        """Return forward blocks; the backward blocks are the library's 32."""
         largest = 64 if workload.dtype == "float32" else 128
         return [{"block": size} for size in (largest, largest // 2)]
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The kernel, differentiable."""
         return _call(workload, config, with_lse=False)
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        """The library's residual, brought from base 2 to natural log."""
+        """Return a call whose LSE is converted from base 2 to natural log."""
         return _call(workload, config, with_lse=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from attnbench.frameworks.jax_plain import rows_that_see
 from attnbench.impls.conditions import first_reason, needs_device, needs_dtype, needs_mask
-from attnbench.impls.jax._interpreter import interpreted, interpreter_reason
+from attnbench.impls.jax._libraries import interpreted, interpreter_reason
 from attnbench.impls.jax._masks import one_documents_part, own_documents
 from attnbench.impls.jax.pallas import power_of_two_divisor
 from attnbench.masks import Causal, Documents, Full, Window
@@ -24,7 +24,8 @@ SMALLEST_Q_BLOCK = 8
 
 
 class Splash(Implementation):
-    """full, causal, window and documents, with soft cap."""
+    """JAX's splash-attention kernel for TPUs: full, causal, window and documents, with soft cap; elsewhere in an
+    interpreter."""
 
     name = "jax.splash"
     framework = "jax"
@@ -33,17 +34,15 @@ class Splash(Implementation):
 
     @property
     def verify_only(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Interpreted without a TPU."""
+        """Reason without a TPU: the kernel runs in the interpreter."""
         return interpreter_reason("tpu")
 
     def available(self, environment: Environment) -> str | None:
-        """TPU, or the CPU's interpreter."""
         if environment.device in ("cpu", "tpu"):
             return None
         return f"is a TPU kernel, this is {environment.device}"
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Keys in blocks of 128, and every row sees a key."""
         return first_reason(
             needs_device(environment, "tpu", "cpu"),
             needs_mask(workload, "full", "causal", "window", "documents"),
@@ -54,11 +53,9 @@ class Splash(Implementation):
         )
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The kernel, differentiable."""
         return _call(workload, with_lse=False)
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        """The kernel's own float32 LSE."""
         return _call(workload, with_lse=True)
 
 

@@ -1,6 +1,6 @@
-"""jax.tokamax-*: `tokamax.dot_product_attention` with exactly one implementation named, so that nothing falls back.
+"""jax.tokamax-*: `tokamax.dot_product_attention` with exactly one named implementation, so that nothing falls back.
 
-Same call as jax.nn and the same traps (top-left causal, mean of V on rows without keys), and two of its own: padded
+The interface and its traps are those of jax.nn (top-left causal, mean of V on rows without keys), and two more: padded
 query rows are not zero, and the soft cap is applied after the bias. float64 is true float64 under xla and xla_chunked.
 """
 
@@ -21,8 +21,8 @@ from attnbench.impls.conditions import (
     needs_package,
     needs_positive_scale,
 )
+from attnbench.impls.jax._libraries import import_beside_torch
 from attnbench.impls.jax._masks import mask_arguments
-from attnbench.impls.jax._triton_cache import import_beside_torch
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
 SIXTEEN_BITS = ("float16", "bfloat16")
@@ -31,8 +31,17 @@ LARGEST_FLOAT16_LOGIT = 11.0
 INSTALL = "pip install tokamax (Python 3.12 or newer)"
 
 
+DESCRIPTIONS = {
+    "mosaic": "tokamax's attention by its Pallas Mosaic kernel for Hopper and newer; forward from Ampere on; 16 bits.",
+    "triton": "tokamax's attention by its Pallas Triton kernel.",
+    "cudnn": "tokamax's attention by cuDNN; 16 bits.",
+    "xla": "tokamax's attention compiled by XLA; stores all scores.",
+    "xla_chunked": "tokamax's attention compiled by XLA, in chunks that do not store all scores.",
+}
+
+
 class Tokamax(Implementation):
-    """One tokamax implementation."""
+    """A named implementation of tokamax's dot_product_attention."""
 
     framework = "jax"
     process = "tokamax"
@@ -41,16 +50,15 @@ class Tokamax(Implementation):
     def __init__(self, backend: str, devices: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
         self.backend = backend
         self.name = f"jax.tokamax-{backend.replace('_', '-')}"
+        self.description = DESCRIPTIONS[backend]
         self.devices = devices
         self.dtypes = dtypes
         self.materialises_scores = backend == "xla"
 
     def available(self, environment: Environment) -> str | None:
-        """The package, and a device this backend has kernels for."""
         return first_reason(needs_package("tokamax", INSTALL), self._device(environment))
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """What this backend computes exactly."""
         return first_reason(
             self._device(environment),
             needs_dtype(workload, *self.dtypes),
@@ -85,7 +93,6 @@ class Tokamax(Implementation):
         return None
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """One library call, rows without keys set to 0."""
         rows = rows_that_see(workload.visible_mask, workload.mask_shape)
         arguments = mask_arguments(workload)
 
@@ -103,7 +110,7 @@ class Tokamax(Implementation):
         return call
 
     def passes(self, workload: Workload, config: Config) -> Passes:
-        """Mosaic's forward pass for full and causal masks, through the kernel behind the public function."""
+        """Return Mosaic's forward pass for full and causal masks, by the kernel behind the public function."""
         arguments = mask_arguments(workload)
         plain = not arguments.needs_array and arguments.window is None and arguments.kv_lengths is None
         if self.backend != "mosaic" or not plain:
@@ -122,7 +129,8 @@ class Tokamax(Implementation):
 
 
 def _exponentials_in_float16(workload: Workload) -> str | None:
-    """Under a soft cap of at most 60 mosaic does not subtract a row's maximum before the exponential."""
+    """Refuse float16 with a large soft cap: up to 60, mosaic does not subtract a row's maximum before the
+    exponential."""
     if workload.dtype == "float16" and workload.softcap is not None and workload.softcap > LARGEST_FLOAT16_LOGIT:
         return "computes exp(logit) in float16 under a soft cap, which overflows beyond a logit of 11"
     return None

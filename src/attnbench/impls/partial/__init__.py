@@ -1,1 +1,1 @@
-"""What attention over parts of a whole is built from: the merge of partial results, and a plain partial form."""
+"""Parts of attention over a larger whole: partial results, their merge, and the kernels that compute them."""

@@ -1,47 +1,140 @@
-"""Forward and backward passes apart in JAX: plain ones, cuDNN's, and two made into one differentiable call.
+"""Forward and backward passes apart in JAX: operator by operator, cuDNN's, and their differentiable composition.
 
-cuDNN's are not public: `jax.nn.dot_product_attention` rounds the LSE to the inputs' dtype and keeps the backward
-pass to itself, so both come from the module behind it, and from no version whose backward rule looks different.
+A backward pass takes `out` and `lse` of the whole, so that the gradients of blocks add up to the gradients of the
+whole. Unlike in `jax.nn.dot_product_attention`, the LSE is float32 (or float64) and takes part in the backward pass.
+
+cuDNN's passes are not public: `jax.nn.dot_product_attention` rounds the LSE to the inputs' dtype and hides the backward
+pass. Both come from JAX's private module, and only if its backward rule has the signature that was tested.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.jax_plain import grouped_heads, in_usual_promotion, visible
 from attnbench.impls.jax._masks import mask_arguments
-from attnbench.impls.partial import jax_blocks
 from attnbench.spec import Array, Call, Partial, Workload
+
+
+class Rule(NamedTuple):
+    """Scale and soft cap of the logits, before the mask."""
+
+    scale: float
+    softcap: float | None
+
+
+def no_parts(q: Array, v: Array) -> tuple[Array, Array]:
+    """Return (out, lse) of no blocks: zeros [b, t, h, dv] and -inf [b, h, t], in float32 or float64."""
+    import jax.numpy as jnp
+
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    batch, tokens, heads, _ = q.shape
+    return jnp.zeros((batch, tokens, heads, v.shape[-1]), wide), jnp.full((batch, heads, tokens), -jnp.inf, wide)
+
+
+def merge_parts(out: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
+    """Return (out, lse) of two partial results together."""
+    import jax.numpy as jnp
+
+    both = jnp.logaddexp(lse, part_lse)
+    base = jnp.where(both == -jnp.inf, 0.0, both)
+    kept, added = (jnp.exp(one - base).transpose(0, 2, 1)[..., None] for one in (lse, part_lse))
+    return out * kept + part * added, both
+
+
+def block_forward(q: Array, k: Array, v: Array, seen: Array | None, rule: Rule) -> tuple[Array, Array]:
+    """Return (out, lse) in float32 or float64; `seen` [t, s] are the visible pairs, None for all."""
+    import jax.numpy as jnp
+
+    logits = _logits(q, k, seen, rule)
+    top = logits.max(-1, keepdims=True)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    weights = jnp.exp(logits - top)
+    total = weights.sum(-1)
+    out = _einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
+    per_row = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)[..., None]
+    lse = (top[..., 0] + jnp.log(total)).reshape(q.shape[0], q.shape[2], q.shape[1])
+    return (out / per_row).reshape(*q.shape[:3], v.shape[-1]), lse
+
+
+def block_backward(
+    q: Array, k: Array, v: Array, whole: tuple[Array, Array, Array], seen: Array | None, rule: Rule
+) -> tuple[Array, Array, Array]:
+    """Return (dq, dk, dv) of a block in float32 or float64; `whole` is (out, lse, dout) of the whole."""
+    import jax.numpy as jnp
+
+    out, lse, dout = whole
+    groups = k.shape[2]
+    logits = _logits(q, k, seen, rule)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    weights = jnp.exp(logits - lse.reshape(*logits.shape[:-1])[..., None])
+    shared = (dout.astype(logits.dtype) * out.astype(logits.dtype)).sum(-1)
+    shared = _grouped(shared[..., None], groups)[..., 0].transpose(0, 2, 3, 1)
+    grouped_dout, grouped_q = _grouped(dout, groups), _grouped(q, groups)
+    dlogits = weights * (_einsum("btkgh,bskh->bkgts", grouped_dout, v) - shared[..., None])
+    if rule.softcap is not None:
+        free = jnp.where(logits == -jnp.inf, 0.0, logits)
+        dlogits = dlogits * (1 - (free / rule.softcap) ** 2)
+    dlogits = (dlogits * rule.scale).astype(q.dtype)
+    dq = _einsum("bkgts,bskh->btkgh", dlogits, k).reshape(q.shape)
+    dk = _einsum("bkgts,btkgh->bskh", dlogits, grouped_q)
+    dv = _einsum("bkgts,btkgh->bskh", weights.astype(v.dtype), grouped_dout)
+    return dq, dk, dv
+
+
+def _logits(q: Array, k: Array, seen: Array | None, rule: Rule) -> Array:
+    """Return logits [b, kv_heads, group, t, s], -inf where hidden."""
+    import jax.numpy as jnp
+
+    logits = _einsum("btkgh,bskh->bkgts", _grouped(q, k.shape[2]), k) * rule.scale
+    if rule.softcap is not None:
+        logits = rule.softcap * jnp.tanh(logits / rule.softcap)
+    return logits if seen is None else jnp.where(seen, logits, -jnp.inf)
+
+
+def _grouped(x: Array, groups: int) -> Array:
+    """Return [b, t, h, d] as [b, t, groups, h / groups, d]."""
+    return x.reshape(*x.shape[:2], groups, x.shape[2] // groups, x.shape[3])
+
+
+def _einsum(formula: str, a: Array, b: Array) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=wide)
+
 
 CUDNN_RULE = (
     "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "is_training",
     "return_residual", "res", "grad_output",
 )  # fmt: skip
 FLOAT16_SAFE = 32768.0
-"""As in torch_autograd."""
+"""Largest gradient of an LSE that is passed to a backward pass in float16 unscaled, as in torch_autograd."""
 UNUSED_INPUTS = 4
-"""Offsets and page tables; they are empty here, and so are bias and lengths where there are none."""
+"""Number of empty offsets and page tables; bias and lengths are empty too if there are none."""
 
 
 def plain_passes(workload: Workload) -> Partial | None:
-    """Operator by operator, with the scores stored; None for masks that carry weights."""
+    """Return passes operator by operator, which store the scores; None for masks that carry weights."""
     if workload.visible_mask.weighted:
         return None
-    rule = jax_blocks.Rule(workload.softmax_scale, workload.softcap)
+    rule = Rule(workload.softmax_scale, workload.softcap)
 
     def seen() -> Any:
         mask = workload.visible_mask
         return None if mask.kinds == ("full",) else grouped_heads(visible(mask, workload.mask_shape), workload)
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse = jax_blocks.forward(q, k, v, seen(), rule)
+        out, lse = block_forward(q, k, v, seen(), rule)
         return out.astype(q.dtype), lse
 
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-        grads = jax_blocks.backward(q, k, v, (out, lse, dout), seen(), rule)
+        grads = block_backward(q, k, v, (out, lse, dout), seen(), rule)
         dq, dk, dv = (grad.astype(x.dtype) for grad, x in zip(grads, (q, k, v)))
         return dq, dk, dv
 
@@ -49,7 +142,7 @@ def plain_passes(workload: Workload) -> Partial | None:
 
 
 def cudnn_passes(workload: Workload) -> Partial | None:
-    """cuDNN's kernels for full and top-left causal masks; None for other masks, or where JAX has changed."""
+    """Return cuDNN's kernels for full and top-left causal masks; None for other masks, or if JAX has changed."""
     arguments = mask_arguments(workload)
     if arguments.needs_array or arguments.window is not None or arguments.kv_lengths is not None:
         return None
@@ -57,7 +150,7 @@ def cudnn_passes(workload: Workload) -> Partial | None:
 
 
 def cudnn_late_passes(scale: float, padded: bool) -> Partial | None:
-    """The same without a mask; `padded`: but for key lengths int32 [b], which are then the last argument of both."""
+    """Return cuDNN's kernels without a mask; if `padded`, key lengths int32 [b] are the last argument of both."""
     return _cudnn_kernels(scale, "PADDING" if padded else "NO_MASK")
 
 
@@ -91,16 +184,18 @@ def _cudnn_kernels(scale: float, mask: str) -> Partial | None:
 
 
 def _both_lengths(q: Array, of_keys: Array) -> tuple[Array, Array]:
-    """Of queries, all of them, and of keys."""
+    """Return the lengths of queries (all) and of keys."""
     import jax.numpy as jnp
 
     return jnp.full(q.shape[:1], q.shape[1], jnp.int32), of_keys.astype(jnp.int32)
 
 
 def differentiable(pair: Partial, with_lse: bool) -> Call:
-    """`(q, k, v) -> out`, or (out, lse), whose gradient is the pair's backward; the LSE's costs a second one.
+    """Return `(q, k, v) -> out` or (out, lse) with the pair's backward as gradient; the LSE's gradient costs a second
+    backward pass.
 
-    Differentiable once: a library's forward pass may keep its LSE from gradients, and second ones would be wrong.
+    Differentiable once: a library's forward pass may exclude its LSE from gradients, and second derivatives would be
+    wrong.
     """
     import jax
 
@@ -128,7 +223,7 @@ def differentiable(pair: Partial, with_lse: bool) -> Call:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which has no derivative."""
+    """Return the same function without a derivative: differentiating raises."""
     import jax
 
     @jax.custom_jvp
@@ -147,7 +242,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 def _through_lse(
     backward: Any, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array
 ) -> tuple[Array, Array]:
-    """As torch_autograd does it: values of 0, and an `out` whose product with `dout` is -dlse, in two columns."""
+    """Return gradients of the LSE like torch_autograd: with values of 0, and an `out` whose product with `dout` is
+    -dlse, in two columns."""
     import jax.numpy as jnp
 
     half = out.dtype == jnp.float16
@@ -166,7 +262,7 @@ def _through_lse(
 
 
 def _beyond_float16(dlse: Array) -> Array:
-    """How many times too large the largest is; one where none is."""
+    """Return by which factor the largest value exceeds FLOAT16_SAFE, at least 1."""
     import jax.numpy as jnp
 
     return jnp.maximum(jnp.max(jnp.where(jnp.isfinite(dlse), jnp.abs(dlse), 0.0)) / FLOAT16_SAFE, 1.0)

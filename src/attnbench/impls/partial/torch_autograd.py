@@ -1,22 +1,113 @@
-"""A forward and a backward function made into one differentiable call. Imports torch: load it at the first use.
+"""Differentiable torch operations from a forward and a backward function. Imports torch: load it at the first use.
 
-Nothing but (q, k, v, out, lse) is kept between the two, so they need not come from one library.
+Only (q, k, v, out, lse) is kept between the two passes, so they may come from two libraries. A gradient is not
+differentiated again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from attnbench.impls.partial.torch_once import Operation, once
+from attnbench.errors import Unsupported
+from attnbench.frameworks.torch_autocast import without_autocast_for
 from attnbench.spec import Layout, Partial
+
+Function = Callable[..., Any]
+
+
+class Operation:
+    """A `forward(*inputs) -> outputs` with the gradient `backward(ctx, *grads)`; torch.func may transform it.
+
+    `keep(ctx, inputs, outputs)` saves what the backward needs, from inputs and outputs alone.
+    """
+
+    def __init__(self, forward: Function, keep: Callable[..., None], backward: Function) -> None:
+        self._plain = _plain(forward, keep, backward)
+        self._transformed = _transformed(forward, keep, backward)
+
+    def __call__(self, *inputs: Any) -> Any:
+        # The form that torch.func asks for costs the host more at every call.
+        transformed = torch._C._are_functorch_transforms_active()
+        return (self._transformed if transformed else self._plain).apply(*inputs)
+
+
+def _plain(forward: Function, keep: Callable[..., None], backward: Function) -> Any:
+    class Plain(torch.autograd.Function):
+        """Operation without support for torch.func, which is faster to call."""
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            outputs = forward(*inputs)
+            keep(ctx, inputs, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return backward(ctx, *grads)
+
+    return Plain
+
+
+def _transformed(forward_: Function, keep: Callable[..., None], backward_: Function) -> Any:
+    class Transformed(torch.autograd.Function):
+        """Operation for torch.func; a batch of problems is computed one by one, because masks are made for one
+        problem."""
+
+        forward = staticmethod(forward_)
+        setup_context = staticmethod(keep)
+        backward = staticmethod(backward_)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+            return _one_by_one(Transformed.apply, info.batch_size, in_dims, inputs)
+
+    return Transformed
+
+
+def _one_by_one(function: Function, count: int, axes: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the stacked results of a batch of problems, computed one by one."""
+
+    def one(index: int) -> Any:
+        return function(
+            *[x.select(axis, index) if isinstance(axis, int) else x for x, axis in zip(inputs, axes, strict=True)]
+        )
+
+    found = tuple([torch.stack(each) for each in zip(*[one(index) for index in range(count)])])
+    return found, (0,) * len(found)
+
+
+def once(function: Function, *arrays: Any) -> Any:
+    """Return `function(*arrays)`, computed without autograd and without autocast: what every backward pass calls.
+
+    The forward pass runs without autocast as well. Differentiating the result by any of the arrays raises.
+    """
+    with without_autocast_for(arrays):
+        return _ONCE(function, *arrays) if torch.is_grad_enabled() else function(*arrays)
+
+
+def _computed(function: Function, *arrays: Any) -> Any:
+    return function(*arrays)
+
+
+def _nothing_kept(ctx: Any, inputs: Any, outputs: Any) -> None:
+    return None
+
+
+def refuse(ctx: Any, *grads: Any) -> NoReturn:
+    """Raise in place of a second derivative."""
+    raise Unsupported("second derivatives are not available from this implementation: ask for torch.eager.")
+
+
+_ONCE = Operation(_computed, _nothing_kept, refuse)
+
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, Any]]
 FLOAT16_SAFE = 32768.0
-"""The largest gradient of an LSE that goes through a backward pass in float16 as it is."""
+"""Largest gradient of an LSE that is passed to a backward pass in float16 unscaled."""
 Gradients = tuple[Any, Any, Any]
 
 
@@ -59,7 +150,7 @@ def of_both(
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
 ) -> Gradients:
-    """(dq, dk, dv) of a loss in the output, in the LSE, or in both; None where it is in neither."""
+    """Return (dq, dk, dv) of a loss in the output, in the LSE, or in both; None if it is in neither."""
     if dout is None:
         return (None, None, None) if dlse is None else of_lse(dlse)
     dq, dk, dv = of_out(dout)
@@ -70,7 +161,7 @@ def of_both(
 
 
 def _strided_as(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """Kernels expect gradients that lie as their outputs do; autograd may hand in any view, an expanded one too."""
+    """Return the gradient with the strides of the output, which kernels expect; autograd may pass any view."""
     return dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout)
 
 
@@ -85,10 +176,10 @@ def through_lse(
     dlse: torch.Tensor,
     excess: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the LSE by one more backward pass, which is shown `dlse / excess` where float16 needs it.
+    """Return gradients of the LSE by another backward pass, which gets `dlse / excess` if float16 needs that.
 
-    That pass takes p * (<dout, v> - <dout, out>) as the logits' gradient, and p * dlse is wanted: values of 0, and an
-    `out` whose product with `dout` is -dlse, in two columns so that 16 bits lose little of it.
+    That pass takes p * (<dout, v> - <dout, out>) as the logits' gradient, and p * dlse is wanted: so values are 0, and
+    `out` has the product -dlse with `dout`, in two columns so that 16 bits lose little of it.
     """
     if out.dtype == torch.float16:
         excess = beyond_float16(dlse) if excess is None else excess
@@ -106,7 +197,10 @@ def through_lse(
 
 
 def beyond_float16(dlse: torch.Tensor) -> torch.Tensor:
-    """How many times too large the largest is, at least 1: a result that overflows in spite of it does so anyway."""
+    """Return by which factor the largest value exceeds FLOAT16_SAFE, at least 1.
+
+    A result that overflows in spite of the factor would overflow anyway.
+    """
     if not dlse.numel():  # a rank of a ring may hold no tokens
         return dlse.new_ones(())
     finite = dlse.abs().masked_fill(~dlse.isfinite(), 0.0)
@@ -117,12 +211,13 @@ _ATTENTION = Operation(_forward, _keep, _backward)
 
 
 def differentiable(pair: Partial, layout: Layout = "bshd") -> Attention:
-    """`(q, k, v) -> (out, lse)` whose gradient is the pair's backward; the LSE's costs a second one."""
+    """Return `(q, k, v) -> (out, lse)` with the pair's backward as gradient; the LSE's gradient costs a second backward
+    pass."""
     return lambda q, k, v: _ATTENTION(pair, layout, q, k, v)
 
 
 class _Turned:
-    """A function of a pair whose arrays have their tokens and heads swapped, without autograd."""
+    """A function of a pair on arrays with tokens and heads swapped, without autograd."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -133,14 +228,14 @@ class _Turned:
 
 
 def _swapped(x: torch.Tensor) -> torch.Tensor:
-    """[b, s, h, d] as [b, h, s, d] and back; an LSE is [b, h, s] in either layout."""
+    """Return [b, s, h, d] as [b, h, s, d] and back; an LSE is [b, h, s] in either layout and stays."""
     return x.transpose(1, 2) if x.dim() == 4 else x
 
 
 def turned(pair: Partial) -> Partial:
-    """Functions on bhsd as functions on bshd, or the other way round; turned twice they are the same again.
+    """Return functions on bhsd as functions on bshd, or the reverse; turned twice they are the original ones.
 
-    Only those that are turned are without autograd by themselves.
+    Only turned functions are without autograd by themselves.
     """
     forward, backward = pair
     return _other_layout(forward), _other_layout(backward)

@@ -1,29 +1,65 @@
-"""Which dense kernel computes a part: the one named, or the first of the order that takes it."""
+"""The dense kernel that computes a part: the one named, or the first of a fixed order that takes the part.
+
+An automatic choice obeys what the user told torch (deterministic algorithms, SDPA backends switched off); an
+implementation that is asked for by name runs as named.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from attnbench import frameworks, registry
 from attnbench.errors import Unsupported
-from attnbench.impls.partial.torch_rules import NO_RULES, Rules, ruled_out
-from attnbench.spec import Environment, Partial, Workload
+from attnbench.impls.torch._sdpa_pins import switched_off
+from attnbench.spec import Environment, Implementation, Partial, Workload
+
+
+class Rules(NamedTuple):
+    """Settings of the process that an automatic choice depends on."""
+
+    deterministic: bool = False
+    """Whether torch.use_deterministic_algorithms(True) is set."""
+    off: tuple[str, ...] = ()
+    """Backends that `torch.backends.cuda.enable_*_sdp(False)` or `sdpa_kernel` switched off."""
+
+
+NO_RULES = Rules()
+
+
+def current() -> Rules:
+    """Return the current settings of the process."""
+    import torch
+
+    return Rules(torch.are_deterministic_algorithms_enabled(), switched_off())
+
+
+def ruled_out(implementation: Implementation, workload: Workload, rules: Rules) -> str | None:
+    """Return why the rules leave an implementation out; None if they do not."""
+    off = [flag for flag in implementation.switches if flag in rules.off]
+    if off:
+        return f"is switched off in this process (torch.backends.cuda.enable_{off[0]}_sdp)"
+    asked = ("forward", "backward") if workload.needs_gradients else ("forward",)
+    if rules.deterministic and any(one in implementation.not_deterministic for one in asked):
+        return "is not deterministic, and torch.use_deterministic_algorithms is on"
+    return None
+
 
 ORDER = ("torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.eager")
-"""The fastest first where it was measured (an H200); eager takes everything and stores the scores."""
+"""Implementations in the order of their measured speed on an H200; eager takes everything and stores the scores."""
 
 
 @lru_cache(maxsize=8)
 def environment_of(device: str) -> Environment:
-    """Facts about a device, asked once."""
+    """Return facts about a device, cached."""
     return frameworks.get("torch").environment(device)
 
 
 @lru_cache(maxsize=4096)
 def choose(kernel: str, workload: Workload, device: str, rules: Rules = NO_RULES) -> tuple[str, Partial]:
-    """Name and (forward, backward) for a part; `kernel` is an implementation's name or "auto". Raises Unsupported.
+    """Return name and (forward, backward) for a part; raise Unsupported if none can compute it.
 
-    Only "auto" obeys the rules.
+    `kernel` is an implementation's name or "auto". Only "auto" obeys the rules.
     """
     reasons = []
     for name in ORDER if kernel == "auto" else (kernel,):

@@ -1,8 +1,8 @@
 """torch.compile without its silent fall-backs; `torch.compiled` and `torch.flex` compile through here.
 
 Dynamo counts recompilations per code object and, past the limit, runs a function eagerly with a line in the log. So
-each build compiles a code object of its own, as one whole graph, for which Dynamo knows no fall-back: a limit that is
-hit all the same is an error. Dynamo's settings, which belong to the whole process, stay as they are.
+each build compiles a code object of its own as one whole graph, for which Dynamo has no fall-back: reaching the limit
+is an error. Dynamo's settings, which belong to the whole process, stay as they are.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from attnbench.impls.conditions import needs_at_least, needs_package
 from attnbench.spec import Array, Call, Environment
 
 COMPILED_GRAPH = r"Torch-Compiled Region|CompiledFxGraph|triton_|cpp_fused"
-"""Seen in a profile only when compiled code ran."""
+"""Pattern that a profile has only if compiled code ran."""
 
 
 TRITON_SINCE = (7, 0)
-"""The least compute capability that Triton compiles for."""
+"""Least compute capability that Triton compiles for."""
 
 
 class CompiledCall:
-    """A call that compiles at its first use: the framework times that apart."""
+    """A call that compiles at its first use, which the framework times apart."""
 
     compiles = True
 
@@ -35,7 +35,7 @@ class CompiledCall:
         self._prepare = prepare
 
     def prepare(self, device: Any) -> None:
-        """Make what the call needs on a device now: inside another compiled function it would be too late."""
+        """Make what the call needs on a device now, because inside another compiled function it would be too late."""
         if self._prepare is not None:
             self._prepare(device)
 
@@ -69,7 +69,7 @@ def compile_fresh(function: FunctionType) -> Callable[..., Any]:
 
 
 def needs_compiler(environment: Environment) -> str | None:
-    """A C++ compiler on a CPU, Triton on a GPU."""
+    """Refuse a CPU without a C++ compiler, and a GPU without Triton."""
     if environment.device != "cpu":
         missing = None if environment.device == "mps" else needs_package("triton", "pip install triton")
         return missing or needs_at_least(environment, TRITON_SINCE)

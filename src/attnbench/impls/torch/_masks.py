@@ -1,8 +1,4 @@
-"""Masks in the forms torch's kernels take: a flag, an array for SDPA, a block mask and score_mod for FlexAttention.
-
-`route` and `may_have_dead_rows` are asked by `supports` and use NumPy alone; the rest is made at the first call on a
-device.
-"""
+"""Masks as torch libraries take them: SDPA's arguments, FlexAttention's block table, and two bounds per query."""
 
 from __future__ import annotations
 
@@ -11,24 +7,26 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from attnbench.frameworks.torch_plain import TorchNamespace, mask_tensors
-from attnbench.masks import Blocks, Dense, Full, dense
-from attnbench.masks.block_layout import block_layout
+from attnbench.impls.conditions import first_reason, needs_mask
+from attnbench.masks import Blocks, Causal, Dense, Full, Window, dense
+from attnbench.masks.cuts import block_layout
 from attnbench.masks.large_bias import shifted
-from attnbench.spec import Workload
+from attnbench.spec import Array, Workload
 
 if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
+
 Route = Literal["none", "causal", "lower-right", "array", "bias"]
 CHUNK_PAIRS = 1 << 26
-"""Pairs looked at in one go when rows or blocks are examined."""
+"""Number of pairs that are examined at a time."""
 EXAMINED_PAIRS = 1 << 28
-"""Above this many pairs a mask is not searched for rows that see no key."""
+"""Largest number of pairs of a mask that is searched for rows that see no key."""
 
 
 def route(workload: Workload) -> Route:
-    """The cheapest form that says the same: nothing, torch's `is_causal` (aligned top-left), lower-right, an array."""
+    """Return the cheapest form of the mask: nothing, torch's `is_causal` (aligned top-left), lower-right, an array."""
     mask, shape = workload.visible_mask, workload.mask_shape
     if mask.weighted:
         return "bias"
@@ -49,7 +47,7 @@ def route(workload: Workload) -> Route:
 
 
 def may_have_dead_rows(workload: Workload) -> bool:
-    """Whether a row may see no key; True also where the mask is too large to look."""
+    """Return whether a row may see no key; True also if the mask is too large to search."""
     mask, shape = workload.visible_mask, workload.mask_shape
     interval = mask.interval(shape)
     if interval is not None:
@@ -72,7 +70,7 @@ def may_have_dead_rows(workload: Workload) -> bool:
 
 
 class SdpaMask(NamedTuple):
-    """What scaled_dot_product_attention is handed, and the rows to set to 0 afterwards."""
+    """Mask arguments of scaled_dot_product_attention, and the rows to set to 0 afterwards."""
 
     attn_mask: torch.Tensor | None
     is_causal: bool
@@ -80,7 +78,7 @@ class SdpaMask(NamedTuple):
 
 
 def sdpa_mask(workload: Workload, device: torch.device, zeroes_dead_rows: bool) -> SdpaMask:
-    """Mask arguments for a device; of a large bias without what is added to whole rows (`MaskTensors.top`).
+    """Return mask arguments for a device; of a large bias without the part added to whole rows (`MaskTensors.top`).
 
     A kernel that is not known to give 0 for rows without keys is shown all keys there, and its rows are cleared:
     neither output nor gradients can then be NaN.
@@ -99,7 +97,7 @@ def sdpa_mask(workload: Workload, device: torch.device, zeroes_dead_rows: bool) 
 
 
 def additive(attn_mask: torch.Tensor | None, dtype: torch.dtype, hidden: float = float("-inf")) -> torch.Tensor | None:
-    """A boolean mask as a bias (0 where visible); a bias as it is."""
+    """Return a boolean mask as a bias (0 if visible); a bias is returned as it is."""
     import torch
 
     if attn_mask is None or attn_mask.dtype != torch.bool:
@@ -108,11 +106,11 @@ def additive(attn_mask: torch.Tensor | None, dtype: torch.dtype, hidden: float =
 
 
 def block_mask(workload: Workload, device: torch.device, block_size: int) -> BlockMask | None:
-    """FlexAttention's table of blocks and its mask_mod; None when everything is visible.
+    """Return FlexAttention's table of blocks and its mask_mod; None if everything is visible.
 
-    The table is made from the blocks of the mask where it has them, else from the predicate in chunks of rows: memory
+    The table is made from the blocks of the mask if it has some, else from the predicate in chunks of rows: memory
     stays bounded, nothing is compiled, and partial and full blocks never share a tensor (FlexAttention does not compile
-    when they do).
+    if they do).
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -130,7 +128,8 @@ def block_mask(workload: Workload, device: torch.device, block_size: int) -> Blo
 
 
 def _seen_blocks(workload: Workload, device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b or 1, h or 1, q blocks, kv blocks]: some pair is visible, every pair is (never so for a ragged last block)."""
+    """Return [b or 1, h or 1, q blocks, kv blocks] whether some pair is visible, and whether all are (never for a
+    ragged last block)."""
     import torch
 
     mask, shape = workload.visible_mask, workload.mask_shape
@@ -157,7 +156,7 @@ def _seen_blocks(workload: Workload, device: torch.device, size: int) -> tuple[t
 
 
 def _table(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of kept blocks per row, and their indices first."""
+    """Return the number of kept blocks per row, and the block indices, kept ones first."""
     import torch
 
     order = torch.argsort(kept.int(), dim=-1, descending=True, stable=True)
@@ -165,7 +164,7 @@ def _table(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def score_mod(workload: Workload, device: torch.device) -> Any:
-    """Soft cap, then log-weights, as FlexAttention's score_mod; None when there is neither."""
+    """Return soft cap, then log-weights, as FlexAttention's score_mod; None if there is neither."""
     cap = workload.softcap
     namespace, shift = TorchNamespace(device), shifted(workload.visible_mask, workload.mask_shape, np.float32)
     mask = workload.visible_mask if shift is None else dense(shift.weight)
@@ -181,3 +180,57 @@ def score_mod(workload: Workload, device: torch.device) -> Any:
         return score if weight is None else score + weight(b, h, q, kv).to(score.dtype)
 
     return modify
+
+
+Bounds = tuple[int | None, int | None]
+
+
+def bounds(workload: Workload) -> Bounds:
+    """Return the keys seen to the left and right of a query after alignment; None if there is no bound."""
+    mask = workload.visible_mask
+    if isinstance(mask, Causal):
+        return None, 0
+    return (mask.left, mask.right) if isinstance(mask, Window) else (None, None)
+
+
+def is_causal(workload: Workload) -> bool:
+    """Return whether the mask is causal, as Causal or as Window."""
+    return bounds(workload) == (None, 0)
+
+
+def is_windowed(workload: Workload) -> bool:
+    """Return whether the mask is neither full nor causal."""
+    return bounds(workload) not in ((None, None), (None, 0))
+
+
+def is_top_left(workload: Workload) -> bool:
+    """Return whether the alignment is top-left and differs from bottom-right."""
+    align = getattr(workload.visible_mask, "align", "bottom-right")
+    return align == "top-left" and workload.q_len != workload.kv_len
+
+
+def needs_bounds(workload: Workload) -> str | None:
+    """Refuse anything but a single full, causal or window mask."""
+    single = None if len(workload.visible_mask.kinds) == 1 else "takes one mask at a time"
+    return first_reason(needs_mask(workload, "full", "causal", "window"), single)
+
+
+def needs_bottom_right(workload: Workload) -> str | None:
+    """Refuse a top-left alignment, which flash-attention and similar libraries do not have."""
+    if is_top_left(workload):
+        return f"aligns masks bottom-right; top-left needs q_len = kv_len, not {workload.q_len} and {workload.kv_len}"
+    return None
+
+
+def needs_visible_rows(workload: Workload) -> str | None:
+    """Refuse rows that see no key; masks that are not one interval per row are left to `needs_bounds`."""
+    interval = workload.visible_mask.interval(workload.mask_shape)
+    if interval is None:
+        return None
+    low, high = (edge.clip(0, workload.kv_len) for edge in interval)
+    return "does not define rows that see no key, and this mask has some" if (high <= low).any() else None
+
+
+def natural_lse(lse: Array) -> Array:
+    """Return the LSE with -inf instead of +inf for rows that see no key."""
+    return lse.masked_fill(lse == float("inf"), float("-inf"))

@@ -1,11 +1,11 @@
-"""The operators behind SDPA's backends, called directly: they return the LSE and have a backward of their own.
+"""Operators behind SDPA's backends, called directly: they return the LSE and have their own backward operators.
 
-Only here can `out` and `lse` of a larger whole be handed to a backward pass. Head dims must already suit the kernel
-(SDPA itself pads); the CPU operator wants its mask as floats. Rows without keys: the CPU writes LSE 0, so it is set.
-Strided views: the efficient backward reads `out` as if it were dense, and cuDNN's looks its compiled graph up by the
-strides of q, k and v alone (torch 2.11), so `out` and `dout` of other strides than at first would be read wrongly.
-The pairs below are bhsd as the operators are; `partial` hands them out as bshd. Forward operators are called by
-torch's own binding, which costs the host less than `torch.ops` does; backward ones have none.
+Only these operators accept `out` and `lse` of a larger whole in the backward pass. Head dims must already suit the
+kernel (SDPA itself pads); the CPU operator needs its mask as floats. Rows without keys: the CPU writes LSE 0, so it is
+overwritten. Strided views: the efficient backward reads `out` as if it were dense, and cuDNN's finds its compiled graph
+by the strides of q, k and v alone (torch 2.11), so `out` and `dout` of other strides than at first would be read
+wrongly. The pairs below are bhsd as the operators are; `partial` returns them as bshd. Forward operators are called
+through torch's own binding, which costs the host less than `torch.ops`; backward operators have none.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from threading import get_ident
 from typing import Any
 
 from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
-from attnbench.impls.partial.torch_merge import NEGATIVE_INFINITY, for_backward
-from attnbench.impls.partial.torch_rows import of_dense_rows
-from attnbench.impls.partial.torch_scale import pair_at_positive_scale
+from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, for_backward, of_dense_rows, pair_at_positive_scale
 from attnbench.impls.torch._masks import SdpaMask, additive, may_have_dead_rows, route, sdpa_mask
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Array, Call, Partial, Workload
 
 
 def with_lse(backend: str, workload: Workload) -> Call | None:
-    """A call, bhsd, that returns (out, lse), or None; in training a gradient flows through both."""
+    """Return a call in bhsd that returns (out, lse), or None; in training a gradient flows through both."""
     pair = _pair(backend, workload)
     if pair is None:
         return None
@@ -44,16 +42,17 @@ def with_lse(backend: str, workload: Workload) -> Call | None:
 
 
 def operator(backend: str, workload: Workload) -> Call | None:
-    """The same as torch differentiates it itself: through the output alone."""
+    """Return a call in bhsd that torch itself differentiates, through the output alone; None if there is no
+    operator."""
     pair = _pair(backend, workload)
     return None if pair is None else pair[0]
 
 
 def partial(backend: str, workload: Workload) -> Partial | None:
-    """(forward, backward), bshd, or None where the operators cannot do the workload.
+    """Return (forward, backward) in bshd; None if the operators cannot compute the workload.
 
-    The whole's LSE is -inf in rows without keys only: where the workload has none, nothing is guarded. A large bias has
-    no partial form: an LSE that holds it holds nothing else.
+    The LSE of the whole is -inf only in rows without keys: if the workload has none, nothing is guarded. A large bias
+    has no partial form, because it leaves no precision in the LSE.
     """
     pair = None if has_large_bias(workload.visible_mask) else _pair(backend, workload)
     if pair is None:
@@ -64,7 +63,7 @@ def partial(backend: str, workload: Workload) -> Partial | None:
 
 
 def _guarded(pair: Partial) -> Partial:
-    """With rows that see no key, whose LSE of -inf the operators do not take back."""
+    """Return the pair with a backward pass that accepts the LSE of -inf of rows that see no key."""
     forward, backward = pair
 
     def guarded(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
@@ -74,7 +73,7 @@ def _guarded(pair: Partial) -> Partial:
 
 
 def _pair(backend: str, workload: Workload) -> Partial | None:
-    """The kernels' two passes; their LSE lacks what a large bias adds to whole rows."""
+    """Return the kernels' two passes; their LSE lacks the part that a large bias adds to whole rows."""
     return pair_at_positive_scale(lambda positive: _kernels(backend, positive), workload)
 
 
@@ -132,7 +131,8 @@ def _cpu_flash(workload: Workload) -> Partial:
 
 
 def _forward_op(name: str) -> Callable[..., Any]:
-    """torch's quick binding, which gives lengths as tensors that Dynamo cannot trace; there, the operator itself."""
+    """Return torch's quick binding, or the operator itself while Dynamo traces, which cannot trace lengths as
+    tensors."""
     import torch
     from torch.compiler import is_dynamo_compiling
 
@@ -141,7 +141,8 @@ def _forward_op(name: str) -> Callable[..., Any]:
 
 
 def _gpu_flash(workload: Workload) -> Partial | None:
-    """The operator aligns a rectangular causal mask bottom-right."""
+    """Return the GPU's flash operators, which align a rectangular causal mask bottom-right; None for other masks and
+    sizes."""
     import torch
 
     way, square = route(workload), workload.q_len == workload.kv_len
@@ -200,20 +201,21 @@ def _cudnn(workload: Workload) -> Partial | None:
 
 
 def _no_dropout(device: Any, dtype: Any, *seeds: int) -> tuple[Array, Array]:
-    """Seed and offset of a generator that nothing draws from."""
+    """Return seed and offset of a random generator that nothing draws from."""
     import torch
 
     return torch.zeros(seeds, dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
 
 
 _first_strides: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-"""Never emptied: torch keeps its graphs as long, and without its entry a graph would read wrong strides."""
+"""Strides of the first calls. Never emptied: torch keeps its graphs as long, and would read wrong strides without the
+entry."""
 
 
 def strided_as_at_first(q: Array, k: Array, v: Array, causal: bool, out: Array, dout: Array) -> tuple[Array, Array]:
-    """out and dout, copied where their strides differ from those of the first call on a q, k and v like these.
+    """Return out and dout, copied if their strides differ from those of the first call with such q, k and v.
 
-    cuDNN's graphs are kept by each thread, and so is what they were built for.
+    cuDNN's graphs are kept per thread, and so are these strides.
     """
     import torch
 
@@ -230,7 +232,8 @@ def strided_as_at_first(q: Array, k: Array, v: Array, causal: bool, out: Array, 
 
 
 def _efficient(workload: Workload) -> Partial:
-    """The operators pad the LSE's rows to a multiple of 32, and the backward reads the padding: +inf, as theirs."""
+    """Return the memory-efficient operators, which pad the LSE's rows to a multiple of 32; the backward reads that
+    padding as +inf."""
     import torch
 
     def make(device: Any) -> SdpaMask:

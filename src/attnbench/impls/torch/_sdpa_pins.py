@@ -1,8 +1,8 @@
-"""Backends of scaled_dot_product_attention pinned by several threads at once, in about a microsecond.
+"""Pins of SDPA's backend that several threads can use at once, in about a microsecond.
 
-torch's flags belong to the process: two threads inside its `sdpa_kernel` see each other's, and restore them in the
-wrong order, which pins the process for good. Here threads that want one backend share the pin, others wait for it. A
-thread that pins again inside its own block gives the outer pin up meanwhile, so that nobody waits while holding one.
+torch's flags belong to the process: two threads inside its `sdpa_kernel` see each other's flags and restore them in the
+wrong order, which pins the process for good. Here threads that need one backend share the pin, and others wait. A
+thread that pins again inside its own block releases the outer pin meanwhile, so that nobody waits while holding a pin.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from threading import Condition, Lock, local
 
 FLAGS = ("cudnn", "flash", "mem_efficient", "math", "overrideable")
 USERS = FLAGS[:4]
-"""Those that `torch.backends.cuda.enable_*_sdp` sets."""
+"""Flags that `torch.backends.cuda.enable_*_sdp` sets."""
 
 
 class _Turn:
-    """Whose turn it is, which threads are inside, and how to undo what the first of them changed."""
+    """The flag that is pinned now, the threads inside, and how to undo the changes of the first of them."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -28,7 +28,7 @@ class _Turn:
         self.undo: dict[str, tuple[Callable[[bool], None], bool]] = {}
 
     def restore(self) -> None:
-        """Put the flags back; what an exception leaves undone is done by the next call."""
+        """Restore the flags; after an exception the next call restores the rest."""
         while self.undo:
             name, (put, was) = next(iter(self.undo.items()))
             put(was)
@@ -36,7 +36,7 @@ class _Turn:
 
 
 class _Held(local):
-    """The pins of one thread, the outermost first; only the last is in force."""
+    """The pins of a thread, the outermost first; only the last is in force."""
 
     def __init__(self) -> None:
         self.pins: list[Pinned] = []
@@ -48,10 +48,10 @@ _HELD = _Held()
 
 
 class Pinned:
-    """`with Pinned("math"): ...`; the flag is one of FLAGS. One object serves every thread and call.
+    """Context manager that pins a backend, `with Pinned("math"): ...`; the flag is one of FLAGS.
 
-    An exception while it waits or switches, KeyboardInterrupt included, leaves the pin around it in force, and the
-    flags as they were once that one has ended.
+    One object serves every thread and call. If an exception, KeyboardInterrupt included, occurs while a thread waits or
+    switches, the pin around it stays in force, and the flags are restored once that pin has ended.
     """
 
     __slots__ = ("_flag", "_switches")
@@ -106,7 +106,7 @@ class Pinned:
 
 
 def _give_up() -> None:
-    """Put the flags back if no other thread holds this pin."""
+    """Restore the flags if no other thread holds this pin."""
     with _TURN.lock:
         _TURN.inside.discard(_HELD.token)
         if not _TURN.inside:
@@ -115,14 +115,14 @@ def _give_up() -> None:
 
 
 def _back_to(pins: list[Pinned]) -> None:
-    """Give up whatever was taken by halves, and take the pin that is left."""
+    """Release a pin that was only partly taken, and take the remaining pin again."""
     _give_up()
     if pins:
         pins[-1]._take()
 
 
 def switched_off() -> tuple[str, ...]:
-    """Return the flags that are off outside of our own pins: what the user decided."""
+    """Return the flags that are off outside of our own pins, by the user's decision."""
     with _TURN.lock:
         undo = _TURN.undo
         return tuple([name for name, get in _readers() if not (undo[name][1] if name in undo else get())])

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from attnbench.frameworks.torch_plain import attend, log_sum_exp, mask_tensors, once_per_device, plain_call
-from attnbench.impls.partial.torch_plain import plain_partial
+from attnbench.impls.partial.torch_passes import plain_partial
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 
 class Eager(Implementation):
-    """One operator after another."""
+    """Plain PyTorch, operator by operator: any mask and soft cap; stores all scores."""
 
     name = "torch.eager"
     framework = "torch"
@@ -47,7 +47,7 @@ class Eager(Implementation):
 
 
 class Compiled(Implementation):
-    """The same lines through torch.compile."""
+    """Plain PyTorch compiled by torch.compile as one graph: any mask and soft cap; stores all scores."""
 
     name = "torch.compiled"
     framework = "torch"

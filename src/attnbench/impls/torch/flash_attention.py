@@ -1,28 +1,90 @@
-"""Tri Dao's flash-attention, three generations: `flash_attn` 2, FA3 (`flash_attn_interface` or the forward-only
-`fa3_fwd_interface`) and FA4 (`flash_attn.cute`).
+"""Tri Dao's flash-attention in three generations: `flash_attn` 2, FA3 and FA4 (`flash_attn.cute`).
 
-All take bshd, group heads contiguously, align causal and window bottom-right, and give 0 for a row that sees no key.
-Their traps: FA4 spells "no bound" None where the others spell it -1 (there (-1, 0) means full, not causal); FA2 writes
-an LSE of +inf for a row that sees no key; FA3 returns a tensor or a tuple by version, FA4 always a tuple; FA4 makes
-`flash_attn` a namespace package that others take for FA2. One process each, and the probes look at modules, not names.
+All take layout bshd, group heads contiguously, align causal and window masks bottom-right, and return 0 for a row that
+sees no key. Traps: FA4 spells "no bound" None, the others -1 (there (-1, 0) means full, not causal); FA2 writes an LSE
+of +inf for a row that sees no key; FA3 returns a tensor or a tuple by version, FA4 always a tuple; FA4 makes
+`flash_attn` a namespace package, which other libraries take for FA2. Each runs in a process of its own, and
+`available` looks for modules, not for distribution names.
+
+Two packages offer FA3: the full build of flash-attention's hopper/ folder (`flash_attn_interface`) and the forward-only
+wheel `fa3-fwd` (`fa3_fwd_interface`). On the package index the first name is an unrelated stub of a few bytes.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from attnbench.errors import Unsupported
 from attnbench.impls import conditions
-from attnbench.impls.conditions import first_reason
-from attnbench.impls.partial.torch_rows import dense_rows, of_dense_rows
-from attnbench.impls.torch import _fa3_build as fa3
-from attnbench.impls.torch._bounds import bounds, is_causal, is_windowed, natural_lse, needs_bottom_right, needs_bounds
-from attnbench.impls.torch._masks import may_have_dead_rows
+from attnbench.impls.conditions import find_module, first_reason
+from attnbench.impls.partial.torch_passes import dense_rows, of_dense_rows
+from attnbench.impls.torch._masks import (
+    bounds,
+    is_causal,
+    is_windowed,
+    may_have_dead_rows,
+    natural_lse,
+    needs_bottom_right,
+    needs_bounds,
+)
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
+
+
+def fa3_module() -> str | None:
+    """Return the FA3 interface that is really installed; a file without `flash_attn_func` is the index's stub."""
+    for name in ("flash_attn_interface", "fa3_fwd_interface"):
+        spec = find_module(name)
+        source = Path(spec.origin) if spec is not None and spec.origin else None
+        if source is not None and source.is_file() and "def flash_attn_func" in source.read_text(errors="replace"):
+            return name
+    return None
+
+
+def fa3_missing() -> str:
+    """Return why there is no FA3, and what installs it."""
+    if find_module("flash_attn_interface") is not None:
+        return "flash_attn_interface here is a stub, not FA3: pip uninstall flash_attn_interface; pip install fa3-fwd"
+    return "neither flash_attn_interface (FA3's hopper/ folder) nor fa3_fwd_interface is installed: pip install fa3-fwd"
+
+
+def fa3_interface() -> Any:
+    """Return the interface module; the forward-only wheel asks for its build flags under the full build's name."""
+    name = fa3_module()
+    if name is None:
+        raise Unsupported(f"torch.fa3: {fa3_missing()}.")
+    if name == "fa3_fwd_interface":
+        sys.modules.setdefault("flash_attn_config", import_module("fa3_fwd_config"))
+    return import_module(name)
+
+
+def fa3_left_out() -> frozenset[str]:
+    """Return what the build left out ("BACKWARD", "LOCAL", "FP16", "HDIM96", ...), from its configuration module."""
+    forward_only = fa3_module() == "fa3_fwd_interface"
+    module = "fa3_fwd_config" if forward_only else "flash_attn_config"
+    if find_module(module) is None:
+        return frozenset({"BACKWARD", "LOCAL", "FP16"}) if forward_only else frozenset()
+    flags: Mapping[str, bool] = import_module(module).CONFIG["build_flags"]
+    return frozenset(flag.partition("DISABLE_")[2] for flag, off in flags.items() if off and "DISABLE_" in flag)
+
+
+def _fa3_dims(workload: Workload, off: frozenset[str]) -> str | None:
+    """Return why the build has no kernel for these head sizes; None if it has one."""
+    dim, value_dim = workload.head_dim, workload.value_dim
+    if dim != value_dim:
+        wide = dim <= 64 and value_dim <= 512 and "HDIMDIFF64" not in off
+        latent = 128 < dim <= 192 and 96 < value_dim <= 128 and "HDIMDIFF192" not in off
+        if workload.needs_gradients or not (wide or latent) or dim % 8 or value_dim % 8:
+            return f"has no kernel for head_dim {dim} with v_head_dim {value_dim}"
+        return None
+    sizes = [size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in off]
+    return conditions.needs_head_dim(workload, max(sizes, default=0), multiple_of=8)
+
 
 Options = dict[str, Any]
 FA4_CHIPS = (9, 10, 11)
@@ -30,29 +92,30 @@ FA4_KNOWS = "has kernels for compute capability 9.x to 11.x"
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Parameters of a function, also of one wrapped as a torch custom operator (which hides its own)."""
+    """Return the parameters of a function, also of one that is wrapped as a torch custom operator (which hides
+    them)."""
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
 def first_of(result: Any) -> Array:
-    """The output, whether the library returned it alone or as the head of a tuple."""
+    """Return the output, whether the library returned it alone or first in a tuple."""
     return result[0] if isinstance(result, tuple | list) else result
 
 
 class Flash(Implementation):
-    """What the three generations share: the mask as two bounds, the call, and the LSE beside it."""
+    """Base of the three generations: the mask as two bounds, the call, and the LSE beside it."""
 
     framework = "torch"
     any_kv_len = True
     layout = "bshd"
     not_deterministic = ("backward",)
     unbounded: int | None = -1
-    """How the library spells a window side without bound."""
+    """Value that means "no bound" for a window side."""
     lse_flag = "return_attn_probs"
 
     @abstractmethod
     def function(self) -> Callable[..., Any]:
-        """The library's `flash_attn_func`, imported now."""
+        """Import the library and return its `flash_attn_func`."""
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
@@ -63,13 +126,14 @@ class Flash(Implementation):
         )
 
     def window(self, workload: Workload) -> tuple[int | None, int | None]:
-        """The library's `window_size`; causal has a flag of its own and leaves both sides open here."""
+        """Return the library's `window_size`; a causal mask has a flag of its own and leaves both sides open."""
         sides = bounds(workload) if is_windowed(workload) else (None, None)
         left, right = (self.unbounded if side is None else side for side in sides)
         return left, right
 
     def options(self, workload: Workload, config: Config) -> Options:
-        """Keywords of the public function: what is asked (older versions lack the rest), and the scale always."""
+        """Return keywords of the public function: the scale always, others only if needed (older versions lack
+        them)."""
         options: Options = {"softmax_scale": workload.softmax_scale, "causal": is_causal(workload)}
         if is_windowed(workload):
             options["window_size"] = self.window(workload)
@@ -78,7 +142,7 @@ class Flash(Implementation):
         return options | dict(config)
 
     def private_options(self, workload: Workload) -> Options:
-        """Keywords of the private pair: all of them, the window as two sides."""
+        """Return all keywords of the private functions, with the window as two sides."""
         left, right = self.window(workload)
         return {
             "softmax_scale": workload.softmax_scale,
@@ -107,16 +171,16 @@ class Flash(Implementation):
         return call
 
     def passes(self, workload: Workload, config: Config) -> Passes:
-        """The forward pass also where there is no other: forward-only builds."""
+        """Return both passes, or the forward pass alone for forward-only builds."""
         forward = self._forward(workload, config)
         return self.partial(workload, config) or (lambda *arrays: forward(*map(dense_rows, arrays)), None)
 
     def natural(self, workload: Workload) -> Callable[[Array], Array]:
-        """Mends the library's LSE; costs nothing where every row sees a key."""
+        """Return a function that corrects the library's LSE; it costs nothing if every row sees a key."""
         return natural_lse if may_have_dead_rows(workload) else lambda lse: lse
 
     def _forward(self, workload: Workload, config: Config) -> Call:
-        """build_lse without autograd: what `partial` starts with."""
+        """Return build_lse without autograd, the forward pass of `partial`."""
         import torch
 
         call = self.build_lse(workload, config)
@@ -125,7 +189,7 @@ class Flash(Implementation):
 
 
 class FlashAttention2(Flash):
-    """`flash_attn` 2.x."""
+    """FlashAttention 2, `flash_attn` 2.x, for Ampere and newer, 16 bits."""
 
     name = "torch.flash-attn"
     process = "flash-attn"
@@ -152,7 +216,7 @@ class FlashAttention2(Flash):
         return import_module("flash_attn.flash_attn_interface").flash_attn_func
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
-        """None before 2.7, and where the public function would pad head_dim: the private one does not."""
+        """Return the private functions; None before 2.7, and if the public function would pad head_dim."""
         interface = import_module("flash_attn.flash_attn_interface")
         private = getattr(interface, "_flash_attn_backward", None)
         if private is None or workload.head_dim % 8 or "window_size_left" not in parameters(private):
@@ -173,7 +237,7 @@ class FlashAttention2(Flash):
 
 
 class FlashAttention3(Flash):
-    """FA3 for Hopper: the full build when it is there, else the forward-only `fa3-fwd` wheel."""
+    """FlashAttention 3 for Hopper: the full build if installed, else the forward-only `fa3-fwd` wheel."""
 
     name = "torch.fa3"
     process = "fa3"
@@ -184,13 +248,13 @@ class FlashAttention3(Flash):
         newer = environment.capability is not None and environment.capability[0] > 9
         return first_reason(
             conditions.needs_device(environment, "cuda"),
-            None if fa3.module_name() else fa3.missing(),
+            None if fa3_module() else fa3_missing(),
             conditions.needs_capability(environment, (9, 0)),
             "is built for Hopper (compute capability 9.x) alone: use torch.fa4" if newer else None,
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        off = fa3.left_out()
+        off = fa3_left_out()
         without = "this build has no"
         return first_reason(
             super().supports(workload, environment),
@@ -198,24 +262,25 @@ class FlashAttention3(Flash):
             f"{without} window" if "LOCAL" in off and is_windowed(workload) else None,
             f"{without} softcap" if "SOFTCAP" in off and workload.softcap is not None else None,
             f"{without} backward pass" if "BACKWARD" in off and workload.needs_gradients else None,
-            fa3.dims_reason(workload, off),
+            _fa3_dims(workload, off),
         )
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """Splitting the keys over blocks (0: its own heuristic) pays when there are few queries."""
+        """Return settings for splitting the keys (0: the library's heuristic), which helps if there are few queries."""
         return ({}, {"num_splits": 0}) if workload.q_len <= 64 and not workload.needs_gradients else ({},)
 
     def function(self) -> Callable[..., Any]:
-        return fa3.interface().flash_attn_func
+        return fa3_interface().flash_attn_func
 
     def _forward(self, workload: Workload, config: Config) -> Call:
-        """The output lies in memory as q does: a backward pass of another library may be slower on mixed layouts.
+        """Return a forward pass whose output has the strides of q: other libraries' backward may be slower on mixed
+        layouts.
 
-        Below the registered operator, which may not return what it was handed.
+        Calls the function below the registered operator, which may not return its own argument.
         """
         import torch
 
-        private = getattr(fa3.interface(), "_flash_attn_forward", None)
+        private = getattr(fa3_interface(), "_flash_attn_forward", None)
         function = getattr(private, "_init_fn", None)
         if function is None or "out_" not in parameters(private) or workload.value_dim != workload.head_dim:
             return super()._forward(workload, config)
@@ -229,10 +294,10 @@ class FlashAttention3(Flash):
         return forward
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
-        """None for forward-only builds."""
-        if "BACKWARD" in fa3.left_out():
+        """Return the private functions; None for forward-only builds."""
+        if "BACKWARD" in fa3_left_out():
             return None
-        private = getattr(fa3.interface(), "_flash_attn_backward", None)
+        private = getattr(fa3_interface(), "_flash_attn_backward", None)
         if private is None or "window_size_left" not in parameters(private):
             return None
         options = self.private_options(workload)
@@ -250,7 +315,8 @@ class FlashAttention3(Flash):
 
 
 class FlashAttention4(Flash):
-    """FA4: `flash_attn.cute`, compiled by the CuTe DSL at the first call of a shape."""
+    """FlashAttention 4, `flash_attn.cute`, for Hopper and Blackwell; compiled by the CuTe DSL at the first call of a
+    shape."""
 
     name = "torch.fa4"
     process = "fa4"
@@ -275,7 +341,7 @@ class FlashAttention4(Flash):
         return import_module("flash_attn.cute").flash_attn_func
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
-        """Through the private pair: 4.0.0b12's forward returns 2 values, later ones more; out and LSE come first."""
+        """Return the private functions; 4.0.0b12's forward returns 2 values, later ones more, out and LSE first."""
         import torch
 
         interface = import_module("flash_attn.cute.interface")
@@ -300,7 +366,8 @@ class FlashAttention4(Flash):
 
 
 def _fa4_dims(workload: Workload, environment: Environment) -> str | None:
-    """4.0.0b12's own rule: 8 to 256 on Hopper; on Blackwell 8 to 128, 192 with values of 128, or 256."""
+    """Refuse head sizes by 4.0.0b12's own rule: 8 to 256 on Hopper; on Blackwell 8 to 128, 192 with values of 128, or
+    256."""
     dims = workload.head_dim, workload.value_dim
     reason = conditions.needs_head_dim(workload, 256, multiple_of=8)
     if reason is not None or dims == (192, 128):

@@ -14,16 +14,17 @@ from typing import Any
 
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.torch._bounds import bounds, is_windowed, needs_bottom_right, needs_bounds, needs_visible_rows
+from attnbench.impls.torch._masks import bounds, is_windowed, needs_bottom_right, needs_bounds, needs_visible_rows
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 WORKSPACE_BYTES = 128 << 20
-"""What its documentation recommends for split-k results."""
+"""Size that the library's documentation recommends for split-k results."""
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 
 
 class Flashinfer(Implementation):
-    """BatchPrefillWithRaggedKVCacheWrapper with every batch row of the same length."""
+    """FlashInfer's batch prefill over ragged keys and values, with all batch rows of one length; forward only, 16
+    bits."""
 
     name = "torch.flashinfer"
     framework = "torch"
@@ -73,7 +74,8 @@ class Flashinfer(Implementation):
 
 
 def _planner(workload: Workload) -> Callable[[Any], Any]:
-    """device -> planned wrapper. The device is known with the first arrays; the plan is made then and kept."""
+    """Return a function from a device to a planned wrapper, which is made at the first arrays on the device and
+    kept."""
     wrapper_class = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
     planned: dict[Any, Any] = {}
 

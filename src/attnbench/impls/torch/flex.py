@@ -1,7 +1,7 @@
 """FlexAttention, always compiled.
 
-Uncompiled it ignores the block table and is tens of times slower, and past dynamo's recompile limit it would run so in
-silence; see torch_compile. Layout is bhsd. On a CPU there is no backward, no LSE and no float64.
+Uncompiled it ignores the block table and is tens of times slower, and past Dynamo's recompile limit it would silently
+run so; see _compile.py. Layout is bhsd. On a CPU there is no backward, no LSE and no float64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
 from attnbench.impls.conditions import first_reason, needs_bfloat16, needs_device, needs_dtype, needs_forward
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.impls.torch._masks import block_mask, score_mod
-from attnbench.masks.block_layout import split_blocks
+from attnbench.masks.cuts import split_blocks
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
@@ -22,7 +22,7 @@ SMALLEST_GPU_DIM = 16
 
 
 class Flex(Implementation):
-    """torch.nn.attention.flex_attention: the mask is block table and mask_mod, weights and soft cap are score_mod."""
+    """PyTorch's FlexAttention, compiled: any mask as a table of blocks, with log-weights and soft cap."""
 
     name = "torch.flex"
     framework = "torch"

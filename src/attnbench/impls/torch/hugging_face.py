@@ -11,7 +11,7 @@ from typing import Any
 
 from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
 from attnbench.impls.conditions import first_reason, needs_dtype, needs_no_softcap, needs_package
-from attnbench.impls.partial.torch_scale import call_at_positive_scale
+from attnbench.impls.partial.torch_passes import call_at_positive_scale
 from attnbench.impls.torch._masks import SdpaMask, additive, may_have_dead_rows, sdpa_mask
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
@@ -28,7 +28,7 @@ class _Transformers(Implementation):
 
 
 class HfEager(_Transformers):
-    """transformers.models.llama: eager_attention_forward."""
+    """Hugging Face Transformers' eager attention, as its Llama layers call it; stores all scores."""
 
     name = "torch.hf-eager"
     materialises_scores = True
@@ -61,7 +61,7 @@ class HfEager(_Transformers):
 
 
 class HfSdpa(_Transformers):
-    """transformers.integrations: sdpa_attention_forward."""
+    """Hugging Face Transformers' attention through scaled_dot_product_attention."""
 
     name = "torch.hf-sdpa"
 
@@ -98,7 +98,7 @@ class HfSdpa(_Transformers):
 
 
 def _layer(workload: Workload) -> Any:
-    """The three attributes that the functions read from the attention module."""
+    """Return the three attributes that the functions read from the attention module."""
     return SimpleNamespace(num_key_value_groups=workload.group, is_causal=False, training=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from attnbench import registry
 from attnbench.frameworks.torch_plain import once_per_device
-from attnbench.impls.partial.pairing import AUTO, Pairing, Role
+from attnbench.impls._pairing import AUTO, Pairing, Role
 from attnbench.impls.partial.torch_choice import environment_of
 from attnbench.spec import Array, Call, Config, Implementation, Partial, Workload
 
@@ -22,12 +22,13 @@ FORWARDS = (
 )  # fmt: skip
 BACKWARDS = ("torch.fa4", "torch.sdpa-cudnn", "torch.fa3", *FORWARDS[3:])
 BACKWARDS_OF_WIDE_HEADS = ("torch.sdpa-cudnn", "torch.fa4", "torch.fa3", *FORWARDS[3:])
-"""In the order that a prototype on an H200 suggests; `benchmarks/pairs.py` measures it."""
+"""Order of a first measurement on an H200; `benchmarks/pairs.py` measures again."""
 WIDE = 128
 
 
 class TorchPair(Pairing):
-    """`torch.pair[forward=torch.fa3,backward=torch.fa4]`; without names the first pair that can run."""
+    """Forward pass of one library, backward of another: `[forward=torch.fa3,backward=torch.fa4]`; by default the first
+    that run."""
 
     name = "torch.pair"
     framework = "torch"
@@ -74,7 +75,7 @@ class TorchPair(Pairing):
         return call
 
     def partial(self, workload: Workload, config: Config) -> Partial:
-        """Both passes as they are, bshd, without autograd: what a graph of torch.compile calls."""
+        """Return both passes in bshd without autograd, for graphs of torch.compile."""
         pair = self.configured(config)
         passes = once_per_device(lambda device: pair.chosen(workload, environment_of(device.type)))
 

@@ -15,7 +15,7 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Wor
 
 
 class Sage(Implementation):
-    """`sageattention.sageattn`, versions 1 (Triton) and 2 (CUDA)."""
+    """SageAttention, version 1 (Triton) or 2 (CUDA): QK in int8, approximate, forward only."""
 
     name = "torch.sageattention"
     framework = "torch"

@@ -7,12 +7,13 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.impls._splitting import Split
 from attnbench.impls.conditions import (
     first_reason,
     needs_at_least,
@@ -25,8 +26,7 @@ from attnbench.impls.conditions import (
     needs_no_softcap,
     needs_room_for_gradients,
 )
-from attnbench.impls.partial.torch_rows import dense_rows, has_dense_rows
-from attnbench.impls.partial.torch_scale import call_at_positive_scale
+from attnbench.impls.partial.torch_passes import call_at_positive_scale, dense_rows, has_dense_rows
 from attnbench.impls.torch import _sdpa_operators
 from attnbench.impls.torch._masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
 from attnbench.impls.torch._sdpa_pins import Pinned
@@ -49,13 +49,20 @@ ENUM_NAMES = {
 }
 FLAG_NAMES = {"math": "math", "flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn"}
 SINCE: dict[Backend, tuple[int, int]] = {"flash": (8, 0), "efficient": (5, 0), "cudnn": (8, 0)}
-"""The least compute capability that torch 2.11 to 2.13 has kernels of a backend for."""
+"""Least compute capability for which torch 2.11 to 2.13 has kernels of a backend."""
+DESCRIPTIONS: dict[Backend, str] = {
+    "auto": "PyTorch's scaled_dot_product_attention with the backend that torch itself picks.",
+    "math": "PyTorch's scaled_dot_product_attention pinned to plain operators; stores all scores.",
+    "flash": "PyTorch's scaled_dot_product_attention pinned to torch's flash kernel (FlashAttention 2 on a GPU).",
+    "efficient": "PyTorch's scaled_dot_product_attention pinned to its memory-efficient CUTLASS kernels.",
+    "cudnn": "PyTorch's scaled_dot_product_attention pinned to cuDNN.",
+}
 NO_KERNEL = ("No available kernel", "No viable backend")
 HALF = ("float16", "bfloat16")
 
 
 class Sdpa(Implementation):
-    """One way through scaled_dot_product_attention."""
+    """PyTorch's scaled_dot_product_attention, by torch's own choice or pinned to a backend."""
 
     framework = "torch"
     layout = "bhsd"
@@ -67,6 +74,7 @@ class Sdpa(Implementation):
     def __init__(self, backend: Backend) -> None:
         self.backend: Backend = backend
         self.name = "torch.sdpa" if backend == "auto" else f"torch.sdpa-{backend}"
+        self.description = DESCRIPTIONS[backend]
         self.materialises_scores = backend == "math"
         self.expects = OPERATORS[backend]
         self.forbids = () if backend in ("auto", "math") else (MATH_OPERATOR,)
@@ -147,7 +155,8 @@ class Sdpa(Implementation):
         return sdpa_mask(workload, device, zeroes_dead_rows=on_cpu or self.backend == "math")
 
     def _pinned(self) -> tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]:
-        """A context for every call, and how to make one that Dynamo follows: torch's own, which costs more."""
+        """Return a context for every call, and a function that makes torch's own context, which Dynamo follows but
+        costs more."""
         if self.backend == "auto":
             return nullcontext(), nullcontext
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -157,7 +166,7 @@ class Sdpa(Implementation):
 
 
 def _exact_bias(workload: Workload) -> str | None:
-    """Fused GPU kernels take a bias in the inputs' dtype, and 16 bits would round the weights."""
+    """Refuse a bias in 16 bits: fused GPU kernels take it in the inputs' dtype, which would round the weights."""
     if workload.visible_mask.weighted and workload.dtype in HALF:
         return f"takes an additive mask only in the inputs' dtype, and {workload.dtype} would round it"
     return None
@@ -205,3 +214,33 @@ MATH = Sdpa("math")
 FLASH = Sdpa("flash")
 EFFICIENT = Sdpa("efficient")
 CUDNN = Sdpa("cudnn")
+
+
+class TorchSplit(Split):
+    """A mask split into calls of a backend of scaled_dot_product_attention without a mask array.
+
+    block_causal and documents masks become calls without a mask. The causal part of a prefix mask is torch's
+    lower-right bias, which only the flash kernel of a GPU takes without an array; on a CPU, and with cuDNN, such a
+    piece is refused.
+    """
+
+    def __init__(self, inner: Sdpa, never_on: tuple[str, ...] = ()) -> None:
+        super().__init__(inner)
+        self.description = f"Masks of a few blocks as calls of {inner.name} without a mask array."
+        self.untested = (*never_on, *inner.untested)
+        self._lower_right = inner.backend == "flash"
+
+    def needs_array(self, part: Workload, environment: Environment) -> bool:
+        way = route(part)
+        if way == "lower-right":
+            return not self._lower_right or environment.device == "cpu"
+        return way not in ("none", "causal")
+
+    def join(self, parts: Sequence[Array], axis: int) -> Array:
+        import torch
+
+        return torch.cat(list(parts), dim=axis)
+
+
+FLASH_SPLIT = TorchSplit(FLASH, never_on=("cuda",))
+CUDNN_SPLIT = TorchSplit(CUDNN)

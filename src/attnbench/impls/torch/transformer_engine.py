@@ -13,12 +13,12 @@ from typing import Any
 
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.torch._bounds import bounds, is_causal, is_top_left, is_windowed, needs_bounds, needs_visible_rows
+from attnbench.impls.torch._masks import bounds, is_causal, is_top_left, is_windowed, needs_bounds, needs_visible_rows
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 
 class TransformerEngine(Implementation):
-    """`transformer_engine.pytorch.DotProductAttention` without dropout."""
+    """NVIDIA Transformer Engine's DotProductAttention: cuDNN or flash-attention, whichever the library picks."""
 
     name = "torch.transformer-engine"
     framework = "torch"
@@ -72,7 +72,7 @@ class TransformerEngine(Implementation):
 
 
 def _mask(workload: Workload) -> tuple[str, tuple[int, int]]:
-    """Its name of the mask and its window: (-1, -1) is none, and one side alone cannot be left open."""
+    """Return the library's name of the mask and its window: (-1, -1) is none, and a single side cannot be left open."""
     left, right = bounds(workload)
     if is_causal(workload):
         same_corner = is_top_left(workload) or workload.q_len == workload.kv_len

@@ -12,8 +12,8 @@ from typing import Any
 
 from attnbench.impls import conditions
 from attnbench.impls.conditions import find_module, first_reason
-from attnbench.impls.partial.torch_rows import of_dense_rows
-from attnbench.impls.torch._bounds import (
+from attnbench.impls.partial.torch_passes import of_dense_rows
+from attnbench.impls.torch._masks import (
     bounds,
     is_causal,
     is_top_left,
@@ -27,7 +27,7 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Par
 
 
 class Xformers(Implementation):
-    """memory_efficient_attention with the bias class that says the mask."""
+    """xFormers' memory_efficient_attention: its own choice among flash-attention and CUTLASS kernels."""
 
     name = "torch.xformers"
     framework = "torch"
@@ -72,7 +72,8 @@ class Xformers(Implementation):
         return self._call(workload, "memory_efficient_attention_forward_requires_grad", unpack)
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
-        """The library's two functions without autograd; its backward takes no grouped heads and pads the LSE itself."""
+        """Return the library's two functions without autograd; its backward takes no grouped heads and pads the LSE
+        itself."""
         if workload.group > 1:
             return None
         import torch
@@ -98,14 +99,14 @@ class Xformers(Implementation):
 
 
 def _poisoned() -> str | None:
-    """xFormers takes any `flash_attn` for FA2 and imports its interface at once."""
+    """Refuse a `flash_attn` that is not FA2: xFormers takes any for FA2 and imports its interface at once."""
     if find_module("flash_attn") is None or find_module("flash_attn.flash_attn_interface") is not None:
         return None
     return "cannot be imported beside FA4's flash_attn package: take flash-attn-4 off the path"
 
 
 def _bias(workload: Workload) -> Any:
-    """None for full; else the class whose alignment is the mask's."""
+    """Return the bias class with the mask's alignment; None for a full mask."""
     left, right = bounds(workload)
     if (left, right) == (None, None):
         return None
@@ -118,7 +119,7 @@ def _bias(workload: Workload) -> Any:
 
 
 def _grouped(workload: Workload, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """[b, s, kv_heads, group, d] with K and V expanded (not copied) where heads are grouped."""
+    """Return [b, s, kv_heads, group, d] with K and V expanded (not copied) if heads are grouped."""
     if workload.group == 1:
         return q, k, v
     heads = workload.kv_heads, workload.group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnbench.masks import MaskShape
-from attnbench.masks.block_layout import BlockLayout
+from attnbench.masks.cuts import BlockLayout
 
 if TYPE_CHECKING:
     import torch

@@ -45,7 +45,7 @@ from attnbench.kernels.block_sparse.tiles import (
     mend_interpreter,
     read_config,
 )
-from attnbench.masks.block_layout import block_layout, split_blocks
+from attnbench.masks.cuts import block_layout, split_blocks
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from attnbench.impls.partial.torch_autograd import turned
-from attnbench.impls.partial.torch_merge import merge_
-from attnbench.impls.partial.torch_rules import Rules, current
+from attnbench.impls.partial.torch_choice import Rules, current
+from attnbench.impls.partial.torch_passes import merge_
 from attnbench.kernels.dilated.pieces import Piece, Task, pieces
 from attnbench.kernels.dilated.torch_fused import Fused, is_fused
 from attnbench.kernels.dilated.torch_pieces import (

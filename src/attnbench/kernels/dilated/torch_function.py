@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from attnbench.impls.partial.torch_autograd import of_both, through_lse
-from attnbench.impls.partial.torch_once import Operation, once
+from attnbench.impls.partial.torch_autograd import Operation, of_both, once, through_lse
 from attnbench.kernels.dilated.pieces import Task
 from attnbench.kernels.dilated.torch_engines import ENGINES, Engine
 from attnbench.kernels.dilated.torch_pieces import readable

@@ -10,9 +10,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnbench import masks
-from attnbench.impls.partial.torch_choice import choose
-from attnbench.impls.partial.torch_merge import nothing_yet
-from attnbench.impls.partial.torch_rules import Rules, current
+from attnbench.impls.partial.torch_choice import Rules, choose, current
+from attnbench.impls.partial.torch_passes import nothing_yet
 from attnbench.kernels.dilated.pieces import Piece
 from attnbench.spec import Partial, Workload
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from attnbench.impls.partial.torch_merge import merge_
+from attnbench.impls.partial.torch_passes import merge_
 from attnbench.kernels.ring import schedule
 from attnbench.kernels.ring.schedule import Problem, Run, causal_tiles
 from attnbench.kernels.ring.work import DenseWork, Grads, Kernels, Pair, Sums, Whole

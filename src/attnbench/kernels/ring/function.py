@@ -16,8 +16,7 @@ import msgspec
 from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.impls._arguments import check_tensors
-from attnbench.impls._arrays import fitting
+from attnbench.impls._arguments import check_tensors, fitting
 from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
 from attnbench.kernels.ring.dilated_work import DilatedWork, Pattern, work_of
 from attnbench.kernels.ring.engine import Engine, transport_of
@@ -198,7 +197,7 @@ def _autograd_function() -> Any:
     """Return the operation `(q, k, v, engine, group, with_lse) -> (out, lse)`; with_lse gives the LSE a gradient."""
     import torch
 
-    from attnbench.impls.partial.torch_once import once
+    from attnbench.impls.partial.torch_autograd import once
 
     class Ring(torch.autograd.Function):
         """Attention over a ring: forward sends K and V round, backward sends them with the sums of their gradients."""

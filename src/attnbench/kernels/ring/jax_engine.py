@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnbench.impls.partial import jax_blocks
-from attnbench.impls.partial.jax_blocks import Rule
+from attnbench.impls.partial.jax_passes import Rule, block_backward, block_forward, merge_parts, no_parts
 from attnbench.kernels.ring.schedule import Problem
 from attnbench.spec import Array
 
@@ -226,13 +225,13 @@ class Sharded:
 
         def meet(state: Any, pair: Any, source: Any) -> Any:
             def block(kept: Any, n: int, keys: Any, seen: Any) -> Any:
-                part = jax_blocks.forward(queries[n], keys[0], keys[1], seen, self._rule)
-                return jax_blocks.merge(kept[0], kept[1], *part)
+                part = block_forward(queries[n], keys[0], keys[1], seen, self._rule)
+                return merge_parts(kept[0], kept[1], *part)
 
             keys = [self._runs(x, self.kv_slots) for x in pair]
             return [self._fold(kept, n, list(zip(*keys)), source, block) for n, kept in enumerate(state)]
 
-        state = self._movement.forward(meet, [jax_blocks.nothing_yet(part, v) for part in queries], (k, v))
+        state = self._movement.forward(meet, [no_parts(part, v) for part in queries], (k, v))
         out, lse = zip(*state)
         return jnp.concatenate(out, 1).astype(q.dtype), jnp.concatenate(lse, 2)
 
@@ -255,7 +254,7 @@ class Sharded:
 
                     def block(kept: Any, n: int, keys: Any, seen: Any) -> Any:
                         whole = (outs[n], rows[n], douts[n])
-                        found = jax_blocks.backward(queries[n], keys[0], keys[1], whole, seen, self._rule)
+                        found = block_backward(queries[n], keys[0], keys[1], whole, seen, self._rule)
                         return tuple(a + b for a, b in zip(kept, found))
 
                     dq, *mine = self._fold((dq, *grads[m]), n, [one], source, block, m)

@@ -14,7 +14,7 @@ from attnbench.frameworks.base import OUTPUTS, Clock, Inputs, OwnClock, Peak, Pr
 from attnbench.frameworks.jax import JaxFramework, import_jax, precision_of
 from attnbench.frameworks.jax_programs import Compiler
 from attnbench.impls.conditions import first_reason, needs_dtype
-from attnbench.impls.partial.jax_blocks import Rule
+from attnbench.impls.partial.jax_passes import Rule
 from attnbench.kernels.ring.jax_engine import AXIS, Gather, Sharded, Travel
 from attnbench.kernels.ring.schedule import check_layout, pairs
 from attnbench.kernels.ring.settings import BY_NAME_ONLY, balance, needs_dense_mask, problem_of, shard_bytes

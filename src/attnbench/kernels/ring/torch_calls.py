@@ -163,7 +163,7 @@ class _Kept:
 def _over_processes() -> Any:
     import torch
 
-    from attnbench.impls.partial.torch_once import once
+    from attnbench.impls.partial.torch_autograd import once
 
     class OverProcesses(torch.autograd.Function):
         """Attention whose passes are computed by rank processes."""
@@ -239,7 +239,7 @@ def _engine(workload: Workload, problem: Problem, rank: int, inner: str, device:
 def _in_turn() -> Any:
     import torch
 
-    from attnbench.impls.partial.torch_once import once
+    from attnbench.impls.partial.torch_autograd import once
 
     class InTurn(torch.autograd.Function):
         """Attention whose passes are computed for one rank after the other."""

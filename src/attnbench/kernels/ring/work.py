@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from attnbench.impls.partial.torch_choice import choose
-from attnbench.impls.partial.torch_merge import merge_
-from attnbench.impls.partial.torch_rules import current
+from attnbench.impls.partial.torch_choice import choose, current
+from attnbench.impls.partial.torch_passes import merge_
 from attnbench.kernels.ring.schedule import Problem, Step, Tile, schedule
 from attnbench.masks import Causal, Full
 from attnbench.spec import Partial, Workload

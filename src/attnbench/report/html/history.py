@@ -12,13 +12,21 @@ from typing import Any
 from msgspec import Struct
 
 from attnbench.analyse.families import FRAMEWORKS
-from attnbench.comparing.history import Commits, Excluded, Point, Trend, find_changes
+from attnbench.comparing.history import (
+    LEAST_POINTS,
+    Commits,
+    Excluded,
+    Point,
+    Trend,
+    detector_missing,
+    find_changes,
+)
 from attnbench.comparing.history import Source as Measured
 from attnbench.comparing.history import gather as gather_series
 from attnbench.comparing.history_text import SHORT, since, size
-from attnbench.comparing.level_changes import LEAST_POINTS, THRESHOLD, detector_missing
 from attnbench.report.html.families import Families, kind_words
 from attnbench.report.html.sections import Section, Source
+from attnbench.results.ratios import LEAST_STEP
 
 LEAST_RUNS = 2
 MOST_NAMED = 6
@@ -94,7 +102,7 @@ def how_looked(trends: Sequence[Trend]) -> str:
         return f"Too few runs to find a step: {longest} at most, {LEAST_POINTS} are needed."
     changed = sum(bool(trend.changes) for trend in trends)
     looked = sum(len(trend.series.points) >= LEAST_POINTS for trend in trends)
-    return f"{changed} of {looked} cells changed by {100 * THRESHOLD:.0f} % or more."
+    return f"{changed} of {looked} cells changed by {100 * (LEAST_STEP - 1):.0f} % or more."
 
 
 def point_rows(trends: Sequence[Trend], families: Families) -> Rows:

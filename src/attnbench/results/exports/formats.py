@@ -10,14 +10,14 @@ import msgspec
 
 from attnbench.drafts import draft_of
 from attnbench.errors import UsageError
-from attnbench.results.exports.bencher import bencher
-from attnbench.results.exports.csv_file import csv_text
-from attnbench.results.exports.github_action_benchmark import github_action_benchmark
-from attnbench.results.exports.google_benchmark import google_benchmark
-from attnbench.results.exports.parquet import write_parquet
-from attnbench.results.exports.pytest_benchmark import pytest_benchmark
-from attnbench.results.exports.sqlite import write_sqlite
+from attnbench.results.exports.benchmark_tools import (
+    bencher,
+    github_action_benchmark,
+    google_benchmark,
+    pytest_benchmark,
+)
 from attnbench.results.exports.table import Source
+from attnbench.results.exports.table_files import csv_text, write_parquet, write_sqlite
 
 Sources = Sequence[Source]
 JSON: dict[str, Callable[[Sources], Any]] = {

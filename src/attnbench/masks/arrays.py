@@ -1,15 +1,14 @@
-"""Masks that carry an array over tokens: block_causal, documents, lengths, valid."""
+"""Masks that hold an array: one value per token (documents, lengths, ...), one per block, or one per pair."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from attnbench.errors import InvalidWorkload
-from attnbench.masks.base import Mask, MaskShape, Namespace, Predicate
-from attnbench.masks.data import FrozenArray
+from attnbench.masks.base import FrozenArray, Mask, MaskShape, Namespace, Predicate
 
 FEW = 6
-"""Numbers that a title lists."""
+"""Largest number of sizes that a title lists."""
 
 
 def _check_rows(name: str, array: np.ndarray, batch: int, length: int | None, axis: str) -> None:
@@ -24,7 +23,7 @@ def _listed(sizes: np.ndarray) -> str:
 
 
 class _TokenIds(Mask, frozen=True):
-    """Integer ids of keys and queries, per batch row ([b or 1, tokens]); q_ids defaults to the last q_len of ids."""
+    """Integer ids of keys and queries per batch row ([b or 1, tokens]); q_ids defaults to the last q_len of ids."""
 
     ids: FrozenArray
     q_ids: FrozenArray | None = None
@@ -36,7 +35,7 @@ class _TokenIds(Mask, frozen=True):
 
     @property
     def title(self) -> str:
-        """The sizes of consecutive blocks, where all rows have the same few."""
+        """Kind and sizes of the blocks if all rows have the same few blocks; else the id."""
         rows = self.ids.array
         if self.q_ids is not None or len(rows) > 1 or np.any(np.diff(rows) < 0):
             return self.id
@@ -57,7 +56,7 @@ class _TokenIds(Mask, frozen=True):
             )
 
     def query_ids(self, shape: MaskShape) -> np.ndarray:
-        """[b or 1, q_len]"""
+        """Return the ids of the queries, [b or 1, q_len]."""
         return self.ids.array[:, shape.kv_len - shape.q_len :] if self.q_ids is None else self.q_ids.array
 
     def _lookups(self, shape: MaskShape, namespace: Namespace) -> tuple[Predicate, Predicate]:
@@ -68,7 +67,7 @@ class _TokenIds(Mask, frozen=True):
 
 
 def _sorted_bounds(keys: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """[b, q] positions where each query's id begins and ends among sorted keys; None when keys are unsorted."""
+    """Return first and end of the keys with each query's id, both [b, q]; None if the keys' ids are not sorted."""
     if np.any(np.diff(keys, axis=1) < 0):
         return None
     rows = max(len(keys), len(queries))
@@ -79,7 +78,8 @@ def _sorted_bounds(keys: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, n
 
 
 class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
-    """ids[j] <= q_ids[i]: openpi's mask, ids being the running sum of `mask_ar`."""
+    """Keys of the same or an earlier block, ids[j] <= q_ids[i]: openpi's mask, ids being the running sum of
+    `mask_ar`."""
 
     @property
     def per_block(self) -> bool:
@@ -95,7 +95,7 @@ class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
 
 
 class Documents(_TokenIds, frozen=True, tag="documents"):
-    """q_ids[i] == ids[j]: packed sequences."""
+    """Keys of the same document, ids[j] == q_ids[i]: packed sequences."""
 
     @property
     def per_block(self) -> bool:
@@ -110,7 +110,7 @@ class Documents(_TokenIds, frozen=True, tag="documents"):
 
 
 class Lengths(Mask, frozen=True, tag="lengths"):
-    """j < kv_lengths[b]: right padding."""
+    """Keys before a length per batch row, j < kv_lengths[b]: right padding."""
 
     kv_lengths: FrozenArray
 
@@ -120,7 +120,7 @@ class Lengths(Mask, frozen=True, tag="lengths"):
 
     @property
     def title(self) -> str:
-        """The length of all rows, or of each of a few."""
+        """The length if all rows have the same, the lengths of a few rows, or the id."""
         lengths = self.kv_lengths.array
         shown = np.unique(lengths) if np.all(lengths == lengths[0]) else lengths
         return f"lengths {_listed(shown)}" if len(shown) <= FEW else self.id
@@ -148,7 +148,7 @@ class Lengths(Mask, frozen=True, tag="lengths"):
 
 
 class Valid(Mask, frozen=True, tag="valid"):
-    """mask[b, j]: holes anywhere."""
+    """Keys that are marked valid per batch row, with holes anywhere."""
 
     keys: FrozenArray
 
@@ -173,3 +173,120 @@ class Valid(Mask, frozen=True, tag="valid"):
 
     def key_filter(self, shape: MaskShape) -> np.ndarray:
         return self.keys.array
+
+
+def _axes_of(array: FrozenArray) -> tuple[int, ...]:
+    return (1,) * (4 - len(array.shape)) + array.shape
+
+
+class Blocks(Mask, frozen=True, tag="blocks"):
+    """Kept blocks of pairs: block_mask is [q blocks, kv blocks], optionally with head and batch axes before."""
+
+    block_mask: FrozenArray
+    block_size: int
+
+    @property
+    def id(self) -> str:
+        return f"blocks{self.block_size}-{self.block_mask.digest}"
+
+    @property
+    def title(self) -> str:
+        """The id and the share of blocks that are dropped."""
+        return f"{self.id} ({100 * (1 - self.block_mask.array.mean()):.0f} % of the blocks dropped)"
+
+    @property
+    def per_batch(self) -> bool:
+        return _axes_of(self.block_mask)[0] > 1
+
+    @property
+    def per_head(self) -> bool:
+        return _axes_of(self.block_mask)[1] > 1
+
+    def check(self, shape: MaskShape) -> None:
+        if self.block_size < 1:
+            raise InvalidWorkload(f"block_size must be at least 1, not {self.block_size}.")
+        wanted = (-(-shape.q_len // self.block_size), -(-shape.kv_len // self.block_size))
+        axes = _axes_of(self.block_mask)
+        if axes[0] not in (1, shape.batch) or axes[1] not in (1, shape.heads) or axes[2:] != wanted:
+            raise InvalidWorkload(
+                f"block_mask {self.block_mask.shape} does not fit {shape.batch} batches, {shape.heads} heads and "
+                f"{wanted[0]} x {wanted[1]} blocks of {self.block_size}."
+            )
+
+    def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
+        axes, size = _axes_of(self.block_mask), self.block_size
+        kept = namespace.asarray(self.block_mask.array.reshape(axes))
+        per_batch, per_head = int(axes[0] > 1), int(axes[1] > 1)
+        return lambda b, h, q, kv: kept[b * per_batch, h * per_head, q // size, kv // size]
+
+    def pairs(self, shape: MaskShape) -> int:
+        axes = _axes_of(self.block_mask)
+        height, width = (
+            np.minimum(self.block_size, length - self.block_size * np.arange(count))
+            for length, count in zip((shape.q_len, shape.kv_len), axes[2:])
+        )
+        kept = self.block_mask.array.reshape(axes).astype(np.int64)
+        return int(np.einsum("bhqk,q,k->", kept, height, width)) * (shape.batch // axes[0]) * (shape.heads // axes[1])
+
+    def count(self, shape: MaskShape, low: np.ndarray, high: np.ndarray) -> int:
+        """Return the exact number of pairs in kept blocks whose key lies in the row's interval ([b or 1, q], not
+        negative)."""
+        axes = _axes_of(self.block_mask)
+        kept = self.block_mask.array.reshape(axes)
+        batch = max(axes[0], len(low))
+        edges = np.minimum(np.arange(axes[3] + 1) * self.block_size, shape.kv_len)
+        total = 0
+        for row in range(axes[2]):
+            queries = slice(row * self.block_size, (row + 1) * self.block_size)
+            inside = np.clip(edges, low[:, queries, None], np.maximum(low, high)[:, queries, None])
+            seen = np.diff(inside, axis=-1).sum(axis=1)
+            total += int((kept[:, :, row] * np.broadcast_to(seen, (batch, axes[3]))[:, None]).sum())
+        return total * (shape.batch // batch) * (shape.heads // axes[1])
+
+
+class Dense(Mask, frozen=True, tag="dense"):
+    """A boolean (True: visible) or additive array that broadcasts to [b, h, q, kv]."""
+
+    values: FrozenArray
+
+    @property
+    def id(self) -> str:
+        return f"{'bias' if self.weighted else 'dense'}-{self.values.digest}"
+
+    @property
+    def weighted(self) -> bool:
+        return self.values.dtype != "bool"
+
+    @property
+    def per_batch(self) -> bool:
+        return _axes_of(self.values)[0] > 1
+
+    @property
+    def per_head(self) -> bool:
+        return _axes_of(self.values)[1] > 1
+
+    @property
+    def per_block(self) -> bool:
+        return False
+
+    def check(self, shape: MaskShape) -> None:
+        if any(have not in (1, want) for have, want in zip(_axes_of(self.values), shape)):
+            raise InvalidWorkload(
+                f"dense mask {self.values.shape} does not broadcast to [b, h, q, kv] = {list(shape)}."
+            )
+
+    def _lookup(self, namespace: Namespace, array: np.ndarray) -> Predicate:
+        axes = _axes_of(self.values)
+        values = namespace.asarray(array.reshape(axes))
+        use = [int(size > 1) for size in axes]
+        return lambda b, h, q, kv: values[b * use[0], h * use[1], q * use[2], kv * use[3]]
+
+    def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
+        values = self.values.array
+        return self._lookup(namespace, values != -np.inf if self.weighted else values)
+
+    def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate | None:
+        if not self.weighted:
+            return None
+        values = self.values.array
+        return self._lookup(namespace, np.where(values == -np.inf, np.zeros((), values.dtype), values))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
-pytest.importorskip("asv")
+pytest.importorskip("ruptures")
 
-from attnbench.comparing.level_changes import LEAST_POINTS, find_levels
+from attnbench.comparing.history import LEAST_POINTS, find_levels
 
 
 def noise(points: int, seed: int, spread: float = 0.01) -> np.ndarray:
@@ -78,19 +76,3 @@ def test_short_and_empty_series_have_one_level_or_none():
     assert (level.start, level.stop) == (0, LEAST_POINTS - 1)
     (level,) = find_levels([0.5] * 20)
     assert level.value == 0.5
-
-
-def test_where_otava_is_installed_both_must_agree(monkeypatch: pytest.MonkeyPatch):
-    """The other detector's vote, played by a module of its name."""
-    points: list[SimpleNamespace] = []
-    package, analysis = ModuleType("otava"), ModuleType("otava.analysis")
-    analysis.compute_change_points = lambda series, window_len, max_pvalue: (points, None)  # pyright: ignore
-    package.__spec__ = SimpleNamespace()  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "otava", package)
-    monkeypatch.setitem(sys.modules, "otava.analysis", analysis)
-    series = with_step(30, 1, 1.08, at=14)
-    assert len(find_levels(series)) == 1
-    points.append(SimpleNamespace(index=20))
-    assert len(find_levels(series)) == 1
-    points.append(SimpleNamespace(index=15))
-    assert len(find_levels(series)) == 2

@@ -7,7 +7,7 @@ import pytest
 
 from attnbench import masks
 from attnbench.masks import Causal, Full, Lengths, MaskShape
-from attnbench.masks.pieces import pieces
+from attnbench.masks.cuts import pieces
 
 SHAPE = MaskShape(2, 3, 24, 24)
 PI0 = np.repeat([0, 1, 2], [816, 1, 50])

@@ -1,45 +1,208 @@
-"""Two run files -> cases: for where the baseline cannot be measured again beside the current code.
-
-Times of different runs are never compared bare. Each is taken relative to the two anchor kernels that were interleaved
-with it; as the anchors drift too, both must tell the same story, and the floor is higher than for launches in turn.
-"""
+"""`attnbench gate` on what was measured before: two run files, or a run file and the folder of saved baselines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import erfc, exp, log, log1p, sqrt
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 from msgspec.structs import replace
 
-from attnbench.comparing.gate_case import case_of
-from attnbench.comparing.gate_verdict import with_holm
+from attnbench.comparing.baselines import find as find_baseline
+from attnbench.comparing.baselines import list_baselines, one_source, why_missing
+from attnbench.comparing.gate_cases import Floors, OnInconclusive, case_of, geomean, judge, with_holm
 from attnbench.comparing.statistics import SES_TO_DETECT
-from attnbench.comparison import ALPHA, Case, Comparison, Estimate, Verdict
+from attnbench.comparison import ALPHA, Case, Comparison, Estimate, GateReport, Verdict
+from attnbench.errors import UsageError
 from attnbench.measuring.anchors import NAMES, anchors_beside, lacks_anchors
 from attnbench.measuring.sampling import round_medians
-from attnbench.results.ratios import Ratio, combine, geometric_mean, paired_ratio
-from attnbench.results.records import ANCHOR, label, on_one_clock, sitting_of
-from attnbench.spec import DIRTY, Incorrect, Ok, Record
+from attnbench.results.ratios import STORED_FLOOR, STORED_SAME, Ratio, combine, geometric_mean, paired_ratio
+from attnbench.results.records import is_anchor, label, machine_differences, on_one_clock, sitting_of
+from attnbench.results.run_file import Run, read_run
+from attnbench.run.sources import sources_of
+from attnbench.spec import DIRTY, Environment, Incorrect, Ok, Record
 
-STORED_FLOOR = 0.05
+NO_CONTROLS = (
+    "stored times have no controls: a verdict between refs (`--baseline REF --current REF`) can be believed more"
+)
+
+
+def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: OnInconclusive) -> GateReport:
+    """A run file against another one, or against a folder of baselines; UsageError where machines differ."""
+    run = read_run(current)
+    if baseline.is_dir():
+        old, cases = None, _against_folder(baseline, run, floors)
+    else:
+        old = read_run(baseline)
+        cases = _against_run(old, run, floors)
+    judgement = judge(cases, (), on_inconclusive)
+    return GateReport(
+        baseline=baseline.name,
+        current=current.name,
+        suite=run.header.suite,
+        outcome=judgement.outcome,
+        cases=tuple(cases),
+        geomean=geomean(cases),
+        warnings=(*(() if old is None else old.warnings), *run.warnings, *judgement.warnings, NO_CONTROLS),
+    )
+
+
+def _against_run(old: Run, new: Run, floors: Floors) -> list[Case]:
+    before, now = sources_of(old), sources_of(new)
+    apart = {name for name in before.keys() & now.keys() if not one_source(before[name], now[name])}
+    kept = [one for one in old.records if one.implementation not in apart]
+    check_comparable(kept, new.records)
+    cases = cases_of_runs(kept, new.records, floors)
+    return [
+        replace(case, reason=_other_function(before[case.implementation], now[case.implementation]))
+        if case.status == "no_baseline" and case.implementation in apart
+        else case
+        for case in cases
+    ]
+
+
+def _other_function(before: str, now: str) -> str:
+    return f"the baseline is of another function by that name: of {before}, this one is of {now}"
+
+
+def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
+    cases: list[Case] = []
+    cells = [one for one in run.records if not is_anchor(one)]
+    records = [one for one in cells if one.environment is not None]
+    homeless = next((one for one in cells if one.environment is None and isinstance(one, Ok)), None)
+    if homeless is not None:
+        raise UsageError(
+            f"the environment of {homeless.cell.id} in the current run is not known, so it has no baseline: "
+            "measure it again with `attnbench run`."
+        )
+    sources = sources_of(run)
+    for record in records:
+        assert record.environment is not None
+        where = (folder, record.environment, record.implementation, record.workload)
+        found, other = find_baseline(*where, config=record.config), ""
+        source = sources.get(record.implementation, "")
+        if found is not None and not one_source(found.source, source):
+            found, other = None, _other_function(found.source, source)
+        if found is None and record.status == "unsupported":
+            continue
+        beside = [one for one in run.records if one.workload == record.workload]
+        anchors = [one for one in beside if is_anchor(one)]
+        if found is not None:
+            check_comparable(found.records, [record, *anchors])
+        [case] = cases_of_runs(() if found is None else found.records, [record, *anchors], floors)
+        if found is None and case.status != "wrong":
+            case = replace(case, status="no_baseline", reason=other or why_missing(*where))
+        cases.append(case)
+    return [*_corrected(cases), *_not_run(folder, records)]
+
+
+def _not_run(folder: Path, records: Sequence[Record]) -> list[Case]:
+    """Baselines of this machine that the run does not hold: missing where it has their workload, else listed only."""
+    here = {one.environment.fingerprint for one in records if one.environment is not None}
+    measured, asked = {one.cell.id for one in records}, {one.workload.id for one in records}
+    kept = [one for one in list_baselines(folder) if one.environment.fingerprint in here]
+    return [
+        Case(
+            implementation=one.record.implementation,
+            workload=one.record.workload,
+            status="missing" if one.record.workload.id in asked else "not_measured",
+            reason=MISSING if one.record.workload.id in asked else "has a baseline, but its workload was not run",
+        )
+        for one in kept
+        if one.record.cell.id not in measured
+    ]
+
+
+MEASURE_BOTH = (
+    "Measure both on one machine with the same packages and the same attnbench, "
+    "or make a new baseline here with `attnbench baseline save RUN`."
+)
+
+
+def check_comparable(baseline: Sequence[Record], current: Sequence[Record]) -> None:
+    """Refuse what two runs both hold, anchors included, where environments are not known or their hard keys differ."""
+    for old, new in _judged_pairs(baseline, current):
+        here = _known(old, "baseline", anchors_beside(old, baseline))
+        there = _known(new, "current", anchors_beside(new, current)) if isinstance(new, Ok) else new.environment
+        if there is None or (is_anchor(old) and here.framework != there.framework):
+            continue  # a worker that never started; anchors of two frameworks are not compared anyway
+        found = differences(here, there)
+        if found:
+            raise UsageError(f"the two runs are not comparable: of {new.cell.id} {'; '.join(found)}. {MEASURE_BOTH}")
+
+
+def _judged_pairs(baseline: Sequence[Record], current: Sequence[Record]) -> Iterator[tuple[Ok, Record]]:
+    """Yield what judges and what is judged: each cell, then its anchors; a refusal of the current run needs no
+    machine."""
+    old = {one.cell.id: one for one in baseline if isinstance(one, Ok) and not is_anchor(one)}
+    for new in current:
+        if new.cell.id not in old or new.status == "unsupported":
+            continue
+        yield old[new.cell.id], new
+        judges = {one.implementation: one for one in anchors_beside(old[new.cell.id], baseline)}
+        judged = anchors_beside(new, current)
+        yield from ((judges[one.implementation], one) for one in judged if one.implementation in judges)
+
+
+def _known(record: Ok, run: str, anchors: Sequence[Record]) -> Environment:
+    """Where it was made; refuses what nobody knows that of, and anchors beside it that are of another machine."""
+    here = record.environment
+    if here is None or not here.device_name:
+        field = "environment" if here is None else "device_name"
+        raise UsageError(
+            f"the two runs are not comparable: the {field} of {record.cell.id} in the {run} run is not known. "
+            f"{MEASURE_BOTH}"
+        )
+    for anchor in anchors:
+        there = anchor.environment
+        if there is not None and here.device == there.device and (names := machine_differences(here, there)):
+            name = names[0]
+            raise UsageError(
+                f"the {run} run mixes machines: {name} of {record.cell.id} is {_shown(getattr(here, name))} and of "
+                f"{anchor.implementation} beside it {_shown(getattr(there, name))}. {MEASURE_BOTH}"
+            )
+    return here
+
+
+def differences(a: Environment, b: Environment) -> list[str]:
+    """Fields of the hard key in which b, the current one, is not what a was, each with both values."""
+    old, new = a.hard_key, b.hard_key
+    told = [
+        f"{name} is {_shown(old[name])} in the baseline and {_shown(new[name])} in the current run"
+        for name in old
+        if name != "packages" and old[name] != new[name]
+    ]
+    return told + _package_differences(a.packages, b.packages)
+
+
+def _package_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return [
+        f"package {name} is {old.get(name, 'absent')} in the baseline and {new.get(name, 'absent')} in the current run"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ".".join(str(part) for part in value)
+    return "unknown" if value in ("", None) else str(value)
+
+
 SHAKY = 0.1
 """Half-width of a stored time's interval above which it cannot show that nothing changed."""
 SAME_MEASUREMENT = "both sides are one and the same measurement"
 MISSING = "ok in the baseline, but not in the current run: measure it too, or take it out of the baseline"
 ROUNDING_NS = 0.06
 """Files keep tenths of nanoseconds."""
-STORED_SAME = 0.10
-"""`same` needs both intervals within this of 1."""
 Z = NormalDist().inv_cdf(1 - ALPHA)
 
 
-def cases_of_runs(
-    baseline: Sequence[Record], current: Sequence[Record], floor_of: Callable[[str, str], float] | None = None
-) -> list[Case]:
+def cases_of_runs(baseline: Sequence[Record], current: Sequence[Record], floor_of: Floors | None = None) -> list[Case]:
     """Every cell of two runs as a case, with Holm's correction over the timed ones; floors below 0.05 do not count."""
-    old, new = ({one.cell.id: one for one in records if not _is_anchor(one)} for records in (baseline, current))
+    old, new = ({one.cell.id: one for one in records if not is_anchor(one)} for records in (baseline, current))
     cases: list[Case] = []
     for cell, record in {**old, **new}.items():
         asked = floor_of(record.implementation, record.workload.id) if floor_of else STORED_FLOOR
@@ -48,8 +211,14 @@ def cases_of_runs(
             cases.append(_one_sided(a, b))
         else:
             cases.append(_case(a, b, baseline, current, max(asked, STORED_FLOOR)))
-    timed = {place: case.first for place, case in enumerate(cases) if case.first and case.first.verdict}
-    return with_holm(cases, {place: _p_slower(first) for place, first in timed.items()})
+    return _corrected(cases)
+
+
+def _corrected(cases: Sequence[Case]) -> list[Case]:
+    timed = {place: one.first for place, one in enumerate(cases) if one.first is not None and one.first.verdict}
+    # Both anchors must show a slowdown, hence the larger p-value.
+    p_values = {place: max(one.p_slower for one in first.estimates.values()) for place, first in timed.items()}
+    return with_holm(cases, p_values)
 
 
 def compare_records(
@@ -63,12 +232,12 @@ def compare_records(
     anchors_a, anchors_b = anchors_beside(a, run_a), anchors_beside(b, run_b)
     problem = _lacks(a, b, run_a, run_b)
     if not problem:
-        pairs = [_by_one_clock(*pair) for pair in _pairs(a, b, anchors_a, anchors_b)]
+        pairs = [_by_one_clock(*pair) for pair in _counterparts(a, b, anchors_a, anchors_b)]
         (a, b), anchors_a, anchors_b = pairs[0], [one for one, _ in pairs[1:]], [one for _, one in pairs[1:]]
         problem = _unlike(pairs)
     same = _is_one_measurement(a, b)
     if same and not sitting_of(a):  # short times of a coarse clock may agree by chance: the anchors must agree as well
-        same = not problem and all(_is_one_measurement(*pair) for pair in _pairs(a, b, anchors_a, anchors_b))
+        same = not problem and all(_is_one_measurement(*pair) for pair in _counterparts(a, b, anchors_a, anchors_b))
     if problem and not same:
         return replace(_untimed(a, b, problem), floor=floor)
     if same:
@@ -98,7 +267,7 @@ def _by_one_clock(a: Ok, b: Ok) -> tuple[Ok, Ok]:
     return first, second
 
 
-def _pairs(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> list[tuple[Ok, Ok]]:
+def _counterparts(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> list[tuple[Ok, Ok]]:
     """What stands against what: the cell, then each anchor."""
     return [(a, b), *((_named(anchors_a, name), _named(anchors_b, name)) for name in NAMES)]
 
@@ -174,7 +343,7 @@ def _unlike(pairs: Sequence[tuple[Ok, Ok]]) -> str:
 def _kind(record: Ok) -> tuple[str, ...]:
     """What must not differ for two times to be of the same thing: the clock, and for an anchor what made it how big."""
     assert record.time is not None
-    if not _is_anchor(record):
+    if not is_anchor(record):
         return (record.time.clock,)
     framework = record.environment.framework if record.environment else ""
     return record.time.clock, framework, *(f"{name} {size}" for name, size in record.verified_at.shape.items())
@@ -216,11 +385,6 @@ def _p_above(excess: float, se: float) -> float:
     return erfc(excess / se / sqrt(2)) / 2 if se > 0 else float(excess <= 0)
 
 
-def _p_slower(comparison: Comparison) -> float:
-    """Both anchors must say so, hence the larger."""
-    return max(one.p_slower for one in comparison.estimates.values())
-
-
 def _untimed(a: Record, b: Record, reason: str) -> Comparison:
     return Comparison(
         a=label(a),
@@ -239,10 +403,6 @@ def _untimed(a: Record, b: Record, reason: str) -> Comparison:
 
 def _without_times(record: Record) -> Record:
     return replace(record, time=None, also={}, throughput=None) if isinstance(record, Ok) else record
-
-
-def _is_anchor(record: Record) -> bool:
-    return record.implementation.startswith(ANCHOR)
 
 
 def _named(anchors: Sequence[Ok], name: str) -> Ok:

@@ -1,4 +1,4 @@
-"""What splits of a mask have in common in every framework: a few calls to one kernel, none of which needs an array."""
+"""Base class of split masks in every framework: a few calls to one kernel, none of which needs a mask array."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from attnbench.impls.conditions import first_reason
-from attnbench.masks.pieces import Piece, pieces
+from attnbench.masks.cuts import Piece, pieces
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 MOST = 8
-"""Pieces of a mask. Each is a launch of its own, and going backward an addition to dK and dV."""
+"""Largest number of pieces of a mask. Each is a launch of its own, and in the backward pass an addition to dK and
+dV."""
 
 
 class Split(Implementation):
-    """Pieces of a mask one after the other through `inner`, whose name it carries with `-split` behind."""
+    """A mask cut into pieces, which `inner` computes one after another without a mask array; named `inner` plus
+    `-split`."""
 
     def __init__(self, inner: Implementation) -> None:
         self.inner = inner
@@ -30,17 +32,18 @@ class Split(Implementation):
 
     @abstractmethod
     def needs_array(self, part: Workload, environment: Environment) -> bool:
-        """Whether the kernel would be handed the mask of this piece as an array."""
+        """Return whether the kernel would need the mask of this piece as an array."""
 
     @abstractmethod
     def join(self, parts: Sequence[Array], axis: int) -> Array:
-        """The arrays one after the other."""
+        """Return the arrays joined along an axis."""
 
     def available(self, environment: Environment) -> str | None:
         return self.inner.available(environment)
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """At most MOST pieces, each of which the kernel takes without an array, where it does not so take the whole."""
+        """Return None if the mask has at most MOST pieces, the kernel takes each without an array, and the whole mask
+        needs one."""
         cut = pieces(workload.visible_mask, workload.mask_shape, MOST)
         if isinstance(cut, str):
             return cut
@@ -58,7 +61,7 @@ class Split(Implementation):
         return reason and f"{self.inner.name} {reason} (the piece {where})"
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The pieces' outputs, joined."""
+        """Return a call that joins the outputs of the pieces."""
         cut = cut_of(workload)
         calls = [self.inner.build(part_of(workload, piece), config) for piece in cut]
         tokens = self.layout.index("s")
@@ -69,7 +72,7 @@ class Split(Implementation):
         return call
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """As `build`, with the pieces' LSE; None where the kernel has none for one of them."""
+        """Return a call that joins outputs and LSE of the pieces; None if the kernel has no LSE for a piece."""
         cut = cut_of(workload)
         calls = [self.inner.build_lse(part_of(workload, piece), config) for piece in cut]
         able = [one for one in calls if one is not None]
@@ -85,20 +88,20 @@ class Split(Implementation):
 
 
 def part_of(workload: Workload, piece: Piece) -> Workload:
-    """The workload of one piece."""
+    """Return the workload of a piece."""
     size: Any = {"q_len": piece.stop - piece.start, "kv_len": piece.last - piece.first, "mask": piece.mask}
     return replace(workload, **size)
 
 
 def cut_of(workload: Workload) -> list[Piece]:
-    """The pieces of a workload that is supported."""
+    """Return the pieces of a supported workload."""
     found = pieces(workload.visible_mask, workload.mask_shape, MOST)
     assert not isinstance(found, str), found
     return found
 
 
 def sliced(q: Array, k: Array, v: Array, piece: Piece, tokens: int) -> tuple[Array, Array, Array]:
-    """A piece's queries, keys and values."""
+    """Return the queries, keys and values of a piece."""
     before = (slice(None),) * tokens
     rows, keys = (*before, slice(piece.start, piece.stop)), (*before, slice(piece.first, piece.last))
     return q[rows], k[keys], v[keys]

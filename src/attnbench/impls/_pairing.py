@@ -1,4 +1,4 @@
-"""What pairs of libraries have in common in every framework: which passes can be paired, and why others cannot."""
+"""Base class of pairs of libraries in every framework: which passes can be paired, and why others cannot."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Role = Literal["forward", "backward"]
 ROLES: tuple[Role, Role] = ("forward", "backward")
 AUTO = "auto"
 CONTENDERS = 3
-"""So many of each pass are worth pairing."""
+"""Number of implementations of each pass that are tried in pairs."""
 
 
 class Pairing(Implementation):
-    """The forward pass of one implementation followed by the backward pass of another, both bshd."""
+    """Forward pass of one implementation followed by the backward pass of another, both in layout bshd."""
 
     process = "pair"
     tunables = {"forward": AUTO, "backward": AUTO}
@@ -40,11 +40,11 @@ class Pairing(Implementation):
 
     @abstractmethod
     def order(self, role: Role, workload: Workload) -> Sequence[str]:
-        """Who may run that pass, the fastest first."""
+        """Return the implementations that may run a pass, the fastest first."""
 
     @abstractmethod
     def lse_call(self, part: Implementation, workload: Workload) -> Callable[..., tuple[Any, Any]] | None:
-        """Its `build_lse` as a forward pass, bshd and without gradients; None where it returns no LSE."""
+        """Return `build_lse` of a part as a forward pass in bshd without gradients; None if it returns no LSE."""
 
     def configured(self, config: Config) -> Self:
         unknown = sorted(set(config) - set(self.tunables))
@@ -54,7 +54,7 @@ class Pairing(Implementation):
         return self if names == self.names else type(self)(**names)
 
     def proofs(self, pass_: Pass) -> tuple[tuple[str, ...], ...]:
-        """Each library that is named must be seen; the forward's only where its pass is run."""
+        """Return the proofs of each library that is named; those of the forward's only if its pass runs."""
         roles = ("backward",) if pass_ == "backward" else ROLES
         named = [self.names[role] for role in roles if self.names[role] != AUTO]
         return tuple(proof for name in named for proof in registry.get(name).proofs(pass_))
@@ -66,11 +66,11 @@ class Pairing(Implementation):
         return self.available(environment) or self._hindrance(workload, environment)
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """Every pair that is known, whatever is installed."""
+        """Return all known pairs, whether installed or not."""
         return _pairs(*(self._asked(role, workload) for role in ROLES))
 
     def configs_here(self, workload: Workload, environment: Environment) -> Sequence[Config]:
-        """Pairs of the first few that can run each pass."""
+        """Return pairs of the first few implementations that can run each pass."""
         if not workload.needs_gradients:
             return ()
         able = [
@@ -85,7 +85,7 @@ class Pairing(Implementation):
         return lambda q, k, v: call(q, k, v)[0]
 
     def chosen(self, workload: Workload, environment: Environment) -> Partial:
-        """The two functions; raises Unsupported with the reason of each part that cannot."""
+        """Return the two functions; raise Unsupported with the reason of each part that cannot run."""
         hindrance = self._hindrance(workload, environment)
         reasons: list[str] = [] if hindrance is None else [hindrance]
         for pair in () if hindrance else self.configs_here(workload, environment):
@@ -139,7 +139,7 @@ class Pairing(Implementation):
 
 
 def _pairs(forwards: Sequence[str], backwards: Sequence[str]) -> list[Config]:
-    """All pairs of two, those of the first names first."""
+    """Return all pairs of two different names, those of the first names first."""
     ranked = [
         (n + m, n, {"forward": forward, "backward": backward})
         for n, forward in enumerate(forwards)

@@ -1,0 +1,310 @@
+"""Floors per case, from a TOML file that is reviewed like code: a noisy case may get a higher one, never a lower one.
+
+[[case]]
+implementation = "torch.sdpa"
+workload = "*causal*"
+floor = 0.03
+reason = "thread pool of the library: 2 % between launches"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from attnbench.comparing.statistics import CONTRADICTION
+from attnbench.comparison import ALPHA, FAILING, FLOOR, OPEN, Case, CaseStatus, Comparison, Control, Outcome
+from attnbench.errors import BrokenFile
+from attnbench.reading import convert, read_toml
+from attnbench.results.ratios import LEAST_DIFFERENCE, Ratio, geometric_mean
+from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
+from attnbench.workloads.suite_file import line_of, lines_of
+
+Floors = Callable[[str, str], float]
+"""(implementation, workload id) -> share that a case must be slower by before it counts."""
+
+
+class Threshold(Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry; both names are patterns as in a shell."""
+
+    floor: float
+    reason: str
+    implementation: str = "*"
+    workload: str = "*"
+
+    def __post_init__(self) -> None:
+        if self.floor < FLOOR:
+            raise ValueError(f"floor = {self.floor:g} is below {FLOOR:g}: floors go only upward")
+        if not self.floor < 1:
+            raise ValueError(f"floor = {self.floor:g} is no share: write 0.03 for 3 %")
+        if not self.reason.strip():
+            raise ValueError("reason is empty: say why this case needs a higher floor")
+
+    def covers(self, implementation: str, workload: str) -> bool:
+        """Whether the entry is about this case."""
+        return fnmatchcase(implementation, self.implementation) and fnmatchcase(workload, self.workload)
+
+
+def load_thresholds(path: Path | str | None) -> Floors:
+    """The floor of each case: the highest of the entries that cover it, else FLOOR; everywhere FLOOR without a file."""
+    entries = [] if path is None else read_thresholds(Path(path))
+
+    def floor(implementation: str, workload: str) -> float:
+        return max([FLOOR, *(entry.floor for entry in entries if entry.covers(implementation, workload))])
+
+    return floor
+
+
+def read_thresholds(path: Path) -> list[Threshold]:
+    """The entries of a file; a wrong one is a BrokenFile with its line."""
+    table, text = read_toml(path)
+    for key in table:
+        if key != "case":
+            raise BrokenFile(path, line_of(text, key), f'there is no "{key}" here: write [[case]] tables.')
+    cases = table.get("case", [])
+    if not isinstance(cases, list):
+        raise BrokenFile(path, line_of(text, "case"), "write [[case]] with two brackets.")
+    headers = list(lines_of(text, "case")) or [0]
+    return [_entry(path, text, headers[min(place, len(headers) - 1)], case) for place, case in enumerate(cases)]
+
+
+def _entry(path: Path, text: str, header: int, case: Any) -> Threshold:
+    try:
+        return convert(case, Threshold)
+    except msgspec.ValidationError as error:
+        keys = case if isinstance(case, dict) else ()
+        named = min((key for key in keys if key in str(error)), key=str(error).index, default="")
+        line = line_of(text, named, after=header) if named else None
+        raise BrokenFile(path, line or header, f"{str(error).partition(' - at')[0]}.") from error
+
+
+LEAST_BYTES = 64 * 1024
+"""Allocators round: fewer bytes more are no growth, whatever share they are."""
+TOO_WIDE = "the stored times vary too much to tell anything: measure both again with more --budget, or compare refs"
+
+
+def case_of(
+    implementation: str, workload: Workload, first: Comparison | None, second: Comparison | None = None
+) -> Case:
+    """What both stages come to for one case; `gate.confirm` has the last word on regressions."""
+    stages = [stage for stage in (first, second) if stage is not None]
+    status, reason = _by_numbers(stages) or _by_time(first, second)
+    if status not in ("wrong", "regression") and stages and all(grew(stage) for stage in stages):
+        a, b = _peaks(stages[-1])
+        status, reason = "memory", f"peak memory grew from {a:,} to {b:,} bytes" + (f"; {reason}" if reason else "")
+    return Case(
+        implementation=implementation,
+        workload=workload,
+        status=status,
+        reason=reason,
+        first=first,
+        second=second,
+        memory=_peaks(stages[-1]) if stages else (None, None),
+    )
+
+
+def is_heavier(case: Case) -> bool:
+    """Whether every stage of a case found a higher peak."""
+    stages = [stage for stage in (case.first, case.second) if stage is not None]
+    return bool(stages) and all(grew(stage) for stage in stages)
+
+
+def _by_numbers(stages: Sequence[Comparison]) -> tuple[CaseStatus, str] | None:
+    """Status by whether the arms gave right numbers at all; None when times may decide."""
+    for stage in stages:
+        if isinstance(stage.record_b, Incorrect):
+            return "wrong", _why(stage.record_b)  # whatever the baseline is: wrong, lost, or one that refuses the case
+        if isinstance(stage.record_a, Ok) and stage.record_b is not None and not isinstance(stage.record_b, Ok):
+            return "wrong", _why(stage.record_b)
+    a, b = (stages[0].record_a, stages[0].record_b) if stages else (None, None)
+    if a is None or isinstance(a, Ok):
+        return None
+    if isinstance(a, Failed | Timeout | OutOfMemory):
+        # Nobody refused: the baseline was lost, and with it what the current one should be compared with.
+        if b is not None and (b.status, b.reason) == (a.status, a.reason) and not stages[0].died:
+            return "not_measured", f"neither gives an answer: {_why(a)}"
+        return "inconclusive", f"the baseline was lost: {_why(a)}"
+    if isinstance(b, Ok):
+        return "no_baseline", f"the baseline: {_why(a)}"
+    return "not_measured", _why(a)
+
+
+def _why(record: Record) -> str:
+    return f"{record.status.replace('_', ' ')}: {record.reason}"
+
+
+def _by_time(first: Comparison | None, second: Comparison | None) -> tuple[CaseStatus, str]:
+    if first is None or first.verdict is None:
+        return "not_measured", (first.reason if first else "") or "not measured"
+    if first.verdict != "slower":
+        statuses: dict[str, CaseStatus] = {"faster": "improved", "same": "pass", "inconclusive": "inconclusive"}
+        return statuses[first.verdict], _open_reason(first)
+    once = f"slower once ({_how_much(first)})"
+    if second is None or second.verdict is None:
+        return "inconclusive", f"{once}, not measured on fresh launches"
+    if second.verdict == "slower":
+        return "regression", f"slower twice ({_how_much(first)}, then {_how_much(second)} on fresh launches)"
+    if second.verdict == "inconclusive":
+        return "inconclusive", f"{once}, inconclusive on fresh launches"
+    return "pass", f"{once}, not confirmed on fresh launches"
+
+
+def _open_reason(comparison: Comparison) -> str:
+    seen = comparison.smallest_slowdown
+    if comparison.verdict != "inconclusive" or seen is None:
+        return comparison.reason
+    count = len(comparison.launches)
+    if contradiction := next((note for note in comparison.notes if note.startswith(CONTRADICTION)), ""):
+        return f"{contradiction} ({_by_metric(comparison)})"
+    parts = [f"after {count} launch{'' if count == 1 else 'es'}"] if count else []
+    if comparison.reason:
+        parts.append(comparison.reason)
+    elif seen <= 1:
+        parts.append(f"could have seen {seen:.1%}")
+    else:
+        parts.append("too few to tell anything, raise --budget" if count else TOO_WIDE)
+    return ": ".join(parts)
+
+
+def _by_metric(comparison: Comparison) -> str:
+    return ", ".join(f"{one.metric} {one.ratio:.3f}" for one in comparison.estimates.values())
+
+
+def _how_much(comparison: Comparison) -> str:
+    """The ratio that made it slower; its metric is named where that is not the published one."""
+    worst = min(comparison.estimates.values(), key=lambda one: one.p_slower, default=None)
+    if worst is None or worst.ratio == comparison.ratio:
+        return "?" if comparison.ratio is None else f"{comparison.ratio:.2f}"
+    return f"{worst.ratio:.2f} by {worst.metric} time"
+
+
+def _peaks(comparison: Comparison) -> tuple[int | None, int | None]:
+    a, b = (
+        record.memory.peak_bytes if isinstance(record, Ok) else None
+        for record in (comparison.record_a, comparison.record_b)
+    )
+    return a, b
+
+
+def grew(comparison: Comparison) -> bool:
+    """Whether b's peak is over 1 % (and 64 kB) above a's."""
+    a, b = _peaks(comparison)
+    return a is not None and b is not None and b > LEAST_DIFFERENCE * a and b - a > LEAST_BYTES
+
+
+OnInconclusive = Literal["inconclusive", "pass", "fail"]
+"""What inconclusive cases make of a job in which nothing fails."""
+
+SILENT_CONTROLS = (
+    "no control gave an answer, so nothing shows what would have been found: raise --budget, or quieten the machine"
+)
+
+
+class Judgement(Struct, frozen=True, kw_only=True):
+    """The gate's answer, and what should be known about it."""
+
+    outcome: Outcome
+    warnings: tuple[str, ...] = ()
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p-value adjusted for being one of many (Holm's step-down), in the order given."""
+    adjusted, largest = [1.0] * len(p_values), 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, (len(p_values) - place) * p_values[index])
+        adjusted[index] = min(1.0, largest)
+    return adjusted
+
+
+def p_slower(comparison: Comparison) -> float:
+    """Probability of such data on any of the metrics were b not slower (Bonferroni over metrics)."""
+    found = comparison.estimates.values()
+    return min([1.0, *(len(found) * one.p_slower for one in found)])
+
+
+def confirm(cases: Sequence[Case]) -> list[Case]:
+    """Holm's correction over the second stage of all cases that had one."""
+    return with_holm(cases, {place: p_slower(one.second) for place, one in enumerate(cases) if one.second is not None})
+
+
+def with_holm(cases: Sequence[Case], p_values: Mapping[int, float]) -> list[Case]:
+    """Cases with the p-values at those places adjusted; a regression that chance explains becomes inconclusive."""
+    judged = list(cases)
+    for place, p in zip(p_values, holm(list(p_values.values()))):
+        case = replace(judged[place], p_holm=p)
+        if case.status == "regression" and p > ALPHA:
+            doubt = f"may be chance over {_cases(len(p_values))} (p {p:.2g} after Holm)"
+            status = "memory" if is_heavier(case) else "inconclusive"
+            case = replace(case, status=status, reason=f"{case.reason}, but {doubt}")
+        judged[place] = case
+    return judged
+
+
+def judge(
+    cases: Sequence[Case], controls: Sequence[Control], on_inconclusive: OnInconclusive = "inconclusive"
+) -> Judgement:
+    """The outcome: wrong numbers and memory beat all, then a failed A/A control, then slowdowns, then what is open."""
+    still_open = sum(case.status in OPEN for case in cases)
+    timed = any(case.comparison is not None and case.comparison.verdict is not None for case in cases)
+    outcome: Outcome = "pass"
+    if any(case.status in ("wrong", "memory") for case in cases):
+        outcome = "fail"  # neither depends on time
+    elif any(control.name == "a/a" and not (control.passed or control.silent) for control in controls):
+        outcome = "untrusted"
+    elif any(case.status in FAILING for case in cases):
+        outcome = "fail"
+    elif not timed:
+        outcome = "nothing"
+    elif still_open or (controls and all(control.silent for control in controls)):
+        outcome = on_inconclusive
+    warnings = [*_control_warnings(controls), *_case_warnings(cases)]
+    if still_open and on_inconclusive == "pass":
+        warnings.append(f"{_cases(still_open)} inconclusive, counted as passed because that was asked for")
+    return Judgement(outcome=outcome, warnings=tuple(warnings))
+
+
+def geomean(cases: Sequence[Case]) -> tuple[float, float, float] | None:
+    """Geometric mean of all timed cases' ratios, its low and its high at the confidence of the cases; None if none."""
+    ratios = [
+        Ratio(one.ratio, *one.interval)
+        for one in (case.comparison for case in cases)
+        if one is not None and one.verdict is not None and one.ratio is not None and one.interval is not None
+    ]
+    if not ratios:
+        return None
+    mean = geometric_mean(ratios)
+    return mean.value, mean.low, mean.high
+
+
+def _control_warnings(controls: Sequence[Control]) -> list[str]:
+    told = {
+        "a/a": "untrusted: the A/A control failed ({}), so no verdict of this job can be believed; run it again",
+        "+5 %": "underpowered: the +5 % control was not found ({}), so passes may hide slowdowns of that size",
+    }
+    if controls and all(control.silent for control in controls):
+        return [SILENT_CONTROLS]
+    return [
+        told[control.name].format(control.comparison.verdict or control.comparison.reason or "not measured")
+        for control in controls
+        if not control.passed and not (control.silent and control.name == "a/a")
+    ]
+
+
+def _case_warnings(cases: Sequence[Case]) -> list[str]:
+    told = {
+        "missing": "of the baseline missing in the current run",
+        "no_baseline": "without a baseline: new since then, or never saved (`attnbench baseline save RUN`)",
+        "not_measured": "not measured",
+    }
+    counts = {status: sum(case.status == status for case in cases) for status in told}
+    return [f"{_cases(count)} {told[status]}" for status, count in counts.items() if count]
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'' if count == 1 else 's'}"

@@ -1,0 +1,160 @@
+"""Masks cut into blocks for block-sparse kernels, or into pieces that a dense kernel takes without a mask array.
+
+Neither needs an array of q_len x kv_len values.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import and_
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from attnbench.masks.arrays import Blocks, Lengths
+from attnbench.masks.base import Mask, MaskShape, freeze
+from attnbench.masks.combine import both
+from attnbench.masks.positional import Causal, Full
+
+
+class BlockLayout(NamedTuple):
+    """A mask of one `blocks` part and parts that leave each row one run of keys, as a block-sparse kernel needs it.
+
+    Batch and head axes have size 1 if the mask ignores them.
+    """
+
+    block_size: int
+    kept: Bool[np.ndarray, "b h q kv"]
+    """Blocks to visit: kept, and not fully hidden by the other parts."""
+    whole: Bool[np.ndarray, "b h q kv"]
+    """Kept blocks in which every row sees every key; never a last block in which the keys end."""
+    seen: Bool[np.ndarray, "b 1 q kv"]
+    """Blocks in which the other parts leave a pair visible: the base of `sparsity`."""
+    low: Int[np.ndarray, "b t"]
+    high: Int[np.ndarray, "b t"]
+    """First and end of the keys that the other parts let each query row see; equal if a row sees none."""
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the visible blocks that are dropped."""
+        possible = self.seen.sum() * self.kept.shape[1] * (len(self.kept) // len(self.seen))
+        return 1 - float(self.kept.sum() / possible) if possible else 0.0
+
+
+def split_blocks(mask: Mask) -> tuple[Blocks, Mask] | None:
+    """Return the only `blocks` part and the rest of the mask; None if there is none, or more than one."""
+    parts = mask.split()
+    found = [part for part in parts if isinstance(part, Blocks)]
+    rest: Mask = reduce(and_, [part for part in parts if not isinstance(part, Blocks)], Full())
+    return (found[0], rest) if len(found) == 1 else None
+
+
+def block_layout(mask: Mask, shape: MaskShape, block_size: int | None = None) -> BlockLayout | None:
+    """Return the layout in the mask's blocks, or in smaller ones that divide them; None if the mask has another form.
+
+    A block in which rows see separate runs of keys with a gap between them counts as seen.
+    """
+    split = split_blocks(mask)
+    interval = None if split is None or split[1].weighted else split[1].interval(shape)
+    if split is None or interval is None:
+        return None
+    size = block_size or split[0].block_size
+    ratio, rest = divmod(split[0].block_size, size)
+    if rest:
+        return None
+    low, high = (np.clip(edge, 0, shape.kv_len).astype(np.int32) for edge in np.broadcast_arrays(*interval))
+    high = np.maximum(low, high)
+    seen, every = _by_block(low, high, shape, size)
+    listed = split[0].block_mask.array
+    listed = listed.reshape((1,) * (4 - listed.ndim) + listed.shape).repeat(ratio, axis=2).repeat(ratio, axis=3)
+    kept = listed[:, :, : seen.shape[2], : seen.shape[3]] & seen
+    return BlockLayout(size, kept, kept & every, seen, low, high)
+
+
+def _by_block(low: np.ndarray, high: np.ndarray, shape: MaskShape, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return whether some row of a block sees a key of the block, and whether all rows see all; [b, 1, q blocks, kv
+    blocks]."""
+    empty = low == high
+    reach = np.where(empty, shape.kv_len, low), np.where(empty, 0, high)
+    edges = np.arange(0, shape.q_len, size)
+    first, last = (
+        fold.reduceat(edge, edges, axis=1)[:, None, :, None] for fold, edge in zip((np.minimum, np.maximum), reach)
+    )
+    latest, earliest = (
+        fold.reduceat(edge, edges, axis=1)[:, None, :, None]
+        for fold, edge in zip((np.maximum, np.minimum), (low, high))
+    )
+    start = np.arange(0, shape.kv_len, size)
+    return (first < start + size) & (last > start), (latest <= start) & (earliest >= start + size)
+
+
+Shape = Literal["full", "causal"]
+
+
+class Piece(NamedTuple):
+    """Queries start:stop over keys first:last under `mask`, whose queries and keys are those of the piece."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    mask: Mask
+
+
+def pieces(mask: Mask, shape: MaskShape, most: int) -> list[Piece] | str:
+    """Return at most `most` pieces in the order of the queries, or the reason why there are none.
+
+    Key lengths stay a part of each piece.
+    """
+    lengths = [part for part in mask.split() if isinstance(part, Lengths)]
+    rest: Mask = Full()
+    for part in mask.split():
+        rest = rest if isinstance(part, Lengths) else both(rest, part)
+    interval = None if rest.weighted else rest.interval(shape)
+    if interval is None:
+        return f"takes masks by which a query sees one run of keys, which {rest.id} does not say"
+    low, high = (np.broadcast_to(np.clip(edge, 0, shape.kv_len), (len(edge), shape.q_len)) for edge in interval)
+    if (low != low[:1]).any() or (high != high[:1]).any():
+        return "takes masks whose batch rows are alike, but for key lengths"
+    low, high = low[0], high[0]
+    if (high <= low).any():
+        return "takes no mask with rows that see no key"
+    cut = _runs(low, high, most, growing=False) or _runs(low, high, most, growing=True)
+    if cut is None:
+        return f"takes masks of at most {most} blocks of queries that see the same keys, or one key more each"
+    return [
+        Piece(start, stop, int(low[start]), int(high[stop - 1]), _within(kind, low[start], high[stop - 1], lengths))
+        for start, stop, kind in cut
+    ]
+
+
+def _runs(low: np.ndarray, high: np.ndarray, most: int, growing: bool) -> list[tuple[int, int, Shape]] | None:
+    """Return runs of rows that see the same keys; with `growing` also rows of which each sees one key more than the
+    last."""
+    ends: dict[Shape, np.ndarray] = {"full": np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1}
+    if growing:
+        ends["causal"] = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 1)) + 1
+    found: list[tuple[int, int, Shape]] = []
+    start = 0
+    while start < len(low):
+        if len(found) == most:
+            return None
+        stops: dict[Shape, int] = {
+            kind: int(after[np.searchsorted(after, start, side="right")]) if (after > start).any() else len(low)
+            for kind, after in ends.items()
+        }
+        kind = max(stops, key=lambda one: stops[one])
+        found.append((start, stops[kind], kind))
+        start = stops[kind]
+    return found
+
+
+def _within(kind: Shape, first: int, last: int, lengths: list[Lengths]) -> Mask:
+    """Return the mask inside a piece: causal or full, and the key lengths that end inside the piece."""
+    mask: Mask = Causal() if kind == "causal" else Full()
+    for part in lengths:
+        inside = np.clip(part.kv_lengths.array - first, 0, last - first)
+        if (inside < last - first).any():
+            mask = both(mask, Lengths(freeze(inside)))
+    return mask

@@ -1,0 +1,245 @@
+"""What the formats of other benchmark tools share: timed cells, each once, under a name that is safe to print."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import accumulate
+from statistics import fmean, median, stdev
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.printable import printable
+from attnbench.results.exports.table import Source
+from attnbench.results.run_file import Header
+from attnbench.spec import DIRTY, Environment, Ok, Time
+
+LONGEST_NAME = 1024
+"""Bencher takes no longer ones."""
+
+
+class Timed(Struct, frozen=True):
+    """A cell with a speed, and the header of its run."""
+
+    name: str
+    record: Ok
+    time: Time
+    header: Header
+
+
+def timed(sources: Sequence[Source]) -> list[Timed]:
+    """Timed cells without the anchors; these tools know a benchmark by its name, so of several the last counts."""
+    found: dict[str, Timed] = {}
+    for source in sources:
+        for record in source.records:
+            if isinstance(record, Ok) and record.time is not None and record.implementation not in ANCHORS:
+                name = _name(record.cell.id)
+                found[name] = Timed(name, record, record.time, source.header)
+    return list(found.values())
+
+
+def _name(text: str) -> str:
+    """A long one is cut, with digits that tell it from others that begin alike."""
+    name = printable(text)
+    if len(name) <= LONGEST_NAME:
+        return name
+    digits = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{name[: LONGEST_NAME - len(digits) - 1]}-{digits}"
+
+
+def facts(one: Timed) -> dict[str, str]:
+    """Where and how it was measured."""
+    environment, cost = one.record.environment, one.record.cost
+    told = {"clock": one.time.clock, "workload": one.record.workload.title}
+    if environment is not None:
+        told |= {"device": environment.device_name, "fingerprint": environment.fingerprint}
+    if cost.tflops is not None:
+        told["tflops"] = f"{cost.tflops:.4g}"
+    if one.record.approximate:
+        told["approximate"] = "yes"
+    return {name: printable(text) for name, text in told.items()}
+
+
+PYTEST_BENCHMARK_VERSION = "5.3.1"
+"""Of pytest-benchmark, whose form this is."""
+
+
+def pytest_benchmark(sources: Sequence[Source]) -> dict[str, Any]:
+    """The document that `--benchmark-json` would have written."""
+    cells = timed(sources)
+    first = cells[0] if cells else None
+    environment = None if first is None else first.record.environment
+    return {
+        "machine_info": _machine(environment),
+        "commit_info": {
+            "id": "" if environment is None else environment.commit.removesuffix(DIRTY),
+            "dirty": environment is not None and environment.is_dirty,
+        },
+        "benchmarks": [_benchmark(one) for one in cells],
+        "datetime": "" if first is None else first.header.created,
+        "version": PYTEST_BENCHMARK_VERSION,
+    }
+
+
+def _machine(environment: Environment | None) -> dict[str, Any]:
+    if environment is None:
+        return {}
+    return {
+        "node": environment.device_name,
+        "machine": environment.device,
+        "processor": environment.cpu,
+        "system": environment.system,
+        "python_version": environment.python,
+        "cpu": {"brand_raw": environment.cpu, "count": environment.cores},
+    }
+
+
+def _benchmark(one: Timed) -> dict[str, Any]:
+    record = one.record
+    return {
+        "group": printable(record.workload.id),
+        "name": one.name,
+        "fullname": one.name,
+        "params": None,
+        "param": None,
+        "extra_info": facts(one),
+        "options": {
+            "disable_gc": False,
+            "timer": one.time.clock,
+            "min_rounds": 1,
+            "max_time": 0.0,
+            "min_time": 0.0,
+            "warmup": True,
+        },
+        "stats": _stats(np.asarray(one.time.samples_ns) * 1e-9, one.time.calls_per_sample),
+    }
+
+
+def _stats(data: np.ndarray, iterations: int) -> dict[str, Any]:
+    q1, median, q3 = (float(value) for value in np.percentile(data, [25, 50, 75]))
+    fence, mean, spread = 1.5 * (q3 - q1), float(data.mean()), float(data.std(ddof=1)) if len(data) > 1 else 0.0
+    inside = data[(data >= q1 - fence) & (data <= q3 + fence)]
+    far = int(np.count_nonzero(np.abs(data - mean) > spread))
+    outliers = len(data) - len(inside)
+    return {
+        "min": float(data.min()),
+        "max": float(data.max()),
+        "mean": mean,
+        "stddev": spread,
+        "rounds": len(data),
+        "median": median,
+        "iqr": q3 - q1,
+        "q1": q1,
+        "q3": q3,
+        "iqr_outliers": outliers,
+        "stddev_outliers": far,
+        "outliers": f"{far};{outliers}",
+        "ld15iqr": float(inside.min()),
+        "hd15iqr": float(inside.max()),
+        "ops": 1 / mean,
+        "total": float(data.sum()),
+        "data": data.tolist(),
+        "iterations": iterations,
+    }
+
+
+GOOGLE_SCHEMA = 1
+
+
+def google_benchmark(sources: Sequence[Source]) -> dict[str, Any]:
+    """The context of the first cell, and the runs of all."""
+    cells = timed(sources)
+    runs = [run for family, one in enumerate(cells) for run in _runs(one, family)]
+    return {"context": _context(cells), "benchmarks": runs}
+
+
+def _context(cells: Sequence[Timed]) -> dict[str, Any]:
+    context: dict[str, Any] = {
+        "executable": "attnbench",
+        "library_build_type": "release",
+        "json_schema_version": GOOGLE_SCHEMA,
+    }
+    if cells:
+        environment = cells[0].record.environment
+        context["date"] = cells[0].header.created
+        if environment is not None:
+            context |= {"num_cpus": environment.cores, "host_name": environment.device_name}
+    return context
+
+
+def _runs(one: Timed, family: int) -> list[dict[str, Any]]:
+    rounds = round_times(one.time)
+    shared = {
+        "family_index": family,
+        "per_family_instance_index": 0,
+        "run_name": one.name,
+        "repetitions": len(rounds),
+        "threads": 1,
+    }
+    label = {"label": ", ".join(f"{name}={value}" for name, value in facts(one).items())}
+    runs = []
+    for index, (ns, calls) in enumerate(rounds):
+        kind = {"run_type": "iteration", "repetition_index": index, "iterations": calls}
+        runs.append({"name": one.name, **shared, **kind, **_times(ns), **label})
+    for name, value in _aggregates([ns for ns, _ in rounds]).items():
+        unit = "percentage" if name == "cv" else "time"
+        kind = {"run_type": "aggregate", "aggregate_name": name, "aggregate_unit": unit, "iterations": len(rounds)}
+        runs.append({"name": f"{one.name}_{name}", **shared, **kind, **_times(value), **label})
+    return runs
+
+
+def round_times(time: Time) -> list[tuple[float, int]]:
+    """Median ns of each round and the calls it is of; every sample by itself where there were no rounds."""
+    whole = sum(time.rounds) == len(time.samples_ns)
+    sizes = [size for size in time.rounds if size] if whole else []
+    sizes = sizes or [1] * len(time.samples_ns)
+    ends = list(accumulate(sizes))
+    parts = [time.samples_ns[end - size : end] for end, size in zip(ends, sizes)]
+    return [(median(part), len(part) * time.calls_per_sample) for part in parts]
+
+
+def _aggregates(rounds: Sequence[float]) -> dict[str, float]:
+    spread = stdev(rounds) if len(rounds) > 1 else 0.0
+    mean = fmean(rounds)
+    return {"mean": mean, "median": median(rounds), "stddev": spread, "cv": spread / mean if mean else 0.0}
+
+
+def _times(ns: float) -> dict[str, Any]:
+    return {"real_time": ns, "cpu_time": ns, "time_unit": "ns"}
+
+
+def bencher(sources: Sequence[Source]) -> dict[str, Any]:
+    """Benchmark -> measure -> value with its bounds."""
+    return {one.name: _measures(one) for one in timed(sources)}
+
+
+def _measures(one: Timed) -> dict[str, dict[str, float]]:
+    latency = {"value": one.time.median_ns}
+    throughput = {"value": 1e9 / one.time.median_ns}
+    low, high = one.time.ci95_ns or (None, None)
+    if low is not None and high is not None:
+        latency |= {"lower_value": max(low, 0.0), "upper_value": high}
+        throughput["lower_value"] = 1e9 / high
+        if low > 0:
+            throughput["upper_value"] = 1e9 / low
+    measures = {"latency": latency, "throughput": throughput}
+    if one.record.memory.peak_bytes is not None:
+        measures["peak-memory"] = {"value": float(one.record.memory.peak_bytes)}
+    return measures
+
+
+def github_action_benchmark(sources: Sequence[Source]) -> list[dict[str, object]]:
+    """An entry per cell; `range` is half the interval of the median."""
+    return [_entry(one) for one in timed(sources)]
+
+
+def _entry(one: Timed) -> dict[str, object]:
+    entry: dict[str, object] = {"name": one.name, "unit": "ns", "value": one.time.median_ns}
+    if one.time.ci95_ns is not None:
+        low, high = one.time.ci95_ns
+        entry["range"] = f"± {(high - low) / 2:.0f}"
+    entry["extra"] = "\n".join(f"{name}: {value}" for name, value in facts(one).items())
+    return entry
