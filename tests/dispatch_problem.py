@@ -8,7 +8,7 @@ from policy_factory import policy as made_policy
 
 import attnbench as ab
 from attnbench import frameworks, reference
-from attnbench.dispatch.order import environment_of
+from attnbench.dispatch.demand import environment_of
 from attnbench.policy import Alternative, Choice, Entry, shape_of
 from attnbench.workloads.inputs import draw
 

@@ -307,11 +307,11 @@ def test_constraints_are_finite(options: list[str], good: dict[str, bytes], read
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b'{"kind": "policy",\n"x": "\xff"}', r"policy.json, line 2: this is no policy file \(not UTF-8"),
+        (b'{"kind": "policy",\n"x": "\xff"}', r"policy.json, line 2: this is not a policy file \(not UTF-8"),
         (b"[" * 100_000, "nested more than 100 levels"),
         (b'{"kind": "policy", "schema": ' + b"9" * 30 + b"}", "more than 64 bits"),
         (b'{"kind": "policy", "places": 5}', "this policy is broken"),
-        (b"\x00\xff", "this is no policy file"),
+        (b"\x00\xff", "this is not a policy file"),
     ],
     ids=count(),
 )

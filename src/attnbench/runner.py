@@ -13,9 +13,10 @@ import msgspec
 from attnbench import frameworks, masks, registry
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
-from attnbench.run.crew import Crew
-from attnbench.run.launch import CannotTravel, Listener, Request, check_seconds, launch
-from attnbench.run.lock import LIBRARY_PATIENCE_S
+from attnbench.run.launch import Listener, Request, check_seconds, launch
+from attnbench.run.machine import LIBRARY_PATIENCE_S
+from attnbench.run.pool import Pool
+from attnbench.run.user_functions import CannotSend
 from attnbench.spec import Implementation, Record, Workload
 from attnbench.workloads.suites import parse_mask
 
@@ -230,8 +231,8 @@ def _carry_out(request: Request) -> Results:
         raise UsageError("a worker cannot start a run: guard the call with `if __name__ == '__main__':`.")
     records = Results()
     try:
-        launch(request, records.extend, Listener(), crew=_standing_crew(request), patience_s=LIBRARY_PATIENCE_S)
-    except CannotTravel:
+        launch(request, records.extend, Listener(), pool=_standing_pool(request), patience_s=LIBRARY_PATIENCE_S)
+    except CannotSend:
         records.clear()
         with registry.restored():
             launch(
@@ -256,16 +257,16 @@ def _check(request: Request) -> None:
         raise UnknownName("framework", request.framework, frameworks.NAMES, "attnbench doctor")
 
 
-def _standing_crew(request: Request) -> Crew | None:
+def _standing_pool(request: Request) -> Pool | None:
     """Workers kept warm between calls, for installed implementations only: a user's function gets its own process."""
     installed = all(isinstance(what, str) and ":" not in what for what in request.implementations)
     if not installed or any(registry.origin(str(what)) == registry.HERE for what in request.implementations):
         return None
-    return _crew(os.getpid(), request.device)
+    return _pool(os.getpid(), request.device)
 
 
 @cache
-def _crew(pid: int, device: str | None) -> Crew:
-    crew = Crew((), device, None)
-    atexit.register(crew.__exit__)
-    return crew
+def _pool(pid: int, device: str | None) -> Pool:
+    pool = Pool((), device, None)
+    atexit.register(pool.__exit__)
+    return pool

@@ -15,7 +15,7 @@ from attnbench.cli import execute
 from attnbench.comparing import compare as comparing
 from attnbench.comparing.refs import BuildFailed
 from attnbench.comparison import Comparison
-from attnbench.run.lock import machine_lock
+from attnbench.run.machine import machine_lock
 
 SHAPE = ["--batch", "1", "--seq-len", "128", "--heads", "4", "--head-dim", "32", "--causal"]
 

@@ -199,7 +199,7 @@ def test_a_foreign_policy_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFi
         (["one", "--forbid", "triton"], 'called "triton"'),
         (["one", "-o", "runs"], "cannot write runs"),
         (["policy.txt"], "this is no attnbench run file"),
-        (["one", "--judge", "policy.txt"], "this is no policy file"),
+        (["one", "--judge", "policy.txt"], "this is not a policy file"),
         (["one", "--judge", "policy.txt", "-o", "x.json"], "cannot be combined with -o"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

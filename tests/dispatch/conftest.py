@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from attnbench import policy
-from attnbench.dispatch import failures, misses
+from attnbench.dispatch.choice import forget_warnings
+from attnbench.dispatch.order import forget_failures
 from attnbench.dispatch.plan import PLANS
 from attnbench.policy import stack
 
@@ -19,8 +20,8 @@ def _no_policies(monkeypatch):
     monkeypatch.delenv("ATTNBENCH_POLICY", raising=False)
     monkeypatch.delenv("ATTNBENCH_ON_MISS", raising=False)
     policy.forget()
-    misses.forget()
-    failures.forget()
+    forget_warnings()
+    forget_failures()
     PLANS.clear()
     yield
     monkeypatch.undo()

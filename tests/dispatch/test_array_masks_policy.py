@@ -42,10 +42,10 @@ def visible(framework):
 @pytest.fixture
 def plain_calls(monkeypatch):
     """How often torch.eager's own code ran."""
-    from attnbench.frameworks import torch_plain
+    from attnbench.frameworks.torch import plain
 
-    calls, attend = [], torch_plain.attend
-    monkeypatch.setattr(torch_plain, "attend", lambda *a: calls.append(1) or attend(*a))
+    calls, attend = [], plain.attend
+    monkeypatch.setattr(plain, "attend", lambda *a: calls.append(1) or attend(*a))
     return calls
 
 
@@ -72,7 +72,7 @@ def test_torch_compiled(plain_calls):
     with ab.use_policy(here(entry("torch.eager")), on_miss="error"):
         assert_close(run(q, k, v), out)
         torch.compiler.reset()
-        with pytest.raises(Exception, match="no measured policy speaks"):
+        with pytest.raises(Exception, match="no measured policy covers"):
             torch.compile(
                 lambda q, k, v: attention_with_array(q, k, v, visible=seen[:12, :12]), backend="eager", fullgraph=True
             )(*(x[:, :12].half() for x in (q, k, v)))
@@ -83,7 +83,7 @@ def test_a_miss_is_an_error_or_told_once(framework):
     q, k, v, out = case(framework)
     with ab.use_policy(here(framework=framework), on_miss="error"), pytest.raises(PolicyMiss, match="dense"):
         attention_with_array(q, k, v, visible=visible(framework))
-    with pytest.warns(PolicyWarning, match=r"(torch\.sdpa|jax\.xla) is taken") as told:
+    with pytest.warns(PolicyWarning, match=r"(torch\.sdpa|jax\.xla) is used") as told:
         found = [attention_with_array(q, k, v, visible=visible(framework)) for _ in range(3)]
     assert_close(found[2], out)
     assert len([one for one in told if issubclass(one.category, PolicyWarning)]) == 1

@@ -8,7 +8,8 @@ from dispatch_problem import FRAMEWORKS, SIZES, assert_close, problem, to_framew
 
 import attnbench as ab
 from attnbench import frameworks, reference, registry
-from attnbench.dispatch.order import environment_of, order_on, refusal
+from attnbench.dispatch.demand import environment_of
+from attnbench.dispatch.order import order_on, refusal
 from attnbench.errors import InvalidWorkload, UnknownName, Unsupported, UsageError
 
 

@@ -11,7 +11,7 @@ import attnbench as ab
 from attnbench import registry
 from attnbench.dispatch import order
 from attnbench.dispatch.choice import decide
-from attnbench.dispatch.order import Demand
+from attnbench.dispatch.demand import Demand
 from attnbench.errors import PolicyWarning, Unsupported
 from attnbench.impls.partial import torch_choice
 from attnbench.impls.partial.torch_choice import Rules, ruled_out

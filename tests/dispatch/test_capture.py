@@ -212,7 +212,7 @@ def test_a_gain_is_stated_for_the_step():
 
 
 def _calls(share):
-    from attnbench.dispatch.captured import Calls, Captured
+    from attnbench.dispatch.capture import Calls, Captured
 
     calls = Calls()
     work = ab.Workload(batch=1, q_len=4, heads=1, head_dim=8)
@@ -563,13 +563,13 @@ def test_nested_tensors_run_and_are_counted_as_unread(layout):
 
 
 def test_what_cannot_be_read_for_any_reason_is_counted_and_runs(monkeypatch):
-    from attnbench.dispatch import seen_calls
+    from attnbench.dispatch import capture_calls
 
     def broken(*_):
         raise RuntimeError("no such thing\nand more")
 
     q, k, v = tensors(2, 6, 4, 8)
-    monkeypatch.setattr(seen_calls, "examples", broken)
+    monkeypatch.setattr(capture_calls, "_vmap_levels", broken)
     with ab.capture() as calls:
         ab.attention(q, k, v)
     assert calls.unread == ("a call of ab.attention could not be read: no such thing",)

@@ -117,7 +117,7 @@ def test_a_miss_takes_the_fixed_order_and_warns_once_a_class(framework):
     with ab.use_policy(here(entry(f"{framework}.eager", mask=ab.masks.full()), framework=framework)):
         told = warned(lambda: ab.attention(*arrays(framework=framework), mask=CAUSAL))
         assert len(told) == 1
-        assert f"{first} is taken" in told[0]
+        assert f"{first} is used" in told[0]
         assert "attnbench choose" in told[0]
         assert "no entry for mask causal" in told[0]
         assert warned(lambda: ab.attention(*arrays(48, framework=framework), mask=CAUSAL)) == [], "the same class"
@@ -181,7 +181,7 @@ def test_a_stale_policy_is_named_even_where_another_speaks(spy, on_miss):
 
 def test_a_miss_can_be_an_error_or_pass_in_silence(monkeypatch, tmp_path):
     nothing = here(entry("torch.eager", mask=ab.masks.full()))
-    with ab.use_policy(nothing, on_miss="error"), pytest.raises(PolicyMiss, match=r"no measured policy speaks.*choose"):
+    with ab.use_policy(nothing, on_miss="error"), pytest.raises(PolicyMiss, match=r"no measured policy covers.*choose"):
         ab.attention(*arrays(), mask=CAUSAL)
     with ab.use_policy(nothing, on_miss="quiet"):
         assert warned(lambda: ab.attention(*arrays(), mask=CAUSAL)) == []

@@ -11,7 +11,7 @@ from dispatch_problem import entry, here
 
 import attnbench as ab
 from attnbench import registry
-from attnbench.dispatch import traced
+from attnbench.dispatch import torch_compile
 from attnbench.errors import Unsupported
 from attnbench.policy import Choice, Entry, shape_of
 from attnbench.spec import Implementation
@@ -219,8 +219,8 @@ def test_what_cannot_be_looked_into_is_one_operator():
 
 
 def test_the_operator_says_what_torch_expects_of_one():
-    from attnbench.dispatch.plan import Words
-    from attnbench.dispatch.torch_operator import Request, _remember, forward
+    from attnbench.dispatch.demand import Words
+    from attnbench.dispatch.torch_compile import Request, _remember, forward
 
     for layout in ("bshd", "bhsd"):
         words = Words(OUTER, None, None, "auto", layout, None, False)
@@ -269,7 +269,7 @@ def test_a_policy_is_asked(dynamic):
             torch.testing.assert_close(compiled(q, k, v), ab.attention(q, k, v, mask=OUTER, impl="torch.eager"))
             assert opaque.calls == 1
             torch._dynamo.reset()
-            with pytest.raises(Exception, match="no measured policy speaks"):
+            with pytest.raises(Exception, match="no measured policy covers"):
                 torch.compile(lambda q, k, v: ab.attention(q, k, v), backend="eager", fullgraph=True)(q, k, v)
 
 
@@ -355,10 +355,9 @@ def test_export_and_fake_arrays_need_no_numbers(mask):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_compiled_code_needs_is_kept_once_for_each_call(dynamic):
     """Compiled code cannot say when it is gone, so nothing is dropped; a call that is traced again adds nothing."""
-    from attnbench.dispatch import torch_operator
 
     def kept():
-        return len(vars(traced.CALLS)), len(torch_operator._requests), len(torch_operator._picks)
+        return len(vars(torch_compile.CALLS)), len(torch_compile._requests), len(torch_compile._picks)
 
     def traced_anew(tokens):
         torch._dynamo.reset()

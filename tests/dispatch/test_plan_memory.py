@@ -11,7 +11,8 @@ from dispatch_problem import FRAMEWORKS, to_framework
 
 import attnbench as ab
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.plan import Plans, Words, bytes_kept, data_bytes, demand_of
+from attnbench.dispatch.demand import Words, demand_of
+from attnbench.dispatch.plan import Plans, bytes_kept, data_bytes
 from attnbench.workloads import cost
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")

@@ -47,11 +47,13 @@ def test_explain_of_meta_tensors_names_what_the_call_takes(monkeypatch):
     """And nobody is told of a miss: there is nothing to choose."""
     import torch
 
-    from attnbench.dispatch import traced
+    from attnbench.dispatch import torch_compile
     from attnbench.dispatch.array_masks import attention_with_array
 
-    built, ran = traced.built, []
-    monkeypatch.setattr(traced, "built", lambda pick, *more, **how: ran.append(pick.name) or built(pick, *more, **how))
+    built, ran = torch_compile.built, []
+    monkeypatch.setattr(
+        torch_compile, "built", lambda pick, *more, **how: ran.append(pick.name) or built(pick, *more, **how)
+    )
     q = torch.empty(2, 8, 4, 16, device="meta")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -60,7 +62,7 @@ def test_explain_of_meta_tensors_names_what_the_call_takes(monkeypatch):
     told = ab.explain(q, q, q, mask=ab.masks.causal(), scale=0.123)
     assert ran == [told.pick] == ["torch.eager"]
     assert (told.device, told.policy, told.able) == ("meta", None, ["torch.eager"])
-    assert "meta tensors have a shape only" in told.why
+    assert "meta tensors have shapes only" in told.why
     assert ab.explain(q, q, q, impl="torch.sdpa-math").pick == "torch.sdpa-math"
 
 
@@ -99,7 +101,7 @@ def test_a_trace_under_a_default_device_is_for_that_device(monkeypatch):
     import jax
 
     from attnbench.frameworks import get
-    from attnbench.frameworks.jax_plain import kind_of_device
+    from attnbench.frameworks.jax.plain import kind_of_device
 
     monkeypatch.setattr(type(get("jax")), "devices", lambda self: ("cuda", "cpu"))
     shape = jax.ShapeDtypeStruct((1,), "float32")

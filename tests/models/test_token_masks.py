@@ -16,7 +16,7 @@ from policy_factory import policy
 
 import attnbench as ab
 from attnbench import registry
-from attnbench.dispatch.order import environment_of
+from attnbench.dispatch.demand import environment_of
 from attnbench.errors import InvalidWorkload
 from attnbench.impls.jax import _masks_in_jit as jax_late_masks
 from attnbench.impls.jax.nn import Xla

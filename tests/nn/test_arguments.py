@@ -82,7 +82,7 @@ def test_whole_numbers_of_other_libraries_are_whole_numbers():
         ((32, 4.0), {}, "num_heads must be a whole number, not 4.0"),
         ((32, 4), {"num_kv_heads": 0}, "num_kv_heads must be at least 1"),
         ((32, 4), {"num_kv_heads": 3}, "does not divide"),
-        ((32, 5), {}, "no multiple"),
+        ((32, 5), {}, "not a multiple"),
         ((32, 4), {"causal": 1}, "causal is True or False"),
         ((32, 4), {"dropout": 0.1}, "no dropout"),
     ],

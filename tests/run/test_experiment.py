@@ -16,14 +16,14 @@ import psutil
 import pytest
 from cli_process import alive, wait_for
 
+from attnbench import processes
 from attnbench.comparing import experiment as module
 from attnbench.comparing.compare import compare
 from attnbench.comparing.experiment import Experiment, Terms
 from attnbench.comparing.sides import ForkedSide, code_of
 from attnbench.comparison import LOOKS, Block, Launch
 from attnbench.errors import UsageError
-from attnbench.run import process_tree
-from attnbench.run.process_tree import descendants
+from attnbench.processes import descendants
 from attnbench.run.remote import Remote
 from attnbench.spec import Workload
 
@@ -283,7 +283,7 @@ def test_all_processes_of_the_idle_side_are_stopped_in_the_others_turn(monkeypat
     """Threads and helpers that spin would take the core from the other: also one that has left its session."""
     monkeypatch.setenv("COMPARED_HELPERS", str(tmp_path / "helpers"))
     (tmp_path / "helpers").mkdir()
-    monkeypatch.setattr(process_tree, "REFRESH_S", 0.0)
+    monkeypatch.setattr(processes, "REFRESH_S", 0.0)
     block, seen = module.SideWorker.block, []
 
     def watched(self, calls):

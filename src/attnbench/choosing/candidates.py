@@ -1,4 +1,4 @@
-"""Select from runs what a policy may choose from, place by place and workload by workload, and say why not the rest."""
+"""Candidates of a policy: the records of runs that may be chosen, by place and workload, and why others may not."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from attnbench.spec import Ok, Record
 WRAPPERS: dict[str, str] = dict.fromkeys(
     ("torch.hf-sdpa", "torch.hf-eager"), "calls another candidate through Transformers: ask for it with --only"
 )
-"""Never faster than what they call, and they import far more."""
+"""Implementations that are never faster than what they call, and import far more."""
 NOT_ASKED_FOR = "is not among --only"
 
 
 class Refusal(Struct, frozen=True):
-    """A record that may not be chosen."""
+    """A record that may not be chosen, and why."""
 
     record: Record
     why: str
@@ -29,7 +29,7 @@ class Refusal(Struct, frozen=True):
 def eligible(
     records: Iterable[Record], constraints: Constraints, left_out: Mapping[str, str]
 ) -> tuple[list[Ok], list[Refusal]]:
-    """Records that may be chosen, and those that may not. `left_out`: names -> why sweeps leave them out."""
+    """Return the records that may be chosen, and those that may not; `left_out`: names -> why sweeps omit them."""
     kept: list[Ok] = []
     refused: list[Refusal] = []
     for record in records:
@@ -44,8 +44,7 @@ def eligible(
 
 
 def check_names(constraints: Constraints, records: Iterable[Record], known: Iterable[str]) -> None:
-    """Refuse --only of what the records do not hold, and --forbid of what is not `known` either, whatever its
-    settings."""
+    """Raise UnknownName for --only of a name that no record has, and --forbid of one that is not `known` either."""
     held = {name for record in records for name in (record.implementation, label(record))}
     forbidden = [one.partition("[")[0] for one in constraints.forbid]
     for wanted, among in ((constraints.only, held), (forbidden, held | set(known))):
@@ -55,7 +54,7 @@ def check_names(constraints: Constraints, records: Iterable[Record], known: Iter
 
 
 def allowed(name: str, config_name: str, constraints: Constraints) -> bool:
-    """Whether --only and --forbid let an implementation, as configured, be chosen."""
+    """Return whether --only and --forbid allow an implementation with a config."""
     asked = not constraints.only or _named(name, config_name, constraints.only)
     return asked and not _named(name, config_name, constraints.forbid)
 
@@ -83,7 +82,7 @@ def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, st
 
 
 def _against(record: Ok, constraints: Constraints) -> str | None:
-    """The constraint it breaks."""
+    """Return the constraint that a record violates; None if there is none."""
     if _named(record.implementation, label(record), constraints.forbid):
         return "is forbidden"
     if constraints.deterministic and not record.deterministic:
@@ -95,7 +94,7 @@ def _against(record: Ok, constraints: Constraints) -> str | None:
 
 
 def _too_wrong(record: Ok, limit: float) -> str | None:
-    """Every error that is known counts; that of the output or the gradients must be, where the pass computes them."""
+    """Return why the errors of a record exceed the limit or are not known for its pass; None if they are within."""
     errors = {"forward": record.errors.forward, "backward": record.errors.backward}
     known = [error for error in errors.values() if error is not None]
     if any(not error <= limit for error in known):
@@ -117,15 +116,15 @@ class Source(Struct, frozen=True):
 
 
 class Ground(Struct, frozen=True):
-    """What was measured at one place."""
+    """Measurements of one place."""
 
     place: Place
     standings: dict[str, Standing]
-    """Workload id -> standing of its candidates, all of one run."""
+    """Workload id -> standing of its candidates, all from one run."""
 
     @property
     def by_shape(self) -> dict[Shape, list[Standing]]:
-        """Shape -> standings of the workloads that one entry stands for, such as windows of several sizes."""
+        """Shape -> standings of the workloads that share its entry, such as windows of several sizes."""
         found: dict[Shape, list[Standing]] = {}
         for standing in self.standings.values():
             found.setdefault(shape_of(standing.workload), []).append(standing)
@@ -135,7 +134,7 @@ class Ground(Struct, frozen=True):
 def survey(
     sources: Iterable[Source], constraints: Constraints, left_out: Mapping[str, str]
 ) -> tuple[list[Ground], list[Refusal]]:
-    """Return the grounds, and the records that may not be chosen. `sources` are the oldest first."""
+    """Return the measurements of each place, and the records that may not be chosen; oldest source first."""
     grounds: dict[tuple[object, ...], Ground] = {}
     refused: list[Refusal] = []
     for source in sources:
@@ -157,8 +156,8 @@ def survey(
 def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[tuple[Place, str, Standing]]:
     """Yield place, workload id and standing of the candidates of a run, by place and workload.
 
-    The whole run is ranked, device by device, before candidates are taken out of it: what may not be chosen still
-    tells by which clock a workload is compared.
+    The whole run is ranked, device by device, before candidates are selected: records that may not be chosen still
+    decide by which clock a workload is compared.
     """
     places = {(device_of(one), framework_of(one), one.cell.id): _place(one) for one in candidates}
     for device in dict.fromkeys(device_of(record) for record in records):

@@ -1,34 +1,48 @@
-"""Records of one or several runs -> a policy: what to run where, with its regret and the evidence.
+"""Records of one or several runs -> a policy: what to run for each shape, with its regret and the evidence.
 
-Who leads, what is tied and which of several runs decides are read from the standings; constraints, the pick among
-equals and the regret are added here.
+Who leads, what is tied and which of several runs decides are read from the standings; added here are constraints, the
+pick among tied candidates (by a rule that noise does not move, so that reruns agree) and the regret of a choice.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
+from math import inf, log, log2
 
 from msgspec import Struct, structs
 
 from attnbench.analyse.families import length, tracks
 from attnbench.analyse.from_length import Part, boundary
 from attnbench.choosing.candidates import NOT_ASKED_FOR, Ground, Refusal, Source, check_names, survey
-from attnbench.choosing.pick import pick
-from attnbench.choosing.regret import held_out_of
-from attnbench.measuring.host_limit import host_limit
-from attnbench.policy import Choice, Constraints, Crossing, Entry, Place, Policy, shape_of
+from attnbench.measuring.rates import host_limit
+from attnbench.policy import (
+    REACH,
+    Alternative,
+    Choice,
+    Constraints,
+    Crossing,
+    Entry,
+    Place,
+    Policy,
+    Regret,
+    Shape,
+    pooled,
+    shape_of,
+)
+from attnbench.results.ratios import RANK_LEVEL, TIE_LIMIT, Ratio, mean_log_ratio
 from attnbench.results.records import label
 from attnbench.results.standings import Standing
+from attnbench.spec import Environment, Ok
 
 SHOWN_REASONS = 3
 UNSTABLE = "unstable samples"
-"""How the note begins of a record whose samples vary too much."""
+"""Beginning of the note of a record whose samples vary too much."""
 
 
 class Unchosen(Struct, frozen=True):
-    """A workload that nothing was chosen for."""
+    """A workload without a choice, and why."""
 
     framework: str
     workload: str
@@ -36,7 +50,7 @@ class Unchosen(Struct, frozen=True):
 
 
 class Chosen(Struct, frozen=True):
-    """A policy, and what it is silent about."""
+    """A policy, what was measured for it, and the workloads that it does not cover."""
 
     policy: Policy
     unchosen: tuple[Unchosen, ...]
@@ -44,13 +58,13 @@ class Chosen(Struct, frozen=True):
 
     @property
     def placed(self) -> list[tuple[Place, Ground]]:
-        """Each place that something was chosen for, with what was measured there."""
+        """Each place of the policy, with its measurements."""
         places = {structs.replace(place, within=None).key: place for place in self.policy.places}
         return [(places[ground.place.key], ground) for ground in self.grounds if ground.place.key in places]
 
     @property
     def unstable(self) -> int:
-        """Choices whose samples, or those of the next best, are marked as unstable."""
+        """Number of choices whose samples, or those of the runner-up, are marked as unstable."""
         return sum(
             _is_unstable(entry.use, standings[entry.at])
             for place, ground in self.placed
@@ -60,7 +74,7 @@ class Chosen(Struct, frozen=True):
 
     @property
     def host_limited(self) -> list[tuple[Entry, float]]:
-        """Choices whose device waits for its host, each with the time of its call / that of its kernels."""
+        """Choices whose device waits for its host, each with time of the call / time of its kernels."""
         found: list[tuple[Entry, float]] = []
         for place, ground in self.placed:
             standings = ground.by_shape
@@ -77,8 +91,11 @@ def choose(
     left_out: Mapping[str, str] | None = None,
     known: Iterable[str] = (),
 ) -> Chosen:
-    """Return the policy of some runs. `left_out` are implementations that are chosen only if `only` names them, with
-    the reason; `known` are names that may be forbidden though no run holds them."""
+    """Return the policy of some runs.
+
+    `left_out`: implementations that are chosen only if `only` names them -> the reason. `known`: names that may be
+    forbidden though no run holds them.
+    """
     ordered = sorted(sources, key=lambda source: source.created)
     constraints = constraints or Constraints()
     check_names(constraints, (record for source in ordered for record in source.records), known)
@@ -90,7 +107,7 @@ def choose(
 
 
 def _filled(ground: Ground) -> Place:
-    """Return the place with its entries, its crossings and what it loses off the grid."""
+    """Return the place with its entries, its crossings and its regret off the grid."""
     around = list(ground.standings.values())
     chosen = {shape: pick(standings, around) for shape, standings in ground.by_shape.items()}
     entries = [Entry(at=shape, use=choice) for shape, choice in chosen.items() if choice is not None]
@@ -100,7 +117,7 @@ def _filled(ground: Ground) -> Place:
 
 
 def _crossings(place: Place, ground: Ground) -> tuple[Crossing, ...]:
-    """Return every change of the choice between neighbouring lengths of what is alike otherwise, with an interval."""
+    """Return every change of the choice between neighbouring lengths of otherwise equal workloads, with an interval."""
     picks = {entry.at: entry.use.label for entry in place.entries}
     found: list[Crossing] = []
     lines = tracks(record for one in ground.standings.values() for record in one.ranked.values())
@@ -132,7 +149,7 @@ def _is_unstable(choice: Choice, standings: Sequence[Standing]) -> bool:
 
 
 def _unchosen(refused: Sequence[Refusal], grounds: Sequence[Ground]) -> tuple[Unchosen, ...]:
-    """Return the workloads of which a framework has records, none of which may be chosen, unless nobody asked."""
+    """Return the workloads that no record may be chosen for, with the reasons; not those that --only leaves out."""
     covered = {(ground.place.framework, workload) for ground in grounds for workload in ground.standings}
     reasons: dict[tuple[str, str], dict[str, str]] = {}
     for one in refused:
@@ -144,8 +161,184 @@ def _unchosen(refused: Sequence[Refusal], grounds: Sequence[Ground]) -> tuple[Un
 
 
 def _common_reasons(reasons: Mapping[str, str]) -> str:
-    """Return the commonest reasons, each with the names it concerns."""
+    """Return the most common reasons, each with the names it concerns."""
     common = [why for why, _ in Counter(reasons.values()).most_common()]
-    told = [f"{', '.join(name for name in reasons if reasons[name] == why)}: {why}" for why in common[:SHOWN_REASONS]]
-    left = len(common) - len(told)
-    return "; ".join(told) + (f"; {left} more reasons" if left > 0 else "")
+    parts = [f"{', '.join(name for name in reasons if reasons[name] == why)}: {why}" for why in common[:SHOWN_REASONS]]
+    left = len(common) - len(parts)
+    return "; ".join(parts) + (f"; {left} more reasons" if left > 0 else "")
+
+
+COMFORTABLE = 0.5
+"""Share of the allowed error below which all errors count as equal."""
+MOST_ALTERNATIVES = 8
+
+
+def pick(standings: Sequence[Standing], around: Sequence[Standing] = ()) -> Choice | None:
+    """Return the choice for workloads that share one entry; None if no candidate was timed on all of them.
+
+    `around`: all standings of the place, which decide between candidates that are tied here.
+    """
+    shared = ranked_on_all(standings)
+    if not shared:
+        return None
+    fastest = fastest_of(shared, standings)
+    tied = _ahead_around(_tied(fastest, shared, standings), around)
+    name = min(tied, key=lambda name: (*_merits(name, tied, standings), name))
+    others = {other: time_ratio(name, other, standings) for other in shared if other != name}
+    order = sorted(others, key=lambda name: (others[name].value, name))
+    record = standings[0].ranked[name]
+    regret = max(1.0, time_ratio(fastest, name, standings).value)
+    return Choice(
+        implementation=record.implementation,
+        config=dict(record.config),
+        regret=round(regret, 4),
+        regret_high=round(max([regret, *(1 / one.low for one in others.values())]), 4),
+        candidates=len(shared),
+        alternatives=tuple(_alternative(standings[0].ranked[o], others[o]) for o in order[:MOST_ALTERNATIVES]),
+        measured=record.workload.id,
+    )
+
+
+def ranked_on_all(standings: Sequence[Standing]) -> list[str]:
+    """Return the names that are ranked on every one of these workloads."""
+    return sorted(set.intersection(*(set(standing.ranked) for standing in standings)))
+
+
+def fastest_of(names: Sequence[str], standings: Sequence[Standing]) -> str:
+    """Return the fastest name by paired rounds; on one workload the fastest that is unbeaten."""
+    first = min(names, key=lambda name: sum(log(one.times[name]) for one in standings))
+    led = [name for name in names if len(standings) > 1 or name in standings[0].unbeaten] or [first]
+    return min(led, key=lambda name: (time_ratio(first, name, standings).value, name))
+
+
+def time_ratio(a: str, b: str, standings: Sequence[Standing]) -> Ratio:
+    """Return time of b / time of a, the geometric mean over the workloads, at the ranking's confidence."""
+    if a == b:
+        return Ratio(1, 1, 1)
+    if len(standings) == 1:
+        return standings[0].ratio(a, b)
+    return mean_log_ratio([(one.ranked[a], one.ranked[b]) for one in standings]).ratio(RANK_LEVEL)
+
+
+def _tied(fastest: str, names: Sequence[str], standings: Sequence[Standing]) -> list[str]:
+    """Return the names that tie with the fastest: unbeaten (over several workloads: not significantly slower), and at
+    most 5 % slower or the same kernel."""
+    tied: list[str] = []
+    for name in names:
+        ratio = time_ratio(fastest, name, standings)
+        unbeaten = ratio.sign <= 0 if len(standings) > 1 else name in standings[0].unbeaten
+        near = ratio.value <= TIE_LIMIT or all(one.one_kernel(fastest, name) for one in standings)
+        if name == fastest or (unbeaten and near):
+            tied.append(name)
+    return tied
+
+
+def _ahead_around(tied: Sequence[str], around: Sequence[Standing]) -> list[str]:
+    """Return the tied names that are also tied over all workloads on which all of them were timed.
+
+    So the choice among them does not depend on which others came near in this run.
+    """
+    standings = [one for one in around if all(name in one.ranked for name in tied)]
+    if len(standings) < 2:
+        return list(tied)
+    return _tied(fastest_of(tied, standings), tied, standings)
+
+
+def _merits(name: str, tied: Sequence[str], standings: Sequence[Standing]) -> tuple[int, int, bool]:
+    """Return the sort key of tied names, least first: closeness to the allowed error, memory, whether a config is
+    needed."""
+    records = [one.ranked[name] for one in standings]
+    return max(map(_strain, records)), _memory_rank(name, tied, standings), bool(records[0].config)
+
+
+def _memory_rank(name: str, tied: Sequence[str], standings: Sequence[Standing]) -> int:
+    """Return 0 for the least known memory and all within 5 % of it, 1 more for each doubling; 0 if not known."""
+    known = {one: peak for one in tied if (peak := _mean_log_memory(one, standings)) is not None}
+    more = known[name] - min(known.values()) if name in known else 0.0
+    return 0 if more <= log2(TIE_LIMIT) else 1 + int(more)
+
+
+def _mean_log_memory(name: str, standings: Sequence[Standing]) -> float | None:
+    """Return the mean logarithm of the peak memory; None if it is not known for every workload."""
+    peaks = [one.ranked[name].memory.peak_bytes for one in standings]
+    known = [log2(max(peak, 1)) for peak in peaks if peak is not None]
+    return sum(known) / len(known) if len(known) == len(peaks) else None
+
+
+def _strain(record: Ok) -> int:
+    """Return 1 if the error is more than half of the allowed one, else 0."""
+    errors = record.errors
+    pairs = ((errors.forward, errors.forward_allowed), (errors.backward, errors.backward_allowed))
+    shares = [error / allowed if allowed else inf for error, allowed in pairs if error and allowed is not None]
+    return int(max(shares, default=0.0) > COMFORTABLE)
+
+
+def _alternative(record: Ok, ratio: Ratio) -> Alternative:
+    return Alternative(
+        implementation=record.implementation, config=dict(record.config), ratio=round(max(ratio.value, 0.0), 4)
+    )
+
+
+class Loss(Struct, frozen=True):
+    """Regret of a policy or an implementation at one place; None if it is not known for any shape."""
+
+    name: str
+    regret: Regret | None
+
+
+def policy_loss(policy: Policy, ground: Ground) -> Loss:
+    """Return the loss of a policy on shapes that it may not hold; shapes without a choice that ran are `missed`."""
+    here = environment_of(ground)
+    return Loss(
+        policy.name, _regret(ground, lambda _, ran: policy.choice(ran[0].workload, ground.place.framework, here))
+    )
+
+
+def fixed_losses(ground: Ground) -> list[Loss]:
+    """Return the loss of each implementation used for all shapes, sorted by shapes missed, then by regret."""
+    names = sorted({name for one in ground.standings.values() for name in one.ranked})
+    found = [Loss(name, _regret(ground, lambda *_, one=name: Choice(implementation=one))) for name in names]
+    return sorted(found, key=lambda one: (one.regret.missed, one.regret.mean) if one.regret else (10**9, 0.0))
+
+
+def held_out_of(place: Place, ground: Ground) -> Regret | None:
+    """Return the regret if each shape in turn is answered by its neighbours; None if no shape has a neighbour.
+
+    Shapes without a neighbour are counted as missed.
+    """
+
+    def by_neighbours(shape: Shape, _: Sequence[Standing]) -> Choice | None:
+        others = tuple(one for one in place.entries if one.at != shape)
+        near = structs.replace(place, entries=others).nearest(shape)
+        return None if near is None or near[0] > REACH else near[1].use
+
+    return _regret(ground, by_neighbours, {entry.at for entry in place.entries})
+
+
+def environment_of(ground: Ground) -> Environment:
+    """Return the environment in which the records of a place were made."""
+    record = next(iter(next(iter(ground.standings.values())).ranked.values()))
+    assert record.environment is not None
+    return structs.replace(record.environment, framework=ground.place.framework)
+
+
+def _regret(
+    ground: Ground, choice: Callable[[Shape, Sequence[Standing]], Choice | None], shapes: set[Shape] | None = None
+) -> Regret | None:
+    """Return the pooled regret of `choice` over all shapes, or over those in `shapes`."""
+    kept = {shape: ran for shape, ran in ground.by_shape.items() if shapes is None or shape in shapes}
+    losses = {shape: _loss_at(ran, choice(shape, ran)) for shape, ran in kept.items()}
+    known = {shape: loss for shape, loss in losses.items() if loss is not None}
+    total = pooled(Regret(mean=loss, worst=loss, worst_at=at.title, shapes=1) for at, loss in known.items())
+    missed = len(losses) - len(known)
+    return None if total is None else structs.replace(total, mean=round(total.mean, 4), missed=missed)
+
+
+def _loss_at(standings: Sequence[Standing], choice: Choice | None) -> float | None:
+    """Return time of the choice / time of the fastest; None if neither the choice nor an alternative was timed."""
+    shared = ranked_on_all(standings)
+    wanted = [] if choice is None else [choice.label, *(one.label for one in choice.alternatives)]
+    used = next((name for name in wanted if name in shared), None)
+    if used is None:
+        return None
+    return round(max(1.0, time_ratio(fastest_of(shared, standings), used, standings).value), 4)

@@ -1,8 +1,7 @@
-"""A policy and what it rests on -> the cells whose measurement would sharpen it most.
+"""Cells whose measurement would improve a policy most: what `attnbench tune` runs next.
 
-First lengths in the middle of (in log space) neighbours with different choices, the dearest mistake first; when those
-are as near as they need to be, lengths between neighbours that no entry reaches; then other configs of whoever might
-lead.
+First come lengths halfway (in log space) between neighbours with different choices, the most expensive mistake first;
+if those are near enough, lengths between neighbours that no entry reaches; then other configs of the leaders.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from attnbench.results.standings import Standing, contenders
 from attnbench.spec import Workload
 
 NEAR_ENOUGH = 1.3
-"""Neighbouring lengths no further apart are not divided."""
+"""Ratio of neighbouring lengths up to which no length between them is proposed."""
 LEAST_STAKE = log(LEAST_STEP)
-"""What two choices must differ by at both ends: where they are as good, the crossing is found."""
+"""Log of the ratio by which two choices must differ at both ends; below it the crossing counts as found."""
 STEPS = (64, 16, 4, 1)
-"""New lengths are multiples of one of these: what kernels like, where there is room for it."""
+"""Steps of new lengths, the first that fits between the neighbours: kernels prefer large powers of two."""
 RESIZABLE = {"full", "causal", "window", "prefix"}
-"""Kinds of masks that hold no array of the length."""
+"""Kinds of masks without arrays, whose workloads may be resized."""
 
 Variants = Callable[[str, Workload], Sequence[str]]
 """Name of an implementation and a workload -> labels of its other configs."""
@@ -41,13 +40,13 @@ class Proposal(Struct, frozen=True, kw_only=True):
     workload: Workload
     labels: tuple[str, ...]
     gain: float
-    """Logarithm of the time at stake, times that of the lengths it is at stake over; of the latter alone where nothing
-    is known of the former."""
+    """Log of the time ratio at stake, times the log of the ratio of lengths; the latter alone if the former is not
+    known."""
     why: str
 
 
 def proposals(chosen: Chosen, variants: Variants) -> list[Proposal]:
-    """What to measure next, the most telling first; none when nothing would be learnt. Frameworks share a workload."""
+    """Return what to measure next, the largest gain first; frameworks share a workload's proposal."""
     pairs = chosen.placed
     found = [one for place, ground in pairs for one in _between(place, ground)]
     found = found or [one for place, ground in pairs for one in _unreached(place, ground)]
@@ -63,12 +62,12 @@ def proposals(chosen: Chosen, variants: Variants) -> list[Proposal]:
 
 
 def batch(found: Sequence[Proposal]) -> list[Proposal]:
-    """The first, and those that ask for the same implementations: one launch."""
+    """Return the first proposal and those with the same implementations, which one launch can measure."""
     return [one for one in found if set(one.labels) == set(found[0].labels)]
 
 
 def _between(place: Place, ground: Ground) -> Iterator[Proposal]:
-    """Middles of neighbours with different choices."""
+    """Yield lengths halfway between neighbours with different choices."""
     picks = {entry.at: entry.use.label for entry in place.entries}
     for first, second, made in _neighbours(ground):
         low, high = length(first), length(second)
@@ -87,7 +86,7 @@ def _between(place: Place, ground: Ground) -> Iterator[Proposal]:
 
 
 def _unreached(place: Place, ground: Ground) -> Iterator[Proposal]:
-    """Middles of neighbours so far apart that the policy is silent there."""
+    """Yield lengths halfway between neighbours so far apart that no entry covers them."""
     for first, second, made in _neighbours(ground):
         nearest = place.nearest(shape_of(made))
         if nearest is not None and nearest[0] > REACH:
@@ -101,7 +100,7 @@ def _unreached(place: Place, ground: Ground) -> Iterator[Proposal]:
 
 
 def _neighbours(ground: Ground) -> Iterator[tuple[Workload, Workload, Workload]]:
-    """Workloads of neighbouring lengths, alike otherwise, and one of a length between them, where there is room."""
+    """Yield pairs of workloads of neighbouring lengths, equal otherwise, each with a workload between them."""
     for track, names in tracks(r for one in ground.standings.values() for r in one.ranked.values()).items():
         workloads = {length(r.workload): r.workload for records in names.values() for r in records}
         for low, high in pairwise(sorted(workloads)):
@@ -132,7 +131,7 @@ def _resized(workload: Workload, track: Track, tokens: int) -> Workload | None:
 
 
 def _stakes(standings: Sequence[Standing], a: str, b: str) -> list[float]:
-    """How far apart the two choices are at each end, as logarithms: what a wrong one costs there."""
+    """Return the log ratio of the two choices at each end: the cost of a wrong choice there."""
     shared = [one.times for one in standings if a in one.times and b in one.times]
     return [abs(log(times[a] / times[b])) for times in shared]
 

@@ -1,4 +1,4 @@
-"""A policy for the terminal: a table per class, where the choice changes, and one closing sentence."""
+"""A policy as text and JSON: a table per class, the lengths where the choice changes, and a closing sentence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from rich.markup import escape
 from attnbench.analyse.advice import listed, tokens, workloads
 from attnbench.analyse.families import FRAMEWORKS
 from attnbench.choosing.candidates import Ground
-from attnbench.choosing.choose import Chosen, Unchosen
-from attnbench.choosing.regret import Loss, fixed_losses
-from attnbench.measuring.host_limit import HOST_LIMITED
+from attnbench.choosing.choose import Chosen, Loss, Unchosen, fixed_losses
+from attnbench.measuring.rates import HOST_LIMITED
 from attnbench.policy import Crossing, Entry, Place, Policy, Regret, pooled
 from attnbench.report.plain import plain_table
 from attnbench.report.units import DASH
@@ -26,24 +25,24 @@ SHOWN_UNCHOSEN = 8
 
 
 def print_policy(console: Console, policy: Policy, unchosen: Sequence[Unchosen]) -> None:
-    """The tables, the crossings and what nothing was chosen for; the closing sentence is the caller's to print."""
+    """Print the tables, the crossings and the workloads without a choice, but not the closing sentence."""
     for place in policy.places:
         for title, entries in groupby(place.entries, key=lambda entry: class_title(place, entry)):
             console.print()
             console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
             console.print(plain_table([_row(entry) for entry in entries]), highlight=False)
         for crossing in place.crossings:
-            console.print(f"  {escape(told_crossing(crossing))}", highlight=False, soft_wrap=True)
+            console.print(f"  {escape(crossing_text(crossing))}", highlight=False, soft_wrap=True)
     for one in unchosen[:SHOWN_UNCHOSEN]:
-        told = f"[yellow]not chosen:[/yellow] {escape(f'{one.framework}, {one.workload}: {one.why}')}"
-        console.print(told, highlight=False, soft_wrap=True)
+        line = f"[yellow]not chosen:[/yellow] {escape(f'{one.framework}, {one.workload}: {one.why}')}"
+        console.print(line, highlight=False, soft_wrap=True)
     if len(unchosen) > SHOWN_UNCHOSEN:
         rest = workloads(len(unchosen) - SHOWN_UNCHOSEN)
         console.print(f"[yellow]not chosen:[/yellow] {rest} more; --json lists them", highlight=False)
 
 
 def class_title(place: Place, entry: Entry) -> str:
-    """What the entries of a table have in common."""
+    """Return the title of a table: what its entries have in common."""
     at = entry.at
     dims = f"{at.head_dim}/{at.v_head_dim}" if at.v_head_dim else f"{at.head_dim}"
     facts = [FRAMEWORKS.get(place.framework, place.framework), place.device_name, at.pass_, at.dtype, at.mask]
@@ -65,15 +64,15 @@ def _row(entry: Entry) -> dict[str, str]:
     }
 
 
-def told_crossing(crossing: Crossing) -> str:
-    """torch.sdpa-flash instead of torch.eager from about 640 tokens (512-1,024): PyTorch · ..."""
+def crossing_text(crossing: Crossing) -> str:
+    """Return "torch.sdpa-flash instead of torch.eager from about 640 tokens (512-1,024): PyTorch · ..."."""
     span = f"{crossing.low:,.0f}-{crossing.high:,.0f}"
     where = f"somewhere in {span} tokens" if crossing.tokens is None else f"about {tokens(crossing.tokens)} ({span})"
     return f"{crossing.above} instead of {crossing.below} from {where}: {crossing.track}"
 
 
 def print_losses(console: Console, ground: Ground, first: Sequence[Loss] = ()) -> None:
-    """What one implementation for everything would lose, below whoever is judged."""
+    """Print the regret of single implementations used for everything, below that of `first`."""
     losses = [*first, *fixed_losses(ground)[:SHOWN_FIXED]]
     console.print()
     title = f"{FRAMEWORKS.get(ground.place.framework, ground.place.framework)} · {ground.place.device_name}"
@@ -96,17 +95,17 @@ def _loss_row(loss: Loss) -> dict[str, str]:
 
 
 def judgement(policy: Policy, losses: Sequence[Loss]) -> str:
-    """The closing sentence of a policy that was held against runs."""
+    """Return the closing sentence of a policy that was evaluated on runs."""
     total = pooled(one.regret for one in losses if one.regret is not None)
     if total is None:
         return f"{policy.name} has no choice for any shape of these runs."
-    missed = f"; silent on {total.missed}" if total.missed else ""
-    told = f"regret {total.mean:.3f} over {_shapes(total.shapes)} (worst {total.worst:.2f} at {total.worst_at})"
-    return f"{policy.name}: {told}{missed}."
+    missed = f"; no choice for {total.missed}" if total.missed else ""
+    worst = f"worst {total.worst:.2f} at {total.worst_at}"
+    return f"{policy.name}: regret {total.mean:.3f} over {_shapes(total.shapes)} ({worst}){missed}."
 
 
 def closing(chosen: Chosen) -> str:
-    """What to run, what that loses on the grid and off it, and how much of it rests on samples that vary."""
+    """Return the closing sentence: what to run, its regret on the grid and off it, and doubts about the samples."""
     policy = chosen.policy
     if not policy.entries:
         return "Nothing could be chosen."
@@ -114,15 +113,12 @@ def closing(chosen: Chosen) -> str:
     off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
     picks = "; ".join(_picks(place) for place in policy.places)
     kept = f" Chosen within: {policy.within}." if policy.within else ""
-    doubts = f"{_shaky(chosen.unstable, len(policy.entries))}{_waiting(chosen)}"
-    return f"{picks}; {_told_regret(on_grid, off_grid)}.{kept}{doubts}"
+    count, total = chosen.unstable, len(policy.entries)
+    doubts = f" {count} of {total} choices rest{'s' if count == 1 else ''} on unstable samples." if count else ""
+    return f"{picks}; {_regrets(on_grid, off_grid)}.{kept}{doubts}{_host_limited(chosen)}"
 
 
-def _shaky(count: int, total: int) -> str:
-    return f" {count} of {total} choices rest{'s' if count == 1 else ''} on unstable samples." if count else ""
-
-
-def _waiting(chosen: Chosen) -> str:
+def _host_limited(chosen: Chosen) -> str:
     found = chosen.host_limited
     if not found:
         return ""
@@ -133,25 +129,25 @@ def _waiting(chosen: Chosen) -> str:
 
 
 def _picks(place: Place) -> str:
-    """By length where one class was measured at several lengths, else how many shapes each is chosen for."""
+    """Describe the choices: by length if one class was measured at several lengths, else by number of shapes."""
     entries = place.entries
     alike = {(tuple(e.at.hard.items()), e.at.heads, e.at.kv_heads, e.at.batch) for e in entries}
     if len(alike) == 1 and len({entry.at.kv_len for entry in entries}) == len(entries):
         parts = [list(group) for _, group in groupby(entries, key=lambda entry: entry.use.label)]
         return ", ".join(f"{part[0].use.label} from {part[0].at.kv_len:,} tokens" for part in parts)
     counts = Counter(entry.use.label for entry in entries).most_common()
-    told = [f"{name} on {n}" for name, n in counts[:SHOWN_PICKS]]
+    parts = [f"{name} on {n}" for name, n in counts[:SHOWN_PICKS]]
     rest = sum(n for _, n in counts[SHOWN_PICKS:])
-    return f"{listed([*told, *([f'others on {rest}'] if rest else [])])} of {_shapes(len(entries))}"
+    return f"{listed([*parts, *([f'others on {rest}'] if rest else [])])} of {_shapes(len(entries))}"
 
 
-def _told_regret(on_grid: Regret | None, off_grid: Regret | None) -> str:
+def _regrets(on_grid: Regret | None, off_grid: Regret | None) -> str:
     assert on_grid is not None
-    told = f"regret {on_grid.mean:.3f} on the grid"
+    text = f"regret {on_grid.mean:.3f} on the grid"
     if off_grid is None:
-        return f"{told}, off it not known (no shape has a neighbour)"
+        return f"{text}, off it not known (no shape has a neighbour)"
     missed = f", {off_grid.missed} without a neighbour" if off_grid.missed else ""
-    return f"{told}, {off_grid.mean:.3f} held out (worst {off_grid.worst:.2f} at {off_grid.worst_at}{missed})"
+    return f"{text}, {off_grid.mean:.3f} held out (worst {off_grid.worst:.2f} at {off_grid.worst_at}{missed})"
 
 
 def _shapes(count: int) -> str:
@@ -159,7 +155,7 @@ def _shapes(count: int) -> str:
 
 
 def document(chosen: Chosen, path: object) -> dict[str, object]:
-    """What `choose --json` prints."""
+    """Return the document that `choose --json` prints."""
     policy = chosen.policy
     return {
         "policy": policy,
@@ -176,7 +172,7 @@ def document(chosen: Chosen, path: object) -> dict[str, object]:
 
 
 def judgement_document(policy: Policy, found: Sequence[tuple[Ground, Loss]]) -> dict[str, object]:
-    """What `choose --judge --json` prints."""
+    """Return the document that `choose --judge --json` prints."""
     return {
         "judged": policy.name,
         "regret": {_place(ground.place): loss.regret for ground, loss in found},

@@ -119,7 +119,7 @@ def write(chosen: Chosen, output: Path | None) -> int:
 
 def _judge(path: Path, chosen: Chosen, json: bool) -> int:
     """Print what the policy of a file loses on the shapes of the runs; return the exit code."""
-    from attnbench.choosing.regret import environment_of, policy_loss
+    from attnbench.choosing.choose import environment_of, policy_loss
     from attnbench.choosing.text import judgement, judgement_document, print_losses
 
     policy = _read_policy(path)

@@ -18,9 +18,10 @@ from attnbench.comparing.sides import Code, ForkedSide, LocalSide, Side, code_of
 from attnbench.comparison import FLOOR, Comparison
 from attnbench.errors import UsageError
 from attnbench.run import git
-from attnbench.run.launch import CannotTravel, check_seconds, refuse_distortion
-from attnbench.run.lock import LIBRARY_PATIENCE_S, measuring
+from attnbench.run.launch import check_seconds, refuse_distortion
+from attnbench.run.machine import LIBRARY_PATIENCE_S, measuring
 from attnbench.run.origin import Origin, other_places
+from attnbench.run.user_functions import CannotSend
 from attnbench.spec import Implementation, Workload
 
 Subject = str | Callable[..., Any] | Implementation
@@ -66,7 +67,7 @@ def compare(
     device = None if device is None else str(device).partition(":")[0]
     try:
         codes = [code_of(what, framework) for what in (a, b)]
-    except CannotTravel:
+    except CannotSend:
         with measuring("comparison", LIBRARY_PATIENCE_S) as notes:
             return _with_notes(_in_process((a, b), framework, device, terms, watch), notes)
     with measuring("comparison", LIBRARY_PATIENCE_S) as notes, sides(codes, device, threads) as (first, second):

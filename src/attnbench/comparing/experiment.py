@@ -16,8 +16,8 @@ from attnbench.comparing.sides import Lost, Side, SideWorker
 from attnbench.comparing.statistics import Decision, after_fresh_launches, decide, is_overwhelming, published
 from attnbench.comparison import FLOOR, LOOKS, Block, Comparison, Launch
 from attnbench.measuring.sampling import varied
+from attnbench.run.machine import scratch
 from attnbench.run.remote import WorkerDied
-from attnbench.run.scratch import scratch
 from attnbench.spec import Failed, Record, Workload
 
 LAUNCH_S = 0.6

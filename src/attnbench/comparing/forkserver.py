@@ -24,11 +24,10 @@ import psutil
 from msgspec import Struct
 
 from attnbench import frameworks
-from attnbench.lifeline import keep_children_together
+from attnbench.processes import keep_children_together, kill_descendants
 from attnbench.run import protocol as p
-from attnbench.run.process_state import ProcessState
-from attnbench.run.process_tree import kill_descendants
-from attnbench.run.worker import enlist, load_from_ref, serve
+from attnbench.run.integrity import ProcessState
+from attnbench.run.worker import load_from_ref, load_user_function, serve
 
 LARGEST_PADDING = 1 << 20
 
@@ -61,7 +60,7 @@ class Unforkable(Struct, tag="unforkable"):
     """It is loaded, and doing so started threads or a device: no fork of this process could be trusted."""
 
 
-Request = p.Describe | p.Enlist | Fork | Inquire
+Request = p.Describe | p.Load | Fork | Inquire
 Reply = p.Done | p.Refused | Forked | Ended | Unforkable
 decode_request = msgspec.msgpack.Decoder(p.Numbered[Request]).decode
 decode_reply = msgspec.msgpack.Decoder(p.Numbered[Reply]).decode
@@ -91,8 +90,8 @@ class Forkserver:
             sys.path.extend(folder for folder in request.path if folder not in sys.path)
             reply = self._import()
             return self._loaded(lambda: load_from_ref(request)) if isinstance(reply, p.Done) else reply
-        if isinstance(request, p.Enlist):
-            return self._loaded(lambda: enlist(request))
+        if isinstance(request, p.Load):
+            return self._loaded(lambda: load_user_function(request))
         if isinstance(request, Inquire):
             return Ended(self._code(request.pid))
         return Forked(self._start_worker(request.seed))

@@ -23,7 +23,7 @@ from attnbench.errors import UsageError
 from attnbench.run import protocol as p
 from attnbench.run.git import commits_between, merge_base
 from attnbench.run.launch import refuse_distortion
-from attnbench.run.lock import machine_lock
+from attnbench.run.machine import machine_lock
 from attnbench.run.origin import REMEDY, NotInRef
 from attnbench.run.remote import WorkerDied
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Timeout, Workload

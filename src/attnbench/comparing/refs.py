@@ -18,7 +18,7 @@ from attnbench.errors import UsageError
 from attnbench.printable import printable
 from attnbench.run import git
 from attnbench.run.git import ask, commits_between, is_repository, last_line, merge_base
-from attnbench.run.scratch import PREFIX, owned, remove_if_abandoned, scratch
+from attnbench.run.machine import PREFIX, owned, remove_if_abandoned, scratch
 
 
 def fill_submodules(top: Path, path: Path) -> list[str]:

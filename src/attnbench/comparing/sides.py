@@ -21,13 +21,12 @@ from attnbench import registry
 from attnbench.comparing import forkserver as n
 from attnbench.comparison import Block
 from attnbench.errors import UsageError
+from attnbench.processes import ProcessTree, descendants
 from attnbench.run import protocol as p
-from attnbench.run.launch import CannotTravel
+from attnbench.run.machine import scratch
 from attnbench.run.origin import NotInRef, Origin
-from attnbench.run.process_tree import ProcessTree, descendants
 from attnbench.run.remote import STEADY_MEMORY, Local, Remote, WorkerDied, start
-from attnbench.run.scratch import scratch
-from attnbench.run.travel import Traveller, from_object, from_reference
+from attnbench.run.user_functions import CannotSend, UserFunction, from_object, from_reference
 from attnbench.spec import Cell, Failed, Implementation, Ok, Record, Workload
 
 START_S = 180.0
@@ -43,7 +42,7 @@ class Code(Struct, frozen=True, kw_only=True):
     framework: str
     config: dict[str, int | float | str | bool] = {}
     """What it is set to beyond its defaults."""
-    traveller: Traveller | None = None
+    user_function: UserFunction | None = None
     path: tuple[str, ...] = ()
     """Folders before all others on the import path of its workers: a git ref's. Its code must come from them."""
     hidden: str = ""
@@ -57,7 +56,7 @@ class Code(Struct, frozen=True, kw_only=True):
 
     def describe(self) -> p.Describe:
         """The first message to each of its processes."""
-        by_name = self.origin is not None and self.traveller is None
+        by_name = self.origin is not None and self.user_function is None
         return p.Describe(self.import_path, self.origin, self.name if by_name else "")
 
     @property
@@ -84,8 +83,10 @@ def code_of(
     """
     facts = {"path": path, "hidden": hidden, "commit": commit, "origin": origin, "cwd": cwd}
     if isinstance(what, str) and ":" in what:
-        traveller = from_reference(what, framework, set())
-        return Code(label=label or what, name=traveller.name, framework=framework, traveller=traveller, **facts)
+        user_function = from_reference(what, framework, set())
+        return Code(
+            label=label or what, name=user_function.name, framework=framework, user_function=user_function, **facts
+        )
     if isinstance(what, str):
         name, config = registry.asked(what)
         implementation = registry.get(name)
@@ -94,11 +95,13 @@ def code_of(
             return Code(label=label or what, name=name, **known, **facts)
         what = implementation
     implementation = registry.resolve(what, framework)
-    traveller = from_object(what, framework, set())
-    if traveller is None:
-        raise CannotTravel(f"{implementation.name} cannot be sent to a worker process.")
+    user_function = from_object(what, framework, set())
+    if user_function is None:
+        raise CannotSend(f"{implementation.name} cannot be sent to a worker process.")
     label = label or implementation.name
-    return Code(label=label, name=traveller.name, framework=traveller.framework, traveller=traveller, **facts)
+    return Code(
+        label=label, name=user_function.name, framework=user_function.framework, user_function=user_function, **facts
+    )
 
 
 class DiedLoading(UsageError):
@@ -176,8 +179,8 @@ class ForkedSide:
         self._forkserver = Remote(code.framework, *started, self._output)
         try:
             self._demand(code.describe())
-            if code.traveller is not None:
-                self._demand(code.traveller.enlist(code.path))
+            if code.user_function is not None:
+                self._demand(code.user_function.load(code.path))
         except WorkerDied as died:
             self._end_forkserver()
             raise DiedLoading(f"{code.label} could not be loaded: {died.reason}") from died
@@ -200,7 +203,7 @@ class ForkedSide:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _demand(self, question: p.Describe | p.Enlist) -> None:
+    def _demand(self, question: p.Describe | p.Load) -> None:
         reply = self._ask(question)
         if isinstance(reply, p.Refused):
             raise _refusal(self.code, reply)
@@ -247,7 +250,7 @@ class ForkedSide:
         code, started = self.code, self._process_of("attnbench.run.worker")
         worker = Remote(code.framework, *started, self._output)
         self._tree = ProcessTree(started[0].pid)
-        questions = [code.describe(), *([] if code.traveller is None else [code.traveller.enlist(code.path)])]
+        questions = [code.describe(), *([] if code.user_function is None else [code.user_function.load(code.path)])]
         try:
             for question in questions:
                 answer = worker.ask(question, START_S)

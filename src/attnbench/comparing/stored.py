@@ -21,7 +21,7 @@ from attnbench.measuring.sampling import round_medians
 from attnbench.results.ratios import STORED_FLOOR, STORED_SAME, Ratio, combine, geometric_mean, paired_ratio
 from attnbench.results.records import is_anchor, label, machine_differences, on_one_clock, sitting_of
 from attnbench.results.run_file import Run, read_run
-from attnbench.run.sources import sources_of
+from attnbench.run.user_functions import sources_of
 from attnbench.spec import DIRTY, Environment, Incorrect, Ok, Record
 
 NO_CONTROLS = (

@@ -1,12 +1,12 @@
 """Attention whose mask is an array that is known only when the call runs: inside jit, or made by a model at each step.
 
-`ab.attention` takes masks as data, so that the choice may look at them; copying a T x S array to the host at every
-step only to hash it would cost more than the attention. Here arrays stay where they are, and only implementations that
-take them as arguments are asked (`order.TAKE_ARRAYS`), the policies' entries for `dense` masks first: torch.sdpa
-(torch's own pick) and torch.eager, jax.cudnn, jax.xla and jax.einsum.
+`ab.attention` takes masks as data that the choice depends on; copying a T x S array to the host at every step only to
+hash it would cost more than the attention. Here arrays stay on their device, and only implementations that take them as
+arguments are asked (`order.TAKE_ARRAYS`), the policies' entries for `dense` masks first: torch.sdpa (torch's own pick)
+and torch.eager, jax.cudnn, jax.xla and jax.einsum.
 
-Any other implementation, asked for by name, gets the array as `masks.dense` and takes it or refuses; that needs its
-values, so it cannot be done while something is traced. A row that sees no key gives 0.
+Any other implementation, asked for by name, gets the array as `masks.dense`, which needs its values and so cannot be
+traced. A row that sees no key gives 0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import numpy as np
 
 from attnbench import frameworks, masks, policy, registry
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.arrays import device_of, framework_of, pass_of, to_layout
-from attnbench.dispatch.order import TAKE_ARRAYS, Demand
-from attnbench.dispatch.plan import Plan, Plans, chosen
-from attnbench.dispatch.traced import Outline, specialised
+from attnbench.dispatch.choice import chosen
+from attnbench.dispatch.demand import Demand, device_of, framework_of, pass_of, to_layout
+from attnbench.dispatch.hooks import torch_sdpa
+from attnbench.dispatch.order import TAKE_ARRAYS
+from attnbench.dispatch.plan import Plan, Plans, by_pass, jax_choices
 from attnbench.errors import InvalidWorkload, Unsupported
-from attnbench.frameworks.jax_plain import in_usual_promotion
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.frameworks.torch_plain import MaskTensors
+from attnbench.frameworks.jax.plain import in_usual_promotion
+from attnbench.frameworks.torch.internals import under_autocast, without_autocast
+from attnbench.frameworks.torch.plain import MaskTensors
 from attnbench.impls._arguments import workload_of
 from attnbench.impls.partial.torch_choice import NO_RULES, current
 from attnbench.impls.partial.torch_passes import positive_scale
@@ -38,7 +39,7 @@ from attnbench.tracing import constant_when_traced
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NAMES = Plans()
-"""Names of what torch calls run, by everything that the choice depends on."""
+"""Names of the implementations of torch calls, by everything that the choice depends on."""
 
 
 def attention_with_array(
@@ -53,7 +54,7 @@ def attention_with_array(
     impl: str = "auto",
     layout: str = "bshd",
 ) -> Array:
-    """Attention where `visible` (booleans) holds, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
+    """Return attention of the pairs in `visible`, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
     given = [array for array in (visible, bias) if array is not None]
     framework = "torch" if all(hasattr(x, "requires_grad") for x in (q, k, v)) else framework_of(q, k, v)
     _check_kinds(given, framework, q)
@@ -70,9 +71,9 @@ def attention_with_array(
 
 
 def _check_kinds(given: list[Array], framework: str, q: Array) -> None:
-    """Refuse masks that are not arrays of the inputs' framework and device; JAX also takes NumPy's."""
+    """Raise unless masks are arrays of the inputs' framework and device; JAX also takes NumPy's."""
     if framework == "numpy":
-        return  # read as data, whatever they are
+        return  # read as data, of whatever kind
     for array in given:
         if framework == "torch":
             mine = hasattr(array, "requires_grad")
@@ -87,7 +88,7 @@ def _check_kinds(given: list[Array], framework: str, q: Array) -> None:
 
 
 def _check_dtypes(visible: Array | None, bias: Array | None) -> None:
-    """Refuse a mask of integers: 0 and 1 may mean what is visible or what is added to the logits."""
+    """Raise for a mask of integers: 0 and 1 may mean what is visible or what is added to the logits."""
     if visible is not None and not str(visible.dtype).endswith("bool"):
         raise InvalidWorkload(
             f"a mask of what is visible is boolean, not {visible.dtype}: convert it, as in mask != 0."
@@ -103,7 +104,7 @@ def _demand(
     q: Any, k: Any, v: Any, weighted: bool, pass_: Pass, softcap: float | None, layout: str, framework: str,
     scale: float | None = None,
 ) -> Demand:  # fmt: skip
-    """What is asked, with a mask of the kind `dense` in place of one that may not be read."""
+    """Return the demand of a call, with a mask of the kind `dense` in place of an array that may not be read."""
     kv_len = k.shape[2 if layout == "bhsd" else 1]
     hidden = np.arange(kv_len) < max(kv_len - 1, 1)
     stand_in: AnyMask = masks.dense(np.where(hidden, 0, -np.inf).astype(np.float32) if weighted else hidden)
@@ -124,9 +125,9 @@ def _torch(
     q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, scale: float | None,
     softcap: float | None, impl: str, layout: str,
 ) -> Array:  # fmt: skip
-    """Looks at no values, so that torch.compile can follow it.
+    """Compute attention without reading values, so that torch.compile can trace it.
 
-    Rows that see no key are shown all of them and cleared: a fused kernel may give NaN there.
+    Rows that see no key are computed with all keys and then set to 0: a fused kernel may give NaN there.
     """
     if impl == "torch.sdpa" and softcap is not None:
         raise Unsupported("torch.sdpa has no soft cap.")
@@ -138,7 +139,7 @@ def _torch(
             f"torch.sdpa takes a bias in the dtype of its inputs (on a CPU float32 too), and {q.dtype} would round "
             f"this one of {bias.dtype}: cast it if that is meant, or ask for torch.eager."
         )
-    impl = "torch.eager" if impl == "auto" and not exact else impl  # nobody else takes such a bias
+    impl = "torch.eager" if impl == "auto" and not exact else impl  # the only one that takes such a bias
     impl = _torch_choice(impl, q, k, v, softcap, layout)
     tokens, heads = (2, 1) if layout == "bhsd" else (1, 2)
     wanted = (q.shape[0], q.shape[heads], q.shape[tokens], k.shape[tokens])
@@ -153,17 +154,15 @@ def with_torch_array(
     q: Array, k: Array, v: Array, mask: MaskTensors, plain: bool, scale: float | None, softcap: float | None,
     layout: str,
 ) -> Array:  # fmt: skip
-    """By torch.eager (`plain`) or torch.sdpa; rows that see no key must be named in the mask."""
+    """Compute attention by torch.eager (`plain`) or torch.sdpa; the mask must say which rows see no key."""
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     if mask.weight is not None:
         mask = mask._replace(weight=_without_large_rows(mask.weight, mask.visible))
     if plain:
-        from attnbench.frameworks.torch_plain import attend
+        from attnbench.frameworks.torch.plain import attend
 
         q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
         return to_layout(attend(q, k, v, mask, factor, softcap)[0], "bshd", layout)
-    from attnbench.dispatch.torch_hook import torch_sdpa
-
     factor, sign = positive_scale(factor)
     q = q if sign == 1.0 else q * sign
     q, k, v = (to_layout(x, layout, "bhsd") for x in (q, k, v))
@@ -179,21 +178,23 @@ def with_torch_array(
 
 
 def _without_large_rows(bias: Array, seen: Any) -> Array:
-    """Return a bias without the largest that a row sees, if that is large: see attnbench.masks.large_bias."""
+    """Return a bias minus the largest visible value of each row, if that is large: see attnbench.masks.large_bias."""
     top = bias.detach().where(seen, float("-inf")).amax(-1, keepdim=True)
     return bias - top.where(top.isfinite() & (top.abs() > LARGE), 0.0)
 
 
 def _torch_choice(impl: str, q: Array, k: Array, v: Array, softcap: float | None, layout: str) -> str:
-    """Return what was named, or the policies' choice, or the fixed order's with a word about the miss.
+    """Return the name that runs: `impl`, or the policies' choice, or that of the fixed order after reporting the miss.
 
-    Sizes that are dynamic leave no choice, and are not checked.
+    With dynamic sizes there is no choice, and `impl` is not checked.
     """
     import torch
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_dynamo_compiling():
+        from attnbench.dispatch.torch_compile import specialised
+
         if not all(has_static_value(size) for x in (q, k, v) for size in x.shape):
             return impl
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
@@ -211,6 +212,8 @@ def _torch_choice(impl: str, q: Array, k: Array, v: Array, softcap: float | None
 
 @constant_when_traced
 def _chosen_now(outlines: tuple[Any, ...], *rest: Any) -> str:
+    from attnbench.dispatch.torch_compile import Outline
+
     q, k, v = (Outline(*one) for one in outlines)
     return _chosen(q, k, v, *rest)
 
@@ -221,7 +224,7 @@ def _chosen(q: Any, k: Any, v: Any, impl: str, train: bool, capped: bool, layout
 
 
 def _torch_seen(visible: Array | None, bias: Array | None) -> tuple[Array, Array | None]:
-    """-inf in a bias hides the pair; what is left of the bias is finite."""
+    """Return the visible pairs and a finite bias: pairs with -inf in the bias are hidden."""
     if bias is None:
         assert visible is not None
         return visible, None
@@ -233,8 +236,6 @@ def _jax(
     q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, scale: float | None,
     softcap: float | None, impl: str, layout: str,
 ) -> Array:  # fmt: skip
-    from attnbench.dispatch.jax_traced import by_pass, choices
-
     demands = [
         _demand(q, k, v, bias is not None, pass_, softcap, layout, "jax", scale) for pass_ in ("forward", "train")
     ]
@@ -243,10 +244,10 @@ def _jax(
         None if array is None else _four_axes(array, tuple(workload.mask_shape)) for array in (visible, bias)
     )
     q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
-    settle = choices(impl, *demands)
+    choice = jax_choices(impl, *demands)
 
     def call(train: bool) -> Callable[..., Array]:
-        decision, demand = settle(train)
+        decision, demand = choice(train)
         backend = decision.taken(impl, demand).name.removeprefix("jax.")
         return in_usual_promotion(lambda *arrays: _with_backend(backend, demand.workload, *arrays))
 
@@ -261,7 +262,7 @@ def _with_backend(
     import jax
     import jax.numpy as jnp
 
-    from attnbench.frameworks.jax_plain import attend_with_arrays
+    from attnbench.frameworks.jax.plain import attend_with_arrays
 
     seen = jnp.ones((1, 1, 1, 1), bool) if visible is None else visible.astype(bool)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""`ab.capture`: the attention workloads that a model's step really makes, whoever computes them.
+"""`ab.capture`: the attention workloads that a model's step really computes, by any library.
 
 Seen are `ab.attention` (and with it everything that is registered, redirected or handed to Flax here), torch's
 `F.scaled_dot_product_attention`, and `jax.nn.dot_product_attention`. A call within another one is part of it and is not
@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from attnbench.dispatch import array_masks, decode
+from attnbench.dispatch import array_masks
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.capture_clock import METHODS, Recomputed, Span, in_backward
-from attnbench.dispatch.captured import Calls, Captured
-from attnbench.dispatch.hooks import Hook
-from attnbench.dispatch.seen_calls import (
+from attnbench.dispatch.capture_calls import (
     NESTED,
     Seen,
     clock_of,
@@ -42,7 +43,11 @@ from attnbench.dispatch.seen_calls import (
     outline_of_sdpa,
     wants_gradient,
 )
+from attnbench.dispatch.capture_clock import METHODS, Recomputed, Span, in_backward
+from attnbench.dispatch.hooks import Hook, fast_path_off, sdpa_hook
+from attnbench.errors import UsageError
 from attnbench.spec import Workload
+from attnbench.workloads.suite_file import write_suite
 
 SEEN_ONCE = "traced, so counted once however often it runs"
 TRACED = "attention was traced, and what a compiler makes of it runs where we cannot time it"
@@ -50,6 +55,131 @@ RECOMPUTED = "made again in the backward pass (checkpointing), which is neither 
 IN_BACKWARD = "made in a backward pass, and counted as a call of its own"
 LEFT_OUT = "an operator of its backward pass could not be told from what it recomputes, and is not timed"
 LESS = "without what the backward pass recomputes"
+
+
+class Captured(Struct, frozen=True):
+    """Calls of one workload through one function."""
+
+    workload: Workload
+    count: int
+    via: str
+    seconds: float | None
+    """Forward and backward of all calls; None if they could not be timed."""
+    note: str = ""
+
+
+class Calls:
+    """Calls of a step, their share of its time, and the gain of a faster kernel; filled when the block ends."""
+
+    def __init__(self) -> None:
+        self.captured: list[Captured] = []
+        self.unread: tuple[str, ...] = ()
+        """Reasons why calls are missing, one for each."""
+        self.step_seconds: float | None = None
+        """Wall time of the block, the device's work included."""
+        self.method = ""
+        """How the share was measured."""
+        self.reason = "the block has not ended"
+        """Why there is no share; empty if there is one."""
+
+    def __len__(self) -> int:
+        return sum(one.count for one in self.captured)
+
+    def __iter__(self) -> Iterator[Captured]:
+        return iter(self.captured)
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """Each workload once, the most frequent first, with where it was captured as its source."""
+        counts: Counter[str] = Counter()
+        by_id: dict[str, Workload] = {}
+        for one in self.captured:
+            counts[one.workload.id] += one.count
+            by_id[one.workload.id] = one.workload
+        notes = {one.workload.id: f"; {one.note}" for one in self.captured if one.note}
+        return [
+            replace(by_id[key], source=f"{count} of {len(self)} calls captured in a step{notes.get(key, '')}")
+            for key, count in counts.most_common()
+        ]
+
+    @property
+    def seconds(self) -> float | None:
+        """Time in attention, forward and backward; None if a call could not be timed."""
+        if self.reason:
+            return None
+        return sum(one.seconds or 0.0 for one in self.captured)
+
+    @property
+    def share(self) -> float | None:
+        """Approximate share of the block's wall time that attention takes (`method` says how it was measured)."""
+        if self.seconds is None or not self.step_seconds:
+            return None
+        return self.seconds / self.step_seconds
+
+    def gain(self, speedup: float) -> float:
+        """Return how many times as fast the step becomes with attention `speedup` times as fast (Amdahl's law)."""
+        if not speedup > 0:
+            raise UsageError(f"a speedup is a positive ratio, not {speedup!r}.")
+        share = self.share
+        if share is None:
+            raise UsageError(f"the share of attention is not known: {self.reason}.")
+        share = min(share, 1.0)
+        return 1 / (1 - share + share / speedup)
+
+    def save(self, path: str | Path, name: str | None = None) -> Path:
+        """Write a suite file for `attnbench run PATH` and every command that takes a suite; return its path."""
+        path = Path(path)
+        if not self.captured:
+            raise UsageError(f"nothing was captured, so {path} would be empty: {self.reason}.")
+        description = f"{len(self)} attention calls of a model's step, captured"
+        if self.unread:
+            description += f"; {len(self.unread)} more have no workload of ours"
+        write_suite(path, name or path.stem, description, self.workloads)
+        return path
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for one in self:
+            time = "" if one.seconds is None else f"  {1e3 * one.seconds:.3g} ms"
+            note = f"  ({one.note})" if one.note else ""
+            lines.append(f"{one.count:5} call{'s' * (one.count > 1)}  {one.workload.title}  via {one.via}{time}{note}")
+        lines += [f"{count:5} not captured: {why}" for why, count in Counter(self.unread).items()]
+        if self.share is None:
+            lines.append(f"share of the step: not known, {self.reason}")
+        else:
+            lines.append(
+                f"attention takes about {self.share:.0%} of the step's {1e3 * (self.step_seconds or 0):.3g} ms "
+                f"({self.method}): twice as fast, it would make the step {self.gain(2):.2f}x as fast"
+            )
+        return "\n".join(lines)
+
+
+@contextmanager
+def capture() -> Iterator[Calls]:
+    """Record the attention calls of the block; the yielded object is filled when the block ends, also by an exception.
+
+    `with ab.capture() as calls: step()`, then `print(calls)`, `calls.save("model.toml")` for `attnbench run`,
+    `calls.share` and `calls.gain(1.5)`. Run the step once before, so that its time is not that of a first call. Torch's
+    fused fast path of MultiheadAttention and TransformerEncoderLayer, which calls no function, is off meanwhile.
+    """
+    calls, recorder, broken = Calls(), _Recorder(), ""
+    try:
+        with ExitStack() as stack:
+            if "torch" in sys.modules:
+                stack.enter_context(fast_path_off().held())
+            for hook, via, read, outline in _hooks():
+                stack.enter_context(hook.handled_by(recorder.handler(via, read, outline)))
+            _synchronise()
+            start = perf_counter()
+            yield calls
+            _synchronise()
+            calls.step_seconds = perf_counter() - start
+    except BaseException as error:
+        broken = f"the block ended with {type(error).__name__}"
+        raise
+    finally:
+        _fill(calls, recorder, timed=not broken)
+        calls.reason = broken or calls.reason
 
 
 class _Call(NamedTuple):
@@ -71,11 +201,11 @@ class _Recorder:
         self._recomputed = Recomputed()
 
     def handler(self, via: str, read: Callable[..., Seen], outline: Callable[..., None] | None) -> Callable[..., Any]:
-        """Records a call of one function and makes it."""
+        """Return the handler of a hook that records each call of one function and makes it."""
 
-        def note(wants: bool, *told: Any) -> None:
-            if told:
-                self.calls.append(_Call(via, from_outline(read, *told), None, wants))
+        def note(wants: bool, *outlined: Any) -> None:
+            if outlined:
+                self.calls.append(_Call(via, from_outline(read, *outlined), None, wants))
             else:
                 self.unread.append(f"a call of {via} could not be read: {NESTED}")
 
@@ -104,7 +234,7 @@ class _Recorder:
         try:
             seen = read(*args, **kwargs)
             kind = clock_of(inputs[0])
-        except Exception as error:  # a model runs whatever we make of its arrays
+        except Exception as error:  # the model must run even if its arrays cannot be read
             self.unread.append(f"a call of {via} could not be read: {_first_line(error)}")
             if again:
                 self._recomputed.note(None)
@@ -117,7 +247,7 @@ class _Recorder:
         if kind == "jax":
             _wait(inputs)
         if again:
-            self.calls.append(call)  # also when it ends with the exception that stops the recomputation
+            self.calls.append(call)  # also if it ends with the exception that stops the recomputation
             out = span.around_again(lambda: proceed(*args, **kwargs))
         else:
             out = span.around(lambda: _wait(proceed(*args, **kwargs)) if kind == "jax" else proceed(*args, **kwargs))
@@ -126,36 +256,6 @@ class _Recorder:
         if getattr(result, "grad_fn", None) is not None:
             span.watch_backward(result, (*args, *kwargs.values()))
         return out
-
-
-@contextmanager
-def capture() -> Iterator[Calls]:
-    """Record the attention calls of the block; what is yielded is filled when the block ends, be it by an exception.
-
-    `with ab.capture() as calls: step()`, then `print(calls)`, `calls.save("model.toml")` for `attnbench run`,
-    `calls.share` and `calls.gain(1.5)`. Run the step once before, so that its time is not that of a first call. Torch's
-    fused fast path of MultiheadAttention and TransformerEncoderLayer, which calls no function, is off meanwhile.
-    """
-    calls, recorder, broken = Calls(), _Recorder(), ""
-    try:
-        with ExitStack() as stack:
-            if "torch" in sys.modules:
-                from attnbench.dispatch.torch_hook import fast_path_off
-
-                stack.enter_context(fast_path_off().held())
-            for hook, via, read, outline in _hooks():
-                stack.enter_context(hook.handled_by(recorder.handler(via, read, outline)))
-            _synchronise()
-            start = perf_counter()
-            yield calls
-            _synchronise()
-            calls.step_seconds = perf_counter() - start
-    except BaseException as error:
-        broken = f"the block ended with {type(error).__name__}"
-        raise
-    finally:
-        _fill(calls, recorder, timed=not broken)
-        calls.reason = broken or calls.reason
 
 
 def _fill(calls: Calls, recorder: _Recorder, timed: bool) -> None:
@@ -170,16 +270,15 @@ def _fill(calls: Calls, recorder: _Recorder, timed: bool) -> None:
         trains = call.wants_gradients if call.span is None else call.span.has_backward
         workload = replace(workload, pass_="train" if trains else "forward")
         if call.span is None:
-            told = joined(SEEN_ONCE, note)
-            groups[workload.id, call.via, True] = Captured(workload, 1, call.via, None, told)
+            groups[workload.id, call.via, True] = Captured(workload, 1, call.via, None, joined(SEEN_ONCE, note))
             continue
         if call.again and not trains and (first := _made_before(groups, workload, call.via)) is not None:
             groups[first] = replace(groups[first], note=joined(groups[first].note, RECOMPUTED))
             continue
         one = groups.get((workload.id, call.via, False), Captured(workload, 0, call.via, 0.0))
         total = (one.seconds or 0.0) + call.span.seconds if timed else None
-        told = joined(one.note, note, IN_BACKWARD if call.again else "", LEFT_OUT if call.span.left_out else "")
-        groups[workload.id, call.via, False] = replace(one, count=one.count + 1, seconds=total, note=told)
+        note = joined(one.note, note, IN_BACKWARD if call.again else "", LEFT_OUT if call.span.left_out else "")
+        groups[workload.id, call.via, False] = replace(one, count=one.count + 1, seconds=total, note=note)
     calls.captured = sorted(groups.values(), key=lambda one: -one.count)
     calls.unread = tuple(recorder.unread)
     kinds = {call.span.kind for call in recorder.calls if call.span is not None}
@@ -189,12 +288,12 @@ def _fill(calls: Calls, recorder: _Recorder, timed: bool) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what an error says in one line; its kind if it says nothing."""
+    """Return the first line of an error's message; its class if the message is empty."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _made_before(groups: dict[tuple[str, str, bool], Captured], workload: Workload, via: str) -> Any:
-    """Where the calls are that one in a backward pass repeats; None when it repeats none."""
+    """Return the key of the calls that a call in a backward pass repeats; None if it repeats none."""
     keys = [(replace(workload, pass_=one).id, via, False) for one in ("train", "forward")]
     return next((key for key in keys if key in groups), None)
 
@@ -208,26 +307,15 @@ def _why_no_share(recorder: _Recorder) -> str:
 
 
 def _hooks() -> Iterator[tuple[Hook, str, Callable[..., Seen], Callable[..., None] | None]]:
-    """Of the frameworks that are loaded: a model cannot run in one that is not."""
+    """Yield the hooks of the frameworks that are loaded: a model cannot run in one that is not."""
     attention, with_array = _own_hooks()
     yield attention, "ab.attention", of_attention, outline_of_attention
-    yield _decode_hook(), "ab.attention", partial(of_attention, layout="bhsd"), None
+    yield _hook("attnbench.dispatch.decode", "attend"), "ab.attention", partial(of_attention, layout="bhsd"), None
     yield with_array, "ab.attention", of_array_masks, outline_of_array_masks
     if "torch" in sys.modules:
-        from attnbench.dispatch.torch_hook import sdpa_hook
-
         yield sdpa_hook(), "F.scaled_dot_product_attention", of_sdpa, outline_of_sdpa
     if "jax" in sys.modules:
-        yield _jax_hook(), "jax.nn.dot_product_attention", of_jax_nn, None
-
-
-def _dynamo_at_work(note: Callable[..., None]) -> Callable[[], bool]:
-    """Whether torch.compile traces; it is told to call the note while it does."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return lambda: False
-    torch.compiler.assume_constant_result(note)
-    return torch.compiler.is_dynamo_compiling
+        yield _hook("jax.nn", "dot_product_attention"), "jax.nn.dot_product_attention", of_jax_nn, None
 
 
 @cache
@@ -239,15 +327,17 @@ def _own_hooks() -> tuple[Hook, Hook]:
 
 
 @cache
-def _decode_hook() -> Hook:
-    return Hook(decode.attend, "attnbench.dispatch.decode")
+def _hook(module: str, name: str) -> Hook:
+    return Hook(getattr(import_module(module), name), module)
 
 
-@cache
-def _jax_hook() -> Hook:
-    import jax
-
-    return Hook(jax.nn.dot_product_attention, "jax.nn")
+def _dynamo_at_work(note: Callable[..., None]) -> Callable[[], bool]:
+    """Return a function that says whether torch.compile traces; while it does, it calls `note` with constants."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return lambda: False
+    torch.compiler.assume_constant_result(note)
+    return torch.compiler.is_dynamo_compiling
 
 
 def _first_three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,11 +1,11 @@
-"""When a captured call ran: forward around the call, backward around the operators that autograd recorded in it.
+"""Time of a captured call: the forward around the call, the backward around the operators that autograd recorded.
 
-On a CPU torch works when it is called, so the wall clock is right. On a GPU events are put into the stream and read at
-the end: nothing waits for anything while the step runs.
+On a CPU torch computes when it is called, so the wall clock is right. On a GPU events are put into the stream and read
+at the end: nothing waits while the step runs.
 
 Activation checkpointing computes a region of the model again inside an operator of the backward pass, and attention
-with it. That is no call of its own and is not timed. An operator in which it happens is timed from the end of the
-recomputation, where an exception through attention shows the end; else the operator is left out.
+with it. That is not a call of its own and is not timed. An operator in which it happens is timed from the end of the
+recomputation, if an exception through attention shows that end; else the operator is left out.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ METHODS = {
     "numpy": "wall clock around each call",
 }
 EARLY_STOP = "_StopRecomputationError"
-"""What torch.utils.checkpoint raises when it has recomputed all that it needs."""
+"""Name of the exception that torch.utils.checkpoint raises when it has recomputed all that it needs."""
 
 
 class Recomputed(threading.local):
-    """Calls inside the operators of a backward pass, as the thread that runs these has seen them."""
+    """Calls inside the operators of a backward pass, as seen by the thread that runs them."""
 
     count = 0
     over: Any = None
-    """When the last of them ended the recomputation, and on which clock; None where that went on."""
+    """Clock and time at which the last of them ended the recomputation; None if that went on."""
 
     def note(self, over: Any) -> None:
-        """One more."""
+        """Count one more recomputed call."""
         self.count, self.over = self.count + 1, over
 
 
 class Span:
-    """Intervals of one call, read when everything has run."""
+    """Time intervals of one call, read when everything has run."""
 
     def __init__(self, kind: str, recomputed: Recomputed) -> None:
         self.kind = kind
@@ -51,7 +51,7 @@ class Span:
         """Whether an operator of the backward pass could not be timed."""
 
     def now(self) -> Any:
-        """A point in time, on the clock of the kind."""
+        """Return a point in time on the clock of the kind."""
         if self.kind != "cuda":
             return perf_counter_ns()
         import torch
@@ -61,14 +61,14 @@ class Span:
         return event
 
     def around(self, call: Callable[[], Any]) -> Any:
-        """Run the forward call."""
+        """Run the forward call and record its interval."""
         start = self.now()
         out = call()
         self._intervals.append((start, self.now()))
         return out
 
     def around_again(self, call: Callable[[], Any]) -> Any:
-        """Run the call in a backward pass, and say so to the operator that is being timed."""
+        """Run the call in a backward pass, and count it for the operator that is being timed."""
         over = None
         try:
             return self.around(call)
@@ -103,20 +103,20 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Of all intervals; on a GPU the caller has synchronised."""
+        """Length of all intervals; on a GPU the caller has synchronised."""
         if self.kind == "cuda":
             return sum(start.elapsed_time(end) for start, end in self._intervals) / 1e3
         return sum(end - start for start, end in self._intervals) / 1e9
 
 
 def in_backward() -> bool:
-    """Whether autograd runs an operator of a backward pass in this thread, as checkpointing asks it too."""
+    """Return whether autograd runs an operator of a backward pass in this thread; checkpointing asks the same way."""
     torch = sys.modules.get("torch")
     return torch is not None and torch._C._current_graph_task_id() != -1
 
 
 def _nodes_between(first: Any, stops: set[Any]) -> Iterator[Any]:
-    """Nodes from `first` down to the ones that made the inputs, those and leaves excluded."""
+    """Yield nodes from `first` down to those that made the inputs, without these and leaves."""
     waiting, seen = [first], set(stops)
     while waiting:
         node = waiting.pop()

@@ -1,14 +1,14 @@
-"""One query against a cache that grows by a key at each token: planned once for each doubling of the keys.
+"""Decoding: one query against a cache that grows by a key at each token, planned once for each doubling of the keys.
 
-`ab.attention` makes a plan for every shape and every mask it meets, which a decode loop would pay at every token. Here
-lengths are told apart by their power of two: the choice is that of the first length met in each class.
+`ab.attention` makes a plan for every shape and every mask, which a decode loop would pay at every token. Here lengths
+are distinguished by their power of two: the choice is that of the first length of each class.
 
-- Without padding, implementations that say that what they build for a full mask computes any number of keys
-  (`any_kv_len`) are kept so; where nothing was measured, only they are asked.
-- Padding stays the array that it is, which torch's SDPA and torch.eager take (`order.TAKE_ARRAYS`).
+- Without padding, one built call of an implementation with `any_kv_len` serves all lengths; if no policy covers the
+  call, only such implementations are asked.
+- Padding stays an array, which torch's SDPA and torch.eager take (`order.TAKE_ARRAYS`).
 
-What a policy measured to be faster, and what was asked for by name, but is built for one length alone, is planned for
-each, as everywhere.
+An implementation that a policy chose or that was asked for by name, but is built for one length, is planned for each
+length.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 from attnbench import policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.array_masks import with_torch_array
-from attnbench.dispatch.choice import decide
+from attnbench.dispatch.choice import chosen, decide
+from attnbench.dispatch.demand import Words, demand_of
 from attnbench.dispatch.order import TAKE_ARRAYS
-from attnbench.dispatch.plan import Plan, Plans, Words, chosen, demand_of, running
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.frameworks.torch_plain import MaskTensors
+from attnbench.dispatch.plan import Plan, Plans, running
+from attnbench.frameworks.torch.internals import under_autocast, without_autocast
+from attnbench.frameworks.torch.plain import MaskTensors
 from attnbench.impls.partial.torch_choice import current
 from attnbench.masks import AnyMask, Full
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _CLASSES = Plans()
 _FULL = Full()
+PLAN_EACH_LENGTH = object()
+"""Value kept in place of a plan if the implementation is built for one length: every length gets its own plan."""
 
 
 def attend(
@@ -44,9 +47,9 @@ def attend(
     mask: AnyMask = _FULL,
     real: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query, layout bhsd, without gradients; the same as `ab.attention` with the mask.
+    """Return attention of one query, layout bhsd, without gradients, as `ab.attention` computes it with the mask.
 
-    It sees every key, or, of a padded batch, those that `real` [b, 1, 1, keys] says; `mask` says the same.
+    The query sees every key, or in a padded batch those of `real` [b, 1, 1, keys], which equals `mask`.
     """
     q, k, v = under_autocast(q, k, v)
     batch, kv_heads, keys, dim = k.shape
@@ -65,24 +68,20 @@ def attend(
         return run(q, k, v) if real is None else run(q, k, v, real)
 
 
-PLAN_EACH_LENGTH = object()
-"""Stands in place of a plan if the implementation is built for one length alone: every length gets its own plan."""
-
-
 def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
     demand = demand_of(q, k, v, words, False)
     found = decide(words.impl, demand)
-    settled = found.evidence is not None or words.impl != "auto"
-    if settled and not (found.pick is not None and found.pick.any_kv_len):
+    fixed = found.evidence is not None or words.impl != "auto"
+    if fixed and not (found.pick is not None and found.pick.any_kv_len):
         return PLAN_EACH_LENGTH
     return running(words.impl, demand._replace(any_kv_len=True), words.layout)
 
 
 def _planned_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
-    """What was measured for such a mask, or asked for by name, if it takes arrays; else what takes them."""
+    """Return a call with the padding as an array, or PLAN_EACH_LENGTH if the choice does not take arrays."""
     found = decide(words.impl, demand_of(q, k, v, words, False))
-    settled = found.evidence is not None or words.impl != "auto"
-    if settled and (found.pick is None or found.pick.name not in TAKE_ARRAYS["torch"]):
+    fixed = found.evidence is not None or words.impl != "auto"
+    if fixed and (found.pick is None or found.pick.name not in TAKE_ARRAYS["torch"]):
         return PLAN_EACH_LENGTH
     pick, _ = chosen(words.impl, demand_of(q, k, v, words, False, "array"))
     plain, scale, softcap = pick.name == "torch.eager", words.scale, words.softcap

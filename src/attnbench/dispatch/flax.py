@@ -3,10 +3,10 @@
     nnx.MultiHeadAttention(..., attention_fn=attention_fn)
     nnx.MultiHeadAttention(..., attention_fn=partial(attention_fn, impl="jax.cudnn"))
 
-Arrays are [batch..., tokens, heads, dim], key/value heads may be fewer. Masks and biases are arrays, under jit without
-values, so they go as arrays (`attnbench.dispatch.array_masks`); nnx's `is_causal` without a mask needs none. The
-softmax is float32 or better whatever `force_fp32_for_softmax` says, and a row that sees no key gives 0, where Flax's
-own gives the mean of V. Dropout, sown weights and custom einsums are refused.
+Arrays are [batch..., tokens, heads, dim], key/value heads may be fewer. Masks and biases have no values
+under jit, so they are passed as arrays (`attnbench.dispatch.array_masks`); nnx's `is_causal` without a mask needs none.
+The softmax is float32 or better whatever `force_fp32_for_softmax` says, and a row that sees no key gives 0, not the
+mean of V as in Flax. Dropout, sown weights and custom einsums are refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def attention_fn(
     *,
     impl: str = "auto",
 ) -> Array:
-    """Flax's call; linen hands over only what is named here, so everything that could be asked is."""
+    """Compute attention as Flax calls it; linen passes only arguments that are named here, so all of them are."""
     if dropout_rate > 0 and not deterministic:
         raise Unsupported(
             f"attnbench's attention has no dropout, and this layer asks for {dropout_rate:g}: "
@@ -111,7 +111,7 @@ def _precision(precision: Any) -> Any:
 
 
 def _precision_name(precision: Any) -> str:
-    """As JAX's setting knows it, which has not every spelling that a product takes."""
+    """Return the name of a precision in JAX's setting, which does not know every spelling that a product takes."""
     from jax.lax import DotAlgorithmPreset, Precision
 
     if isinstance(precision, str) and precision in DotAlgorithmPreset.__members__:
@@ -121,7 +121,7 @@ def _precision_name(precision: Any) -> str:
     try:
         return "default" if precision is DotAlgorithmPreset.DEFAULT else Precision(precision).name.lower()
     except (ValueError, KeyError):
-        raise UsageError(f"{precision!r} is no precision of JAX.") from None
+        raise UsageError(f"{precision!r} is not a precision of JAX.") from None
 
 
 def _one_batch(x: Array) -> Array:
@@ -129,7 +129,7 @@ def _one_batch(x: Array) -> Array:
 
 
 def _pairs(array: Array, lead: tuple[int, ...]) -> Array:
-    """An array that broadcasts to [batch..., heads, q, kv], with one batch axis."""
+    """Return an array that broadcasts to [batch..., heads, q, kv] with one batch axis."""
     import jax.numpy as jnp
 
     array = array.reshape((1,) * (len(lead) + 3 - array.ndim) + array.shape)

@@ -1,17 +1,17 @@
 """Hugging Face Transformers: `register()`, then `attn_implementation="attnbench"`.
 
-Both interfaces are registered. Ours of masks (`attnbench.dispatch.hf_masks`) describes what a step of the model may see
-as an attnbench mask: causal, window, padding, packed documents, and the part of a static cache that is written. What it
-cannot describe, and what is traced by torch.compile, stays the boolean array that Transformers itself would make.
+Both interfaces are registered. That of masks (`attnbench.dispatch.hf_masks`) describes the mask of a step as one of
+attnbench: causal, window, padding, packed documents, and the part of a static cache that is written. A mask that cannot
+be described, and one that is traced by torch.compile, stays the boolean array that Transformers itself would make.
 
 A model that writes its own attention, for masks of another form, is refused: when it is loaded, when its
-implementation is set, or when it asks for a mask (`attnbench.dispatch.hf_models`). `check(model)` tells which modules
-will call us.
+implementation is set, or when it asks for a mask (`attnbench.dispatch.hf_models`). `check(model)` reports which modules
+will call attnbench.
 
-Whatever a model asks that attention here does not do (dropout, sinks, a position bias, attention weights) is refused
-with the reason; nothing is left out silently, but for one thing: where layers are compiled and not the whole model, a
-graph that was traced before does not see that attention weights are asked for now of a model that keeps this to itself
-(GPT-2, OPT, StableLM). The weights are empty then, as with Transformers' own sdpa.
+A feature of a model that attention here does not have (dropout, sinks, a position bias, attention weights) is refused
+with the reason; nothing is ignored silently, with one exception: if layers are compiled and not the whole model, a
+graph that was traced before does not see that attention weights are asked for now of a model that does not pass this on
+to its layers (GPT-2, OPT, StableLM). The weights are empty then, as with Transformers' own sdpa.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REFUSED = {
     "indices": "sparse indices",
     "block_indices": "block indices",
 }
-"""Keyword -> what it asks for, of things that change the result."""
+"""Keyword -> the feature it asks for, which would change the result."""
 NO_MATTER = frozenset({
     "position_ids", "use_cache", "cache_position", "past_key_values", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "return_dict", "logits_to_keep", "seq_idx", "max_length_q", "max_length_k",
@@ -56,7 +56,7 @@ _watching = Lock()
 
 
 def register(name: str = "attnbench", impl: str = "auto") -> str:
-    """Make `attn_implementation=name` known to Transformers; `impl` is what `ab.attention` is asked for."""
+    """Register `attn_implementation=name` with Transformers, to call `ab.attention` with `impl`; return the name."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -75,7 +75,7 @@ def register(name: str = "attnbench", impl: str = "auto") -> str:
 
 
 def _check_name(name: str) -> None:
-    """Names that Transformers reads as something else before it looks among the registered ones."""
+    """Raise UsageError for names that Transformers reads as something else, not as a registered name."""
     if "flash" in name:
         raise UsageError(
             f'Transformers takes a name with "flash" in it for a package of flash attention, so no model would load '
@@ -89,10 +89,10 @@ def _check_name(name: str) -> None:
 
 
 def _watch_models() -> None:
-    """Look at each model that is loaded with a name of ours, or set to it: Transformers takes any registered name.
+    """Check each model that is loaded with or set to a name of ours: Transformers accepts any registered name.
 
-    Three methods of every Transformers model are wrapped, once and for the whole process. For a model that has no name
-    of ours in its config they do what they did.
+    Three methods of every Transformers model are wrapped, once and for the whole process. They behave as before for a
+    model without a name of ours in its config.
     """
     from transformers import PreTrainedModel
 
@@ -108,7 +108,7 @@ def _wrap_methods(PreTrainedModel: Any) -> None:
 
     @wraps(accept)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *more: Any, **how: Any) -> str:
-        if _is_ours(requested_attention):  # its modules are not there yet
+        if _is_ours(requested_attention):  # its modules do not exist yet
             attention = hf_models.attention_of_class(type(self))
             if attention.loses_masks:
                 raise Unsupported(hf_models.refusal(type(self).__name__, attention))
@@ -137,12 +137,12 @@ def _wrap_methods(PreTrainedModel: Any) -> None:
 
 
 def _is_ours(name: Any) -> bool:
-    """Whether it is a name that `register` gave to Transformers."""
+    """Return whether a name was registered with Transformers by `register`."""
     return isinstance(name, str) and name in _registered
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
-    """Yield a config and those of the parts of its model."""
+    """Yield a config and the configs of the parts of its model."""
     yield config
     for key in getattr(config, "sub_configs", ()):
         part = getattr(config, key, None)
@@ -155,7 +155,7 @@ def _implementation(config: Any) -> Any:
 
 
 def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
-    """Configs that `set_attn_implementation` would give a name of ours: all, or those that a dict names."""
+    """Yield the configs that `set_attn_implementation` would give a name of ours: all, or those that a dict names."""
     if not isinstance(request, dict):
         if _is_ours(request):
             yield config
@@ -171,7 +171,7 @@ def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
 
 
 def _check_parts(model: Any, configs: list[Any]) -> None:
-    """Refuse parts with these configs that would lose their masks; warn of those that never call us but lose none."""
+    """Refuse parts with these configs that would lose their masks; warn of parts that lose none but never call us."""
     for config, modules in hf_models.by_config(model):
         if config is None or not any(config is one for one in configs):
             continue
@@ -183,7 +183,7 @@ def _check_parts(model: Any, configs: list[Any]) -> None:
             _warned.add(name)
             warnings.warn(
                 f"{name} writes its own attention ({', '.join(attention.own)}), which goes on as before: attnbench is "
-                "not called there. attnbench.dispatch.hf.check(model) tells who calls it.",
+                "not called there. attnbench.dispatch.hf.check(model) lists the modules that call it.",
                 stacklevel=4,
             )
 
@@ -214,12 +214,12 @@ class Check(NamedTuple):
 
     def __str__(self) -> str:
         ours = sum(one.ours for one in self.modules)
-        told = f"{ours} of {len(self.modules)} attention modules call attnbench."
-        return "\n".join(filter(None, [self.refusal, told, *(str(one) for one in self.modules if not one.ours)]))
+        summary = f"{ours} of {len(self.modules)} attention modules call attnbench."
+        return "\n".join(filter(None, [self.refusal, summary, *(str(one) for one in self.modules if not one.ours)]))
 
 
 def check(model: torch.nn.Module) -> Check:
-    """Tell which attention modules of a loaded model will call attnbench. Read from their code; nothing is computed."""
+    """Return which attention modules of a loaded model will call attnbench, read from their code without a run."""
     paths = {id(module): path for path, module in model.named_modules()}
     found: list[Module] = []
     refusal = None
@@ -251,7 +251,7 @@ def attention_forward(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What a layer calls: query, key and value [b, heads, tokens, dim], the output [b, tokens, heads, dim]."""
+    """Compute attention for a layer: query, key, value [b, heads, tokens, dim], output [b, tokens, heads, dim]."""
     _check_array(attention_mask)
     _check(dropout, attention_mask, others)
     usual = scaling is None or scaling == query.shape[-1] ** -0.5
@@ -279,7 +279,7 @@ def attention_forward(
 
 
 def _recorded(*arrays: torch.Tensor) -> bool:
-    """Whether the call is traced, or its gradients may be asked."""
+    """Return whether the call is traced, or its gradients may be asked."""
     import torch
 
     if torch.compiler.is_compiling():
@@ -288,7 +288,7 @@ def _recorded(*arrays: torch.Tensor) -> bool:
 
 
 def _check_array(mask: Any) -> None:
-    """Refuse masks of which nobody can tell what they mean."""
+    """Raise Unsupported for masks whose meaning is ambiguous."""
     import torch
 
     if mask is None or isinstance(mask, DescribedMask):
@@ -327,12 +327,12 @@ def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) ->
 
 
 def _weights_recorded() -> bool:
-    """Whether the model collects attention weights: several ask it of the model only, and tell no layer."""
+    """Return whether the model collects attention weights: several models do not pass this on to their layers."""
     import torch
 
     try:
         from transformers.utils.output_capturing import _active_collector as collector
-    except ImportError:  # versions before it was there
+    except ImportError:  # older versions
         return False
     if torch.compiler.is_dynamo_compiling() and not collector.compiling:
         return _weights_recorded_outside()
@@ -341,14 +341,14 @@ def _weights_recorded() -> bool:
 
 @constant_when_traced
 def _weights_recorded_outside() -> bool:
-    """Of a graph: a ContextVar, which torch.compile cannot follow, as it is when the graph is traced."""
+    """Return that for a graph, when it is traced: torch.compile cannot follow the ContextVar."""
     from transformers.utils.output_capturing import _active_collector as collector
 
     return any("attentions" in key for key in collector.context_var.get() or ())
 
 
 def _without_mask(q_len: int, kv_len: int, causal: bool, sliding_window: int | None) -> Described:
-    """Layers that get no mask (encoders of images, cross-attention) say by `is_causal` what they mean."""
+    """Describe the mask of a layer that gets none (image encoders, cross-attention), by its `is_causal`."""
     if not causal or q_len == 1:
         if sliding_window is not None:
             raise Unsupported("this layer has a sliding window but came without a mask: what it may see is unknown.")

@@ -1,8 +1,8 @@
-"""What Transformers' mask functions mean, as attnbench masks.
+"""Transformers' masks as attnbench masks.
 
-Transformers hands a mask interface the sizes of the step and a predicate made of its own small functions (causal,
+Transformers passes a mask interface the sizes of the step and a predicate made of its own small functions (causal,
 sliding window, chunks, packed sequences) joined by `and_masks`. These are recognised by name and read from their
-closures. A predicate of any other make (bidirectional image tokens, a user's own) is evaluated by Transformers itself.
+closures. Any other predicate (bidirectional image tokens, a user's own) is evaluated by Transformers itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attnbench.masks.base import to_numpy
 from attnbench.tracing import constant_when_traced
 
 LEVELS = 4
-"""Calls between a model's preparation of its inputs and its mask function, and some to spare."""
+"""Frames searched above a mask function: more than lie between it and a model's preparation of its inputs."""
 
 
 class Described(NamedTuple):
@@ -36,11 +36,11 @@ class Described(NamedTuple):
     last: int
     packed: bool = False
     real: torch.Tensor | None = None
-    """[b, 1, 1, keys]: the real ones, at least one per row; where one query is all, and padding all that hides keys."""
+    """Real keys [b, 1, 1, keys], at least one per row; set if there is one query and only padding hides keys."""
 
 
 class _Step(NamedTuple):
-    """Positions of one step: query i stands at q_start + i, key j at kv_start + j."""
+    """Positions of one step: query i is at q_start + i, key j at kv_start + j."""
 
     q_len: int
     kv_len: int
@@ -49,10 +49,10 @@ class _Step(NamedTuple):
 
 
 class MaskArray(torch.Tensor):
-    """Transformers' boolean mask, True for what is visible, which only attention that knows this form may read.
+    """Transformers' boolean mask, True for visible pairs, which only attention that knows this form may read.
 
-    A model with attention of its own expects numbers to add to its scores, or True for what is hidden. So whatever
-    makes numbers of this mask is refused; what leaves it a mask (a slice, a copy, `&`) is this again.
+    A model with attention of its own expects numbers to add to its scores, or True for hidden pairs. So an operation
+    that makes numbers of this mask is refused; one that makes a mask (a slice, a copy, `&`) returns a MaskArray.
     """
 
     @classmethod
@@ -74,15 +74,15 @@ class MaskArray(torch.Tensor):
         return tree_map(lambda x: x.as_subclass(MaskArray) if isinstance(x, torch.Tensor) else x, out)
 
     def plain(self) -> torch.Tensor:
-        """Return it as an array like any other."""
+        """Return the mask as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
 
 class DescribedMask(MaskArray):
-    """A description that Transformers takes for its boolean mask [b, 1, q, kv]: it has the shape, and no storage.
+    """Description that stands in for Transformers' boolean mask [b, 1, q, kv]: it has the shape, and no storage.
 
-    Copies of it, on other devices too, are descriptions. Other operations work on the array that Transformers would
+    Its copies, on other devices too, are descriptions. Other operations work on the array that Transformers would
     have made, which is made once.
     """
 
@@ -91,13 +91,13 @@ class DescribedMask(MaskArray):
 
     @staticmethod
     def make(described: Described, shape: Any, device: Any, evaluate: Callable[[], torch.Tensor]) -> DescribedMask:
-        """`evaluate` gives the array itself."""
+        """Return a description with a shape and device; `evaluate` returns the array itself."""
         mask = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(DescribedMask)
         mask.described, mask.evaluate = described, cache(evaluate)
         return mask
 
     def array(self) -> MaskArray:
-        """Return the array."""
+        """Return the array that Transformers would have made."""
         array = self.evaluate().to(self.device)
         with torch._C.DisableTorchFunctionSubclass():
             return array.as_subclass(MaskArray)
@@ -126,7 +126,7 @@ def _copied(mask: DescribedMask, device: torch.device) -> DescribedMask:
 
 
 def _everything(index: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an index leaves out nothing: slices, as layers cut a mask to the keys there are."""
+    """Return whether an index of slices selects everything, as when layers cut a mask to the present keys."""
     parts = index if isinstance(index, tuple) else (index,)
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
@@ -149,7 +149,7 @@ _ABOUT = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device",
     "__len__", "untyped_storage", "requires_grad_", "data_ptr", "__hash__", "has_names",
 })  # fmt: skip
-"""Functions that ask for no value."""
+"""Functions that read no values."""
 _KEEP = frozenset({
     "__getitem__", "to", "bool", "cpu", "cuda", "pin_memory", "contiguous", "clone", "detach", "alias", "expand",
     "expand_as", "broadcast_to", "repeat", "repeat_interleave", "tile", "reshape", "view", "view_as", "unsqueeze",
@@ -158,17 +158,17 @@ _KEEP = frozenset({
     "tril", "triu", "__and__", "__rand__", "__iand__", "__or__", "__ror__", "__ior__", "__xor__", "__rxor__",
     "bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor", "masked_fill",
 })  # fmt: skip
-"""Functions that make a mask of a mask."""
+"""Functions that return a mask for a mask."""
 _READ = frozenset({
     "where", "__invert__", "bitwise_not", "logical_not", "any", "all", "equal", "tolist", "item", "numpy", "nonzero",
     "__bool__", "__repr__", "__str__", "__format__", "__array__", "allclose", "zeros_like", "ones_like", "empty_like",
     "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "__reduce_ex__", "__deepcopy__",
 })  # fmt: skip
-"""Functions for which True is visible, or that do not say what it means."""
+"""Functions that read True as visible, or that do not depend on its meaning."""
 
 
 def _misread(name: str) -> str:
-    """Say which module of which model read a mask as numbers; its frame is still there."""
+    """Return an error message that names the module and model that read a mask as numbers, found by their frames."""
     frame, inner, outer = sys._getframe(2), None, None
     while frame is not None:
         module = frame.f_locals.get("self")
@@ -193,7 +193,7 @@ def describe(
     device: Any = None,
     **more: Any,
 ) -> torch.Tensor | None:
-    """The mask interface of Transformers; None is plain causal. Older releases give positions by `cache_position`."""
+    """Return the mask of a step to Transformers; None is plain causal. Older releases pass `cache_position`."""
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     given = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask}
@@ -213,7 +213,7 @@ def describe(
     may_skip = more.get("allow_is_causal_skip", True)
     function = more.get("mask_function", causal_mask_function)
     config = more.get("config")
-    model = None if torch.compiler.is_compiling() else _asking()
+    model = None if torch.compiler.is_compiling() else _calling_module()
     if model is None:
         refused, alone = _of_config(id(config), type(config).__module__, type(config).__name__)
     else:
@@ -222,7 +222,7 @@ def describe(
         alone = not attention.own
     if refused:
         raise Unsupported(refused)
-    if not alone:  # some attention in this model adds the mask to its scores: the form that serves every module
+    if not alone:  # some module adds the mask to its scores: return the form that serves every module
         return eager_mask(**given)
     if torch.compiler.is_compiling() or (model is not None and hf_models.compiled_layers(model)):
         square = isinstance(q_offset, int) and q_offset == kv_offset and q_length == kv_length
@@ -238,7 +238,7 @@ def describe(
     return DescribedMask.make(described, (batch_size, 1, q_length, kv_length), device, evaluate)
 
 
-def _asking() -> torch.nn.Module | None:
+def _calling_module() -> torch.nn.Module | None:
     """Find the module whose code asks for the mask, a few calls above."""
     frame = sys._getframe(2)
     for _ in range(LEVELS):
@@ -253,9 +253,9 @@ def _asking() -> torch.nn.Module | None:
 
 @constant_when_traced
 def _of_config(config_id: int, module: str, name: str) -> tuple[str, bool]:
-    """Tell why the model of a config is refused, and whether all its attention calls the registered function.
+    """Return why the model of a config is refused, and whether all its attention calls the registered function.
 
-    Of a graph, for which the config alone is known.
+    Used in a graph, in which only the config is known.
     """
     attention = hf_models.attention_of_config(config_id, module)
     refused = hf_models.refusal(f"the model of {name}", attention) if attention.loses_masks else ""
@@ -263,9 +263,9 @@ def _of_config(config_id: int, module: str, name: str) -> tuple[str, bool]:
 
 
 def _made_ahead() -> bool:
-    """Whether `generate` makes the mask before a forward pass over a static cache, which may be compiled.
+    """Return whether `generate` makes the mask before a forward pass over a static cache, which may be compiled.
 
-    A compiled function takes arrays, not descriptions, and would be compiled anew for each.
+    A compiled function takes arrays: it would be compiled anew for each description.
     """
     frame = sys._getframe(2)
     for _ in range(LEVELS):
@@ -318,7 +318,7 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
 
 
 def _positional(before: int, after: int, step: _Step, kv_len: int) -> AnyMask:
-    """Over keys that end with the last query's own; a bound that no query reaches is left out."""
+    """Return full, causal or a window over keys that end with the last query's own, without bounds never reached."""
     reaches_back, reaches_on = before >= kv_len - 1, after >= step.q_len - 1
     if reaches_back and reaches_on:
         return masks.full()
@@ -338,7 +338,7 @@ _KINDS = {
 
 
 def _parts(function: Callable[..., Any]) -> list[tuple[str, dict[str, Any]]] | None:
-    """(kind, closure) of everything that is joined by `and_masks`; None when one of them is not known."""
+    """Return (kind, closure) of each function joined by `and_masks`; None if one of them is not known."""
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         return None
     values = dict(inspect.getclosurevars(function).nonlocals)
@@ -362,7 +362,7 @@ def _documents(kind: str, values: dict[str, Any], step: _Step, first: int, last:
 
 
 def _real(padding: torch.Tensor, keys: slice) -> np.ndarray:
-    """[b, keys]; positions past the end of the given mask are not real."""
+    """Return which keys are real, [b, keys]; positions past the end of the given mask are not."""
     real = to_numpy(padding[:, keys], "attention_mask").astype(bool)
     missing = keys.stop - keys.start - real.shape[1]
     return np.pad(real, ((0, 0), (0, missing))) if missing else real

@@ -1,10 +1,10 @@
-"""Which attention modules of a Transformers model call the function that was registered, told from their code.
+"""Which attention modules of a Transformers model call the registered function, found from their code.
 
-A model may take an `attn_implementation` by name, take its masks from the mask interface of that name, and compute
-attention itself, for masks of another form: MPT hides what is True, Bloom adds the array to its scores. So classes are
-read before anything is computed. A class calls the registered function if its code names an `AttentionInterface`; it
-writes its own attention if it takes a softmax instead and is called an attention, or takes an attention mask and
-multiplies arrays with each other, which routers and quantizers do not.
+A model may accept an `attn_implementation`, get its masks from the mask interface of that name, and compute attention
+itself, for masks of another form: MPT hides pairs that are True, Bloom adds the array to its scores. So classes are
+inspected before anything is computed. A class calls the registered function if its code names an `AttentionInterface`;
+it writes its own attention if it uses a softmax instead and has attention in its name, or has an attention mask as a
+parameter and multiplies arrays with each other, which routers and quantizers do not.
 """
 
 from __future__ import annotations
@@ -28,27 +28,25 @@ _CORE = (
     "transformers.integrations",
     "transformers.utils",
 )
-"""Modules whose functions say nothing about one model."""
+"""Prefixes of modules whose functions belong to no particular model."""
 _DEPTH = 3
-"""Calls followed from a method: attention is often a function of the model's own module."""
-
-
+"""Depth of calls followed from a method: attention is often a function of the model's own module."""
 OTHERWISE = (
     'Load it with attn_implementation="eager" (or "sdpa", if Transformers takes that); of a model in parts, name the '
     'parts, as in attn_implementation={"text_config": "attnbench", "vision_config": "eager"}.'
 )
-"""What to do with a model that writes its own attention."""
+"""Advice for a model that writes its own attention."""
 
 
 class _Code(NamedTuple):
-    """What the functions of a class mention, those they call in modules of the model included."""
+    """Names and classes that the functions of a class use, including functions they call in the model's modules."""
 
     names: frozenset[str]
     parameters: frozenset[str]
     interface: bool
     makes_masks: bool
     builds: tuple[type, ...]
-    """Classes of modules that it names, also in a table of classes."""
+    """Classes of modules that the code names, also in a table of classes."""
     bodies: tuple[CodeType, ...]
 
 
@@ -98,12 +96,12 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def calls_interface(kind: type) -> bool:
-    """Whether modules of this class call the function that is registered with Transformers."""
+    """Return whether modules of this class call the function that is registered with Transformers."""
     return not issubclass(kind, _pretrained()) and _code(kind).interface
 
 
 def own_attention(kind: type) -> bool:
-    """Whether modules of this class compute attention themselves."""
+    """Return whether modules of this class compute attention themselves."""
     if issubclass(kind, torch.nn.MultiheadAttention):
         return True
     if issubclass(kind, _pretrained()) or kind.__module__.startswith("torch."):
@@ -116,14 +114,14 @@ def own_attention(kind: type) -> bool:
 
 
 def _of_weights(name: str) -> bool:
-    """Whether a name in code may be the function that makes attention weights."""
+    """Return whether a name in code may be a function that makes attention weights."""
     if "log_softmax" in name or "logsoftmax" in name or "gumbel" in name:
         return False
     return "softmax" in name or name in ("scaled_dot_product_attention", "logsumexp")
 
 
 def _of_attention_mask(parameter: str) -> bool:
-    """Whether a parameter may be a mask of attention, not labels, costs or positions of something that is masked."""
+    """Return whether a parameter may be an attention mask, not labels, costs or positions of something masked."""
     return (
         parameter in ("mask", "masks")
         or parameter.endswith(("attention_mask", "attn_mask", "causal_mask"))
@@ -135,7 +133,7 @@ _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "mm", "einsum", "tensordot", 
 
 
 def _multiplies(code: _Code) -> bool:
-    """Whether code multiplies arrays with each other, as queries with keys."""
+    """Return whether code multiplies arrays with each other, as queries with keys."""
     if code.names & _PRODUCTS:
         return True
     return any(one.argrepr in ("@", "@=") for body in code.bodies for one in dis.get_instructions(body))
@@ -155,16 +153,16 @@ class Attention(NamedTuple):
     own: Counter[str]
     makes_masks: bool
     torchs: bool
-    """Whether some attention of its own calls torch's scaled_dot_product_attention."""
+    """Whether one of the `own` classes calls torch's scaled_dot_product_attention."""
 
     @property
     def loses_masks(self) -> bool:
-        """Whether masks are asked of the interface, and every attention that could take them is written otherwise."""
+        """True if the model gets masks from the interface and no attention of it calls the registered function."""
         return self.makes_masks and bool(self.own) and not self.calling
 
 
 def refusal(model: str, attention: Attention) -> str:
-    """Say why a model cannot be used, and what to do."""
+    """Return why a model cannot be used, and what to do."""
     torchs = attention.torchs and (
         " It calls torch's scaled_dot_product_attention, which attnbench.dispatch.torch_sdpa.redirect_sdpa redirects."
     )
@@ -188,7 +186,7 @@ def attention_of(kinds: Iterator[type]) -> Attention:
 
 
 def by_config(model: torch.nn.Module) -> list[tuple[Any, list[torch.nn.Module]]]:
-    """Modules of a model by the config that the nearest Transformers model around them has, its own among them."""
+    """Group the modules of a model by the config of the nearest Transformers model around them, or their own."""
     found: dict[int, tuple[Any, list[torch.nn.Module]]] = {}
 
     def walk(module: torch.nn.Module, config: Any) -> None:
@@ -204,19 +202,19 @@ def by_config(model: torch.nn.Module) -> list[tuple[Any, list[torch.nn.Module]]]
 
 _SEEN: WeakKeyDictionary[torch.nn.Module, dict[int, tuple[ref[Any], Attention]]] = WeakKeyDictionary()
 _BY_CONFIG: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
-"""Both by the `id` of a config, which has no hash. An id is given again when its config is gone: in the first, a
-reference says whether it is the same one, in the second, whether the model still has it."""
+"""Models by the `id` of a config, which has no hash, as in `_SEEN`. An id is used again when its config is gone: so a
+reference in `_SEEN` says whether the config is the same, and here the model is checked for the config."""
 
 
 def remember(model: torch.nn.Module) -> None:
-    """Keep which model has which configs, for graphs, that know the config alone."""
+    """Remember which model has which configs, for graphs, in which only the config is known."""
     for config, _ in by_config(model):
         if config is not None:
             _BY_CONFIG[id(config)] = model
 
 
 def attention_for(model: torch.nn.Module, config: Any) -> Attention:
-    """Tell what attention stands under a config in a model, or in all of it if no part has that config. Kept."""
+    """Count the attention under a config in a model, or in all of it if no part has that config; cached."""
     seen = _SEEN.setdefault(model, {})
     of, attention = seen.get(id(config), (None, None))
     if of is None or of() is not config or attention is None:
@@ -227,7 +225,7 @@ def attention_for(model: torch.nn.Module, config: Any) -> Attention:
 
 
 def _under(model: torch.nn.Module, config_id: int) -> Attention | None:
-    """Tell what attention stands under the config of this `id`; None if the model has no such config."""
+    """Count the attention under the config with an `id`; None if the model has no such config."""
     modules = [one for config, some in by_config(model) if id(config) == config_id for one in some]
     return attention_of(type(one) for one in modules) if modules else None
 
@@ -247,8 +245,8 @@ def attention_in_modules(*names: str) -> Attention:
 def attention_of_class(kind: type) -> Attention:
     """Count the attention classes that a model of this class may have, before it is built.
 
-    Followed from class to class by name, models with another config left out; if none is found there, those of its
-    modules of Python.
+    Classes are followed by name, without models of another config; if none has attention, the classes of the Python
+    modules of the model are counted.
     """
     reached: dict[type, None] = {kind: None}
     waiting = [kind]
@@ -269,7 +267,7 @@ def _config_class(kind: Any) -> Any:
 
 
 def attention_of_config(config_id: int, module: str) -> Attention:
-    """Tell it from a config by its `id`; if no model has it, from the modelling modules beside that of its class."""
+    """Count the attention under a config by its `id`; if no model has it, in modelling modules beside its class."""
     model = _BY_CONFIG.get(config_id)
     found = None if model is None else _under(model, config_id)
     if found is not None:
@@ -280,7 +278,7 @@ def attention_of_config(config_id: int, module: str) -> Attention:
 
 
 def compiled_layers(model: torch.nn.Module) -> bool:
-    """Whether a module of a model is compiled by itself, at whatever depth: it takes arrays, not descriptions."""
+    """Return whether a module of a model is compiled by itself, at any depth: it takes arrays, not descriptions."""
     optimized, waiting = torch._dynamo.OptimizedModule, [model]
     while waiting:  # asked for each mask, so without the names that `modules` makes
         module = waiting.pop()

@@ -1,23 +1,26 @@
-"""What a call runs, made once for everything it depends on and kept: a function of (q, k, v) in the caller's layout."""
+"""Plans: functions of (q, k, v) in the caller's layout, made once for everything that a call depends on, and kept.
+
+A traced JAX call does not say whether gradients will be asked. So it becomes a `custom_jvp` function: the rule
+that JAX uses if it differentiates the call, in either mode, runs the choice for training, and the function itself that
+for the forward pass.
+
+An LSE without a gradient may be read; asking for its gradient raises, since a loss made of it would learn nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from functools import cache, lru_cache
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from attnbench.dispatch import failures
-from attnbench.dispatch.arrays import device_of, framework_of, to_layout
-from attnbench.dispatch.choice import Decision, decide
-from attnbench.dispatch.lse_guard import guarded
-from attnbench.dispatch.misses import report, tell_failure
-from attnbench.dispatch.order import Demand, Form
-from attnbench.dispatch.torch_hook import OWN_RUN
+from attnbench.dispatch.choice import Decision, chosen, decide, report, report_failure
+from attnbench.dispatch.demand import Demand, Words, demand_of, framework_of, to_layout
+from attnbench.dispatch.hooks import OWN_RUN
+from attnbench.dispatch.order import remember_failure, withdraw_failure
 from attnbench.errors import Unsupported
-from attnbench.frameworks.jax_plain import in_usual_promotion
-from attnbench.impls._arguments import workload_of
-from attnbench.impls.partial.torch_choice import NO_RULES, current
+from attnbench.frameworks.jax.plain import in_usual_promotion
 from attnbench.masks import AnyMask
 from attnbench.masks.base import FrozenArray
 from attnbench.policy.policy import label_of
@@ -26,32 +29,20 @@ from attnbench.tracing import is_fake
 
 MOST = 4096
 MOST_BYTES = 1 << 30
-"""Of the masks that plans keep: their own data, and the arrays that implementations make of them."""
+"""Most bytes of the masks that plans keep: their own data, and the arrays that implementations make of them."""
 BYTES_A_PAIR = {"torch": (5, 9), "jax": (1, 5), "numpy": (0, 0)}
-"""At most so many are made of one query-key pair of a mask: of booleans, and of weights (a float beside each)."""
-
-
-class Words(NamedTuple):
-    """Everything a call says beside its arrays."""
-
-    mask: AnyMask | None
-    scale: float | None
-    softcap: float | None
-    impl: str
-    layout: str
-    heads: int | tuple[int, int] | None
-    return_lse: bool
+"""Most bytes made of one query-key pair of a mask: of booleans, and of weights (a float beside each)."""
 
 
 class Plan(NamedTuple):
-    """What a call runs, and how many bytes of a mask it may keep."""
+    """The function that a call runs, and how many bytes of a mask it may keep."""
 
     run: Any
     size: int = 0
 
 
 class Plans:
-    """Plans by key, oldest forgotten first. Reading is one lookup without a lock. A key's mask is its plan's own."""
+    """Plans by key, oldest forgotten first. Reading is one lookup without a lock. A plan keeps the mask of its key."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self._found: dict[Hashable, Any] = {}
@@ -60,13 +51,13 @@ class Plans:
         self._limits = (most, most_bytes)
         self._lock = Lock()
         self.get = self._found.get
-        """The `run` of a plan, or None."""
+        """Function of a key that returns the `run` of its plan, or None."""
 
     def __len__(self) -> int:
         return len(self._found)
 
     def put(self, key: Hashable, plan: Plan) -> None:
-        """Keep a plan."""
+        """Keep a plan, and drop the oldest ones beyond the limits."""
         most, most_bytes = self._limits
         with self._lock:
             self._drop(key)
@@ -80,7 +71,7 @@ class Plans:
                 self._drop(next(iter(self._found)))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all plans at once."""
         with self._lock:
             self._found.clear()
             self._sizes.clear()
@@ -94,43 +85,27 @@ class Plans:
 PLANS = Plans()
 
 
-def demand_of(
-    q: Array, k: Array, v: Array, words: Words, train: bool, form: Form = "call", framework: str = ""
-) -> Demand:
-    """What a call with these arrays asks."""
-    framework = framework or framework_of(q, k, v)
-    mask, scale, softcap, _, layout, heads, return_lse = words
-    workload = workload_of(
-        q, k, v, mask=mask, scale=scale, softcap=softcap, layout=layout, heads=heads,
-        pass_="train" if train else "forward",
-    )  # fmt: skip
-    rules = current() if framework == "torch" else NO_RULES
-    return Demand(workload, framework, device_of(q, framework), return_lse, form, rules)
-
-
 def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
-    """Choose, warn where nothing was measured, and build."""
+    """Choose an implementation for a call, report a miss, and build the plan."""
     if train and framework_of(q, k, v) == "jax":
-        from attnbench.dispatch import jax_traced
-
-        return jax_traced.planned(q, k, v, words)
+        return _traced_jax(q, k, v, words)
     if is_fake(q) or getattr(q, "is_meta", False):
-        from attnbench.dispatch import traced
+        from attnbench.dispatch import torch_compile
 
-        return Plan(traced.without_numbers(q, k, v, words, train))
+        return Plan(torch_compile.without_numbers(q, k, v, words, train))
     demand = demand_of(q, k, v, words, train)
     return Plan(running(words.impl, demand, words.layout), bytes_kept(demand))
 
 
 def running(impl: str, demand: Demand, layout: str) -> Call:
-    """Return what a call runs: what was named, or what `auto` chooses, which gives way if it cannot run."""
+    """Return what a call runs: the named implementation, or `auto`'s choice, which is replaced if it cannot run."""
     pick, decision = chosen(impl, demand)
     call = built(pick, decision, demand, layout)
     return Chosen(call, decision, demand, layout) if impl == "auto" else call
 
 
 class Chosen:
-    """What `auto` chose. If it raises Unsupported when it runs, the next candidate takes its place from then on."""
+    """The choice of `auto`. If it raises Unsupported when it runs, the next candidate replaces it from then on."""
 
     def __init__(self, call: Call, decision: Decision, demand: Demand, layout: str) -> None:
         self._call, self._decision, self._demand, self._layout = call, decision, demand, layout
@@ -142,9 +117,9 @@ class Chosen:
             try:
                 return call(q, k, v)
             except Unsupported as error:
-                self._give_way(call, error)
+                self._replace(call, error)
 
-    def _give_way(self, call: Call, error: Unsupported) -> None:
+    def _replace(self, call: Call, error: Unsupported) -> None:
         with self._lock:
             if self._call is not call:  # another thread was here first
                 return
@@ -155,46 +130,43 @@ class Chosen:
 
 
 def next_choice(name: str, config: Config, demand: Demand, error: Unsupported) -> tuple[Implementation, Decision]:
-    """Choose again without what could not run this call, in this process and for calls like it; warn once.
+    """Choose again without an implementation that could not run, now and for calls like this one; warn once.
 
-    If nothing is left, the error is raised.
+    If no other candidate is left, the error is raised.
     """
-    failures.remember(name, config, demand, str(error))
+    remember_failure(name, config, demand, str(error))
     decision = decide("auto", demand)
     if decision.pick is None:
-        failures.take_back(name, config, demand)
+        withdraw_failure(name, config, demand)
         raise error
-    tell_failure(label_of(name, dict(config)), str(error), str(decision.label), demand)
+    report_failure(label_of(name, dict(config)), str(error), str(decision.label), demand)
     return decision.pick, decision
 
 
-def chosen(impl: str, demand: Demand) -> tuple[Implementation, Decision]:
-    """The implementation to use; Unsupported when there is none."""
-    decision = decide(impl, demand)
-    if impl == "auto":
-        report(decision, demand)
-    return decision.taken(impl, demand), decision
-
-
 def built(pick: Implementation, decision: Decision, demand: Demand, layout: str, prepare_for: Any = None) -> Call:
-    """The call of an implementation, in the caller's layout; with all that it makes on a device, where one is given."""
+    """Return the call of an implementation in the caller's layout; its arrays are made now if a device is given."""
     workload, config = demand.workload, decision.config
-    with _outside_traces(demand.framework):
+    outside_traces: Any = nullcontext()
+    if demand.framework == "jax":
+        import jax
+
+        outside_traces = jax.ensure_compile_time_eval()  # a call built inside jit is kept, so its arrays must be real
+    with outside_traces:
         call = pick.build_lse(workload, config) if demand.with_lse else pick.build(workload, config)
     assert call is not None
     call = in_usual_promotion(call) if demand.framework == "jax" else call
     if demand.with_lse and workload.needs_gradients and not pick.lse_gradient:
-        call = guarded(call, pick.name, demand.framework)
+        call = _without_lse_gradient(call, pick.name, demand.framework)
     prepare = getattr(call, "prepare", None)
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)
     run = arranged(call, demand, layout, pick.layout)
-    # Dynamo looks into what a graph is made of, and what is traceable calls nothing that could be redirected.
-    return run if demand.framework != "torch" or demand.form == "traced" else undisturbed(run)
+    # Dynamo traces into the call of a graph, and what is traceable calls nothing that could be redirected.
+    return run if demand.framework != "torch" or demand.form == "traced" else _undisturbed(run)
 
 
-def undisturbed(call: Call) -> Call:
-    """Return the same call, whose own calls of torch's functions no `redirect_sdpa` around it changes."""
+def _undisturbed(call: Call) -> Call:
+    """Return the same call, whose own calls of torch's functions are not changed by `redirect_sdpa` around it."""
 
     def run(q: Array, k: Array, v: Array) -> Any:
         with OWN_RUN:
@@ -204,7 +176,7 @@ def undisturbed(call: Call) -> Call:
 
 
 def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
-    """A call in one layout for arrays in another."""
+    """Return a call for arrays in `layout` from one for arrays in the layout `native`."""
     heads, kv_heads, with_lse = demand.workload.heads, demand.workload.kv_heads, demand.with_lse
     if layout == native:
         return call
@@ -242,10 +214,116 @@ def data_bytes(mask: AnyMask) -> int:
     return sum(len(value.data) for value in fields if isinstance(value, FrozenArray))
 
 
-def _outside_traces(framework: str) -> AbstractContextManager[Any]:
-    """What is built inside a jitted function is kept, so its arrays must be real ones."""
-    if framework != "jax":
-        return nullcontext()
+def _traced_jax(q: Array, k: Array, v: Array, words: Words) -> Plan:
+    """Return the plan of a traced JAX call; its two implementations are built when JAX first runs them."""
+    demands = [demand_of(q, k, v, words, train) for train in (False, True)]
+    choice = jax_choices(words.impl, *demands)
+
+    def call(train: bool) -> Callable[..., Any]:
+        decision, demand = choice(train)
+        try:
+            pick = decision.taken(words.impl, demand)
+        except Unsupported:
+            if train or words.impl == "auto":
+                raise
+            decision, demand = choice(True)  # one for training alone: `grad(jit(f))` traces the forward pass first
+            pick = decision.taken(words.impl, demand)
+        return built(pick, decision, demand, words.layout)
+
+    return Plan(by_pass(call), bytes_kept(demands[1]))
+
+
+def jax_choices(impl: str, forward: Demand, training: Demand) -> Callable[[bool], tuple[Decision, Demand]]:
+    """Choose now for both passes, and return a function of `train` that reports a miss and returns that choice.
+
+    If a policy covers training alone, the forward pass uses that choice too: `grad(jit(f))` traces it first.
+    """
+    demands = (forward, training)
+    found = [decide(impl, demand) for demand in demands]
+    training_first = found[0].evidence is None and found[1].evidence is not None
+
+    def choice(train: bool) -> tuple[Decision, Demand]:
+        at = train or training_first
+        if impl == "auto":
+            report(found[at], demands[at])
+        return found[at], demands[at]
+
+    return choice
+
+
+def by_pass(make: Callable[[bool], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a JAX function of arrays or None that runs `make(False)`, and `make(True)` if it is differentiated."""
+    import jax
+    from jax.custom_derivatives import SymbolicZero
+
+    calls = lru_cache(make)
+
+    @jax.custom_jvp
+    def run(*arrays: Any) -> Any:
+        return calls(False)(*arrays)
+
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        constant = (type(None), SymbolicZero)
+        varied = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, constant)]
+
+        def of_varied(*some: Any) -> Any:
+            arrays = list(primals)
+            for at, array in zip(varied, some):
+                arrays[at] = array
+            return calls(True)(*arrays)
+
+        return jax.jvp(of_varied, tuple(primals[at] for at in varied), tuple(tangents[at] for at in varied))
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run
+
+
+def _without_lse_gradient(call: Call, name: str, framework: str) -> Call:
+    """Return the same call, except that asking for the gradient of its LSE raises Unsupported."""
+    mark = {"torch": _torch_mark, "jax": _jax_mark}[framework]()
+
+    def run(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse = call(q, k, v)
+        return out, mark(q, k, lse, name)
+
+    return run
+
+
+def _refuse_lse_gradient(name: str) -> NoReturn:
+    raise Unsupported(
+        f"no gradient flows through the LSE of {name}: cut it off (detach, stop_gradient) if it is only read, or "
+        "ask for torch.eager or torch.pair, jax.einsum or jax.pair, whose LSE has one."
+    )
+
+
+@cache
+def _torch_mark() -> Any:
+    import torch
+
+    class WithoutGradient(torch.autograd.Function):
+        """The LSE unchanged, as a function of q and k whose derivative raises."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(q: Any, k: Any, lse: Any, name: str) -> Any:
+            return lse.detach().clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.name = inputs[3]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            _refuse_lse_gradient(ctx.name)
+
+    return WithoutGradient.apply
+
+
+@cache
+def _jax_mark() -> Any:
     import jax
 
-    return jax.ensure_compile_time_eval()
+    mark = jax.custom_vjp(lambda q, k, lse, name: lse, nondiff_argnums=(3,))
+    mark.defvjp(lambda q, k, lse, name: (lse, None), lambda name, saved, grad: _refuse_lse_gradient(name))
+    return mark

@@ -3,10 +3,10 @@
 The arguments mean what they mean to torch: True in a boolean mask is "attend", `is_causal` is aligned top-left, a
 floating mask is added to the logits, layout is [..., heads, tokens, dim] with any leading axes.
 
-With `impl="auto"`, calls without a mask array go through `ab.attention`; a mask array stays where it is and goes to
-torch's own function, since looking at its values would cost more than it could gain. A named implementation gets the
-array as `masks.dense`. What we do not take (dropout, nested tensors, broadcast batches, other dtypes) is an error,
-or, with `fallback=True`, goes to torch's own function with a warning, once per reason.
+With `impl="auto"`, calls without a mask array go through `ab.attention`; calls with one go to torch's own function,
+since reading the array's values would cost more than it could gain. A named implementation gets the array as
+`masks.dense`. What attnbench does not take (dropout, nested tensors, broadcast batches, other dtypes) is an error, or,
+with `fallback=True`, goes to torch's own function with a warning, once per reason.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnbench import masks, registry
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.torch_hook import OWN_RUN, fast_path_off, in_own_run, sdpa_hook, torch_sdpa
+from attnbench.dispatch.hooks import OWN_RUN, fast_path_off, in_own_run, sdpa_hook, torch_sdpa
 from attnbench.errors import Unsupported, UsageError
-from attnbench.frameworks.torch_autocast import under_autocast
+from attnbench.frameworks.torch.internals import under_autocast
 from attnbench.impls._arguments import check_tensors
 from attnbench.spec import DTYPE_BYTES
 
@@ -44,19 +44,19 @@ def scaled_dot_product_attention(
     impl: str = "auto",
     fallback: bool = False,
 ) -> torch.Tensor:
-    """As torch's; `impl` is a registered name or "auto", `fallback` lets torch's own take what we do not."""
+    """Compute torch's function by attnbench; `impl` is a name or "auto", `fallback` passes on what is not taken."""
     return _attend(torch_sdpa, impl, fallback, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 @contextmanager
 def redirect_sdpa(impl: str = "auto", *, fallback: bool = False) -> Iterator[None]:
-    """While the block runs, `F.scaled_dot_product_attention` is ours: in torch's modules, and in any model's.
+    """Replace `F.scaled_dot_product_attention` by attnbench's while the block runs, in torch's and any model's modules.
 
-    Blocks nest (the inner one counts) and end with everything as it was, also after an exception. The fused fast path
+    Blocks nest (the inner one counts) and restore everything at the end, also after an exception. The fused fast path
     of torch's MultiheadAttention and TransformerEncoderLayer, which never calls the function, is off meanwhile. The
     function is replaced for the whole process: other threads that call it meanwhile are redirected too. The backward
-    pass of a region under torch.utils.checkpoint calls it again, so that must run inside the block as well. Calls of
-    `ab.attention` are not redirected, nor is what the implementation they run calls itself.
+    pass of a region under torch.utils.checkpoint calls it again, so it must run inside the block as well. Calls of
+    `ab.attention` are not redirected, nor are calls that its implementation makes.
     """
     check_impl(impl)
 
@@ -71,7 +71,7 @@ def redirect_sdpa(impl: str = "auto", *, fallback: bool = False) -> Iterator[Non
 
 
 def check_impl(impl: str) -> None:
-    """An unknown or foreign name is an error where it is given, not at the first call."""
+    """Raise UsageError for an unknown name or one of another framework, before the first call."""
     if impl == "auto":
         return
     framework = registry.get(registry.asked(impl)[0]).framework
@@ -94,7 +94,7 @@ def _attend(
 ) -> torch.Tensor:
     check_tensors("scaled_dot_product_attention", query, key, value, *(() if attn_mask is None else (attn_mask,)))
     own = {"scale": scale, "enable_gqa": enable_gqa}
-    reason = _not_taken(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, impl)
+    reason = _why_not(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, impl)
     if reason is not None:
         _refuse(reason, fallback)
     if reason is not None or (attn_mask is not None and impl == "auto"):
@@ -110,11 +110,11 @@ def _attend(
 
 
 def _four_axes(x: torch.Tensor) -> torch.Tensor:
-    """[..., heads, tokens, dim] with one batch axis."""
+    """Return [..., heads, tokens, dim] with one batch axis."""
     return x.flatten(0, -4) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
 
 
-def _not_taken(
+def _why_not(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -124,7 +124,7 @@ def _not_taken(
     enable_gqa: bool,
     impl: str,
 ) -> str | None:
-    """Why a call is not ours; None when it is."""
+    """Return what attnbench does not take in a call; None if it takes the call."""
     arrays = (query, key, value)
     if any(x.is_nested for x in arrays):
         return "nested tensors"
@@ -149,10 +149,10 @@ def _not_taken(
 
 
 def _refuse(reason: str, fallback: bool) -> None:
-    told = f"attnbench's scaled_dot_product_attention does not take {reason}"
+    message = f"attnbench's scaled_dot_product_attention does not take {reason}"
     if not fallback:
-        raise Unsupported(f"{told}; fallback=True hands such calls to torch's own.")
+        raise Unsupported(f"{message}; fallback=True passes such calls to torch's own function.")
     kind = re.sub(r"[\d, ()]+", " ", reason)  # once for all shapes
     if kind not in _WARNED:
         _WARNED.add(kind)
-        warnings.warn(f"{told}: torch's own takes such calls.", stacklevel=4)
+        warnings.warn(f"{message}: torch's own function computes such calls.", stacklevel=4)

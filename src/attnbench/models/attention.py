@@ -31,11 +31,10 @@ from jax import Array
 from jax.errors import JaxRuntimeError
 
 from attnbench import masks
-from attnbench.dispatch.arrays import pass_of
 from attnbench.dispatch.attention import attention
+from attnbench.dispatch.demand import Words, pass_of
 from attnbench.dispatch.explain import explain, explained
-from attnbench.dispatch.jax_traced import by_pass
-from attnbench.dispatch.plan import Words
+from attnbench.dispatch.plan import by_pass
 from attnbench.errors import Unsupported, UsageError
 from attnbench.impls.jax import _masks_in_jit, kvax
 from attnbench.impls.jax._masks_in_jit import Form

@@ -15,7 +15,7 @@ from flax import struct
 from jax import Array
 
 from attnbench.errors import InvalidWorkload
-from attnbench.frameworks.jax_plain import rows_that_see, visible
+from attnbench.frameworks.jax.plain import rows_that_see, visible
 from attnbench.masks import AnyMask, MaskShape
 
 Runs = tuple[tuple[int, int], ...]

@@ -1,21 +1,28 @@
-"""Block-sparse attention as torch modules: fixed patterns, and blocks chosen by content.
+"""Block-sparse attention as torch modules: fixed patterns, and blocks chosen by content or by a learned gate.
 
 All take q [b, t, h, d], k and v [b, s, g, d] and return [b, t, h, d]; one softmax runs over all kept blocks of a row.
 Dropped blocks are neither read nor computed, forward or backward. Gradients flow through the kept blocks; the choice
-itself has none (a gate is trained apart, see sparse_gate). Causal masks are aligned bottom-right.
+of blocks has no gradient, so a gate is trained apart. Causal masks are aligned bottom-right.
+
+    gate = BlockGate(heads=16, head_dim=128)
+    losses = train_gate(gate, [(q, k), ...], masks.causal(), block_size=128)
+    attend = create_block_sparse_attention(0.9, "learned", causal=True, gate=gate)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.impls._arguments import check_tensors, dtype_name
+from attnbench.frameworks.torch.internals import under_autocast, without_autocast
+from attnbench.impls._arguments import check_causal, check_scale, check_tensors, check_whole, dtype_name, number
+from attnbench.kernels.block_sparse import selection as heads_first
 from attnbench.kernels.block_sparse.selection import (
+    LEARNING_RATE,
     POOL,
     BlockGate,
     Choice,
@@ -27,34 +34,35 @@ from attnbench.kernels.block_sparse.selection import (
 )
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.kernels.block_sparse.torch_impls import attend
-from attnbench.masks import MaskShape, causal, full
+from attnbench.masks import Mask, MaskShape, causal, full
 from attnbench.masks.cuts import block_layout
-from attnbench.nn.sparse_options import check_common, check_share, checked_pool, checked_seed, refuse_unused
 from attnbench.tracing import outside_graphs
 from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 
 MOST_SIZES = 16
-"""Sizes of which a module keeps its tables, those used last: lengths that keep changing would fill the device."""
+"""Number of sizes, used last, of which a module keeps its tables: lengths that keep changing would fill the device."""
 BY_CONTENT = ("dynamic_threshold", "learned")
 Kept = tuple[BlockTables, float]
 """The blocks of a call, and the share that was dropped."""
 
 
 class _SparseAttention(torch.nn.Module):
-    """What the modules share: arrays in, attention over the blocks that `_select` says, arrays out."""
+    """Attention over the blocks that `_select` returns: what all block-sparse modules share."""
 
     def __init__(self, *, block_size: int, causal: bool, scale: float | None) -> None:
         super().__init__()
-        check_common(block_size, causal, scale)
+        check_whole("block_size", block_size, 1)
+        check_scale(scale)
+        check_causal(causal)
         self.block_size, self.causal, self.scale = block_size, causal, scale
         self._made: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made again from sizes: it may lie on a device, and is no part of the module."""
+        """Leave out tables that can be made again: they may lie on a device, and are not state of the module."""
         return {**super().__getstate__(), "_made": {}}
 
     def _made_once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for a key, which says all that it depends on; threads may share the module."""
+        """Return what `make` returns, made once for each key; threads may share the module."""
         found = self._made.pop(key, None)
         if found is None:
             found = make()
@@ -65,9 +73,9 @@ class _SparseAttention(torch.nn.Module):
 
     @outside_graphs
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
-        """out [b, t, h, d]; with `return_lse` also [b, h, t], natural log, float32.
+        """Return [b, t, h, d]; with `return_lse` also the LSE [b, h, t], natural log, float32.
 
-        Under autocast the arrays are taken in its dtype, as `ab.attention` takes them.
+        Under autocast the arrays are cast to its dtype, as in `ab.attention`.
         """
         q, k, v = _heads_first(q, k, v)
         with without_autocast(q.device.type):
@@ -76,37 +84,37 @@ class _SparseAttention(torch.nn.Module):
         return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
 
     def blocks(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Kept blocks of a call, [b or 1, h or 1, query blocks, key blocks]."""
+        """Return which blocks a call keeps, [b or 1, h or 1, query blocks, key blocks]."""
         return self._selected(q, k)[0].kept
 
     def achieved_sparsity(self, q: torch.Tensor, k: torch.Tensor) -> float:
-        """Share of the blocks that the mask lets be seen and this call drops."""
+        """Return the share of the blocks visible under the mask that this call drops."""
         return self._selected(q, k)[1]
 
     def _selected(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
-        """Return the blocks that `forward` takes of such arrays."""
+        """Return the blocks that `forward` keeps for such arrays."""
         q, k, _ = _heads_first(q, k, k)
         with without_autocast(q.device.type):
             return self._select(q, k)
 
     def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
-        """Blocks for q and k in layout bhsd."""
+        """Return the blocks for q and k in layout bhsd."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """What was asked for, with what the pattern uses."""
+        """Return the options, with those that the pattern uses."""
         shared = {"block_size": self.block_size, "causal": self.causal, "scale": self.scale}
         return ", ".join(f"{name}={value}" for name, value in (self._asked() | shared).items())
 
     def _asked(self) -> dict[str, Any]:
-        """What the module itself was asked for, in order."""
+        """Return the options of the subclass, in order."""
         raise NotImplementedError
 
     def _scale(self, q: torch.Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def _choice(self, q: torch.Tensor, k: torch.Tensor) -> Choice:
-        """What may be chosen among for arrays of these sizes, made once."""
+        """Return the blocks that may be chosen for arrays of these sizes, made once."""
         shape = MaskShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         mask = causal() if self.causal else full()
         key = ("choice", shape, q.device, self.block_size, self.causal)
@@ -114,7 +122,7 @@ class _SparseAttention(torch.nn.Module):
 
 
 class BlockSparseAttention(_SparseAttention):
-    """One of the patterns at a sparsity.
+    """Block-sparse attention with a named pattern at a sparsity.
 
     Fixed patterns (local, strided, global_local, random) drop that share in every row of blocks, within one block.
     For `dynamic_threshold` and `learned` sparsity is a mean: `calibrate(q, k)` sets the threshold on typical inputs.
@@ -141,15 +149,15 @@ class BlockSparseAttention(_SparseAttention):
             raise UnknownName("block pattern", str(pattern), known, "attnbench.nn.create_block_sparse_attention")
         check_sparsity(sparsity)
         self.sparsity, self.pattern, self.seed = sparsity, pattern, checked_seed(seed, pattern)
-        refuse_unused("pool", pool, pattern, ("dynamic_threshold",))
-        refuse_unused("gate", gate, pattern, ("learned",))
-        refuse_unused("threshold", threshold, pattern, BY_CONTENT)
+        _refuse_unused("pool", pool, pattern, ("dynamic_threshold",))
+        _refuse_unused("gate", gate, pattern, ("learned",))
+        _refuse_unused("threshold", threshold, pattern, BY_CONTENT)
         if threshold is not None:
-            check_share("threshold", threshold)
+            _check_share("threshold", threshold)
         if pattern == "learned" and gate is None:
             raise UsageError('pattern "learned" needs gate=, a BlockGate(heads, head_dim) trained with train_gate.')
         self.gate = gate
-        self.pool = checked_pool(pool, gate, block_size, scale) if pattern in BY_CONTENT else POOL
+        self.pool = _checked_pool(pool, gate, block_size, scale) if pattern in BY_CONTENT else POOL
         self.register_buffer("threshold", torch.tensor(float("nan") if threshold is None else float(threshold)))
 
     def _asked(self) -> dict[str, Any]:
@@ -161,7 +169,7 @@ class BlockSparseAttention(_SparseAttention):
         return asked
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As torch's, but that the threshold stays float32: `.bfloat16()` would keep other blocks."""
+        """Apply torch's conversion and keep the threshold float32: `.bfloat16()` would keep other blocks."""
         before = self.threshold
         super()._apply(fn, recurse)
         after = self.threshold
@@ -169,7 +177,7 @@ class BlockSparseAttention(_SparseAttention):
         return self
 
     def calibrate(self, q: torch.Tensor, k: torch.Tensor) -> float:
-        """Set the threshold so that the mean sparsity on these inputs is the requested one; returns it."""
+        """Set the threshold so that the mean sparsity on these inputs is the requested one; return it."""
         if self.pattern not in BY_CONTENT:
             raise UsageError(f'pattern "{self.pattern}" has no threshold to calibrate.')
         q, k, _ = _heads_first(q, k, k)
@@ -209,11 +217,11 @@ class BlockSparseAttention(_SparseAttention):
 
 
 class AdaptiveSparseAttention(_SparseAttention):
-    """As few blocks as hold a share of the estimated attention mass, within bounds on what a row of blocks drops.
+    """The fewest blocks that hold a share of the estimated attention mass, within bounds on what a row of blocks drops.
 
     Rows whose attention is spread out keep more, down to `min_sparsity`; concentrated ones keep less, up to
-    `max_sparsity`. A row keeps at least one block and all that the mask cuts; where no number of blocks lies between
-    the bounds, `min_sparsity` holds.
+    `max_sparsity`. A row keeps at least one block and all blocks that the mask cuts; if no number of blocks lies
+    between the bounds, `min_sparsity` holds.
     """
 
     def __init__(
@@ -233,9 +241,9 @@ class AdaptiveSparseAttention(_SparseAttention):
         check_sparsity(max_sparsity)
         if min_sparsity > max_sparsity:
             raise UsageError(f"min_sparsity {min_sparsity:g} is more than max_sparsity {max_sparsity:g}.")
-        check_share("mass", mass)
+        _check_share("mass", mass)
         self.min_sparsity, self.max_sparsity, self.mass = min_sparsity, max_sparsity, mass
-        self.pool, self.gate = checked_pool(pool, gate, block_size, scale), gate
+        self.pool, self.gate = _checked_pool(pool, gate, block_size, scale), gate
 
     def _asked(self) -> dict[str, Any]:
         bounds = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
@@ -249,14 +257,14 @@ class AdaptiveSparseAttention(_SparseAttention):
 
 
 def create_block_sparse_attention(sparsity: float, pattern: str, **options: Any) -> BlockSparseAttention:
-    """`BlockSparseAttention(sparsity, pattern, **options)`: an option it does not know raises."""
+    """Return `BlockSparseAttention(sparsity, pattern, **options)`; an unknown option raises."""
     return BlockSparseAttention(sparsity, pattern, **options)
 
 
 def create_adaptive_sparse_attention(
     min_sparsity: float, max_sparsity: float, **options: Any
 ) -> AdaptiveSparseAttention:
-    """`AdaptiveSparseAttention(min_sparsity, max_sparsity, **options)`: an option it does not know raises."""
+    """Return `AdaptiveSparseAttention(min_sparsity, max_sparsity, **options)`; an unknown option raises."""
     return AdaptiveSparseAttention(min_sparsity, max_sparsity, **options)
 
 
@@ -273,3 +281,74 @@ def _heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tor
     if len(dtypes) > 1:
         raise InvalidWorkload(f"q, k and v must have one dtype, not {', '.join(sorted(dtypes))}.")
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _check_share(name: str, value: Any) -> None:
+    """Raise UsageError unless the value is a share of attention mass."""
+    if not number(value) or not 0 < value <= 1:
+        raise UsageError(f"{name} is the share of attention to keep, above 0 and at most 1, not {value!r}.")
+
+
+def _refuse_unused(name: str, value: Any, pattern: str, patterns: tuple[str, ...]) -> None:
+    """Raise UsageError if an option is given that the pattern would ignore."""
+    if value is not None and pattern not in patterns:
+        raise UsageError(f'{name}= belongs to {" and ".join(patterns)}, pattern "{pattern}" does not use it.')
+
+
+def checked_seed(seed: int | None, pattern: str) -> int:
+    """Return the seed, 0 if none was given; raise UsageError if the pattern does not use one."""
+    _refuse_unused("seed", seed, pattern, ("random",))
+    if seed is not None:
+        check_whole("seed", seed, 0)
+    return seed or 0
+
+
+def _checked_pool(pool: int | None, gate: BlockGate | None, block_size: int, scale: float | None) -> int:
+    """Return the pool size of the estimate, a gate's own if there is one; raise if gate and module do not fit."""
+    if gate is not None and not isinstance(gate, BlockGate):
+        raise UsageError(f"gate is a BlockGate(heads, head_dim) trained with train_gate, not {gate!r}.")
+    if gate is not None and pool is not None:
+        raise UsageError("pool belongs to the estimate without a gate; a gate has its own.")
+    found = POOL if pool is None else pool
+    if gate is not None:
+        found, wanted = gate.pool, gate.query.shape[-1] ** -0.5 if scale is None else scale
+        if not math.isclose(gate.scale, wanted):
+            raise UsageError(f"the gate was made for scale {gate.scale:g}: give scale={gate.scale:g}, not {wanted:g}.")
+    check_whole("pool", found, 1)
+    if block_size % found:
+        raise UsageError(f"pool must divide the block size, and {found} does not divide {block_size}.")
+    return found
+
+
+def train_gate(
+    gate: BlockGate,
+    examples: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    mask: Mask,
+    block_size: int,
+    *,
+    steps: int = 200,
+    learning_rate: float = LEARNING_RATE,
+) -> list[float]:
+    """Fit the gate to true attention; return each step's loss (cross entropy).
+
+    Examples are (q [b, t, h, d], k [b, s, g, d]), as the modules take them.
+    """
+    if not examples:
+        raise UsageError("train_gate needs at least one example (q, k).")
+    check_whole("steps", steps, 1)
+    check_whole("block_size", block_size, 1)
+    pairs = [_example(gate, q, k) for q, k in examples]
+    return heads_first.train_gate(gate, pairs, mask, block_size, steps=steps, learning_rate=learning_rate)
+
+
+def _example(gate: BlockGate, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, dim = gate.query.shape[:2]
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0]:
+        raise InvalidWorkload(f"examples are q and k of [batch, tokens, heads, dim], not {shapes}.")
+    if q.shape[2:] != (heads, dim) or k.shape[3] != dim or heads % k.shape[2]:
+        raise InvalidWorkload(
+            f"this gate is for {heads} heads of {dim}, and heads of k must divide those: "
+            f"give q and k of [batch, tokens, heads, dim], not {shapes}."
+        )
+    return q.transpose(1, 2), k.transpose(1, 2)

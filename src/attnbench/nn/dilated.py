@@ -1,4 +1,4 @@
-"""Dilated attention (LongNet) on projected heads: q, k, v of [b, s, h, d] in, [b, s, h, d] out.
+"""Dilated attention (LongNet) as torch modules: on projected heads, and with its projections.
 
 Every head runs every branch; branches mix by their softmax denominators, which is one dense softmax whose logits carry
 log(count), count = branches in which query and key meet. Any length; k and v may have fewer heads (grouped).
@@ -13,20 +13,22 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
+from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls._arguments import check_causal, check_mix_grad, check_scale, check_tensors, workload_of
 from attnbench.kernels.dilated.pieces import Task, problem_of
 from attnbench.kernels.dilated.torch_function import dilated
+from attnbench.masks.base import whole_number
 from attnbench.tracing import outside_graphs
 
 Lengths = Sequence[int] | torch.Tensor | None
 
 
 class _Form(NamedTuple):
-    """As much of an array as a task depends on."""
+    """Facts of an array that a task depends on."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,22 +45,22 @@ def _task(
     detached: bool,
     how: tuple[tuple[str, Any], ...],
 ) -> Task:
-    """What is asked, read and checked once for all calls that ask the same."""
+    """Check a problem and return it as a task, once for all calls that ask the same."""
     parts = [pattern, *([masks.causal()] if causal else []), *([] if lengths is None else [lengths])]
     workload = workload_of(*forms, mask=reduce(and_, parts), scale=scale)
     return Task(problem_of(workload), workload.softmax_scale, detached, **dict(how))
 
 
 class DilatedAttention(nn.Module):
-    """The plain one: copies each branch's tokens out, attends, scatters back, mixes.
+    """Dilated attention step by step: gathers each branch's tokens, attends, scatters back, mixes.
 
     `offset`: "mod" (the paper: head h of rate r starts at h % r) or "group" (torchscale: neighbouring heads share one).
-    `mix_grad`: "full" is the derivative; "detached" takes the mixing weights for constants, as torchscale does.
+    `mix_grad`: "full" is the derivative; "detached" treats the mixing weights as constants, as torchscale does.
     """
 
     engine = "gathered"
     how: Mapping[str, Any] = {}
-    """`kernel` (an implementation's name), `merge` and `diagonal`, where the automatic choice is not wanted."""
+    """Options `kernel` (an implementation's name), `merge` and `diagonal` that override the automatic choice."""
 
     def __init__(
         self,
@@ -85,10 +87,10 @@ class DilatedAttention(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """[b, s, h, d]; keys from kv_lengths[b] on are padding; with `return_lse` also the LSE [b, h, s], float32.
+        """Return [b, s, h, d], with `return_lse` also the LSE [b, h, s], float32; keys >= kv_lengths[b] are padding.
 
         A row that sees no key is 0 with LSE -inf. A gradient through the LSE costs a second backward pass. Lengths on a
-        GPU are waited for. Under autocast the arrays are taken in its dtype, as `ab.attention` takes them.
+        GPU are copied to the host, which waits. Under autocast the arrays are cast to its dtype, as in `ab.attention`.
         """
         check_tensors(type(self).__name__, q, k, v)
         q, k, v = under_autocast(q, k, v)
@@ -100,12 +102,89 @@ class DilatedAttention(nn.Module):
         return (out, lse.float()) if return_lse else out
 
     def extra_repr(self) -> str:
-        """The pattern, and what differs from the defaults."""
+        """Return the pattern and its options."""
         options = {"causal": self.causal, "scale": self.scale, "mix_grad": self.mix_grad}
         return ", ".join([self.pattern.id, *(f"{name}={value}" for name, value in options.items())])
 
 
 class ImprovedDilatedAttention(DilatedAttention):
-    """The same numbers without gathered copies: kernels read strided views, and one pass merges their results."""
+    """Dilated attention without gathered copies: kernels read strided views, and one pass merges their results."""
 
     engine = "strided"
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Three projections of x [b, s, embed_dim], then `DilatedAttention`, then the output projection.
+
+    All variants have the same parameters (`in_proj`: Q, K and V stacked; `out_proj`): a state dict of one loads in all.
+    """
+
+    attention_class: type[DilatedAttention] = DilatedAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", kv_heads)):
+            if whole_number(value, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}.")
+        if embed_dim % num_heads:
+            raise UsageError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}.")
+        if num_heads % kv_heads:
+            raise UsageError(f"num_kv_heads {kv_heads} does not divide num_heads {num_heads}.")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.widths = (embed_dim, kv_heads * self.head_dim, kv_heads * self.head_dim)
+        self.in_proj = nn.Linear(embed_dim, sum(self.widths), bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
+        options = {"causal": causal, "offset": offset, "scale": scale, "mix_grad": mix_grad, "dropout": dropout}
+        self.attention = self.attention_class(segment_lengths, dilation_rates, **options)
+
+    def forward(self, x: torch.Tensor, *, kv_lengths: Lengths = None) -> torch.Tensor:
+        """Return [b, s, embed_dim]; tokens from kv_lengths[b] on are padding that no token sees."""
+        return self.out_proj(self.attention(*self.heads_of(x), kv_lengths=kv_lengths).flatten(-2))
+
+    def heads_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return Q, K and V of [b, s, heads, dim]; raise if x does not fit the weights."""
+        check_tensors(type(self).__name__, x)
+        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+            raise UsageError(f"x is [batch, tokens, {self.embed_dim}], not {tuple(x.shape)}.")
+        wanted = self.in_proj.weight.dtype
+        if x.dtype != wanted and not is_autocast(x.device.type):
+            raise UsageError(f"x is {x.dtype} and the weights are {wanted}: cast one of them with .to().")
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in self.projected(x)]
+
+    def extra_repr(self) -> str:
+        """Return the sizes; the pattern is shown by `attention`."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+
+    def projected(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return Q, K and V of [b, s, heads * dim]."""
+        weights = self.in_proj.weight.split(self.widths)
+        biases = (None,) * 3 if self.in_proj.bias is None else self.in_proj.bias.split(self.widths)
+        return [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+
+
+class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """One projection to Q, K and V, whose parts the kernels read in place."""
+
+    attention_class = ImprovedDilatedAttention
+
+    def projected(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return Q, K and V as slices of one array."""
+        return self.in_proj(x).split(self.widths, -1)

@@ -1,4 +1,4 @@
-"""Dilated attention by kind. A new kind is one entry of KINDS."""
+"""Dilated attention by the name of its kind; a new kind is one entry of KINDS."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 from torch import nn
 
 from attnbench.errors import UnknownName
-from attnbench.nn.block_sparse_ring import BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention
-from attnbench.nn.dilated import DilatedAttention, ImprovedDilatedAttention
-from attnbench.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
-from attnbench.nn.ring import RingDilatedAttention, RingMultiheadDilatedAttention
+from attnbench.nn.dilated import (
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+)
+from attnbench.nn.ring import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+)
 
 KINDS: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "standard": (DilatedAttention, MultiheadDilatedAttention),
@@ -27,10 +35,10 @@ ALIASES: Mapping[str, str] = {"auto": "improved", "distributed": "ring"}
 def create_dilated_attention(
     kind: str = "auto", segment_lengths: Sequence[int] = (), dilation_rates: Sequence[int] = (), **options: Any
 ) -> nn.Module:
-    """A module on q, k, v of [b, s, h, d].
+    """Return a module on q, k, v of [b, s, h, d].
 
     `kind`: standard, improved, ring or block_sparse_ring; auto is improved; distributed is ring, over the process group
-    that torchrun's ranks initialised (one rank without). The same numbers everywhere, but for blocks that are dropped.
+    that torchrun's ranks initialised (one rank without). All compute the same, but for blocks that are dropped.
     """
     return _classes(kind)[0](segment_lengths, dilation_rates, **options)
 
@@ -43,7 +51,7 @@ def create_multihead_dilated_attention(
     dilation_rates: Sequence[int] = (),
     **options: Any,
 ) -> nn.Module:
-    """A module on x of [b, s, embed_dim], kinds as above; an option that the kind does not know is an error."""
+    """Return a module on x of [b, s, embed_dim], of the same kinds; an option unknown to the kind is an error."""
     return _classes(kind)[1](embed_dim, num_heads, segment_lengths, dilation_rates, **options)
 
 

@@ -1,33 +1,38 @@
-"""Dilated attention over a sequence that is sharded over the ranks of a process group.
+"""Dilated attention over a sequence that is sharded over the ranks of a process group, also with a block mask.
 
-Every rank passes its own tokens, as `layout` deals them out, and gets its own rows. Keys and values travel round the
+Every rank passes its own tokens, as `layout` distributes them, and gets its own rows. Keys and values travel round the
 ring; per-rank memory falls as ranks are added. Without a process group there is one rank, and the numbers are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from attnbench.frameworks.torch_autocast import under_autocast
+from attnbench import masks
+from attnbench.errors import UsageError
+from attnbench.frameworks.torch.internals import under_autocast
 from attnbench.impls._arguments import check_tensors
 from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
 from attnbench.kernels.ring.function import check_kernel, key_lengths, ring_attention, shape_of
 from attnbench.kernels.ring.schedule import check_layout, positions
-from attnbench.masks import Blocks
-from attnbench.nn.dilated import DilatedAttention, Lengths
-from attnbench.nn.multihead import MultiheadDilatedAttention
+from attnbench.masks import Blocks, MaskShape
+from attnbench.nn.block_sparse import checked_seed
+from attnbench.nn.dilated import DilatedAttention, Lengths, MultiheadDilatedAttention
 from attnbench.tracing import outside_graphs
+from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, block_pattern, check_sparsity
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 
 
 class RingDilatedAttention(DilatedAttention):
-    """q, k, v of [b, tokens of this rank, h, d] in, the same rows out.
+    """Dilated attention of q, k, v [b, tokens of this rank, h, d]; the output has the same rows.
 
-    `process_group`: None is torch's default group, or one rank where none was initialised. `layout` says which tokens a
+    `process_group`: None is torch's default group, or one rank if none was initialised. `layout` says which tokens a
     rank holds: `shard` and `gather` follow it. Every rank must make the same calls in the same order.
     """
 
@@ -53,7 +58,7 @@ class RingDilatedAttention(DilatedAttention):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_lengths: Lengths = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """[b, tokens of this rank, h, d]; with `return_lse` also the LSE [b, h, tokens of this rank], float32.
+        """Return [b, tokens of this rank, h, d]; with `return_lse` also the LSE [b, h, tokens of this rank], float32.
 
         Keys from position kv_lengths[b] of the whole sequence on are padding; every rank gives the same lengths.
         """
@@ -69,37 +74,27 @@ class RingDilatedAttention(DilatedAttention):
             q, k, self.process_group, agreement(q, k, v, causal=self.causal, scale=self.scale, **said)
         )
         return ring_attention(
-            q,
-            k,
-            v,
-            causal=self.causal,
-            scale=self.scale,
-            layout=self.layout,
-            inner=inner,
-            process_group=self.process_group,
-            lengths=lengths,
-            dilated=self.pattern,
-            detached=self.mix_grad == "detached",
-            blocks=self.blocks(lengths[0], q.shape[2]),
-            kv_lengths=limits,
+            q, k, v, causal=self.causal, scale=self.scale, layout=self.layout, inner=inner,
+            process_group=self.process_group, lengths=lengths, dilated=self.pattern,
+            detached=self.mix_grad == "detached", blocks=self.blocks(lengths[0], q.shape[2]), kv_lengths=limits,
             return_lse=return_lse,
-        )
+        )  # fmt: skip
 
     def blocks(self, tokens: int, heads: int) -> Blocks | None:
-        """A block mask over the whole sequence that the pattern is met with: none."""
+        """Return the block mask over the whole sequence that restricts the pattern: None, all blocks are kept."""
         del tokens, heads
 
     def _told_of_blocks(self) -> str:
-        """Which blocks are kept, in words that are the same on every rank."""
+        """Describe which blocks are kept, by text that is the same on every rank."""
         return ""
 
     def extra_repr(self) -> str:
-        """The pattern, the layout, and what differs from the defaults."""
+        """Return the pattern, its options and the layout."""
         return f"{super().extra_repr()}, layout={self.layout}"
 
 
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """x of [b, tokens of this rank, embed_dim] in, the same rows out; parameters are the same on every rank."""
+    """Dilated attention with projections of x [b, tokens of this rank, embed_dim]; every rank has all parameters."""
 
     def __init__(
         self,
@@ -121,31 +116,20 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            embed_dim,
-            num_heads,
-            segment_lengths,
-            dilation_rates,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            bias=bias,
-            offset=offset,
-            scale=scale,
-            mix_grad=mix_grad,
-            dropout=dropout,
-            device=device,
-            dtype=dtype,
-        )
+            embed_dim, num_heads, segment_lengths, dilation_rates, num_kv_heads=num_kv_heads, causal=causal, bias=bias,
+            offset=offset, scale=scale, mix_grad=mix_grad, dropout=dropout, device=device, dtype=dtype,
+        )  # fmt: skip
         self.attention = self._over_ranks(RingDilatedAttention, process_group, layout)
 
     def heads_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """As without ranks; what one rank refuses, all refuse."""
+        """Return Q, K and V of [b, tokens of this rank, heads, dim]; if one rank refuses x, all ranks raise."""
         with RefusedByAll(self.attention.process_group, x):
             return super().heads_of(x)
 
     def _over_ranks(
         self, ring_class: type[RingDilatedAttention], process_group: Any, layout: Layout, **more: Any
     ) -> RingDilatedAttention:
-        """The attention that was checked, over the ranks of a group."""
+        """Return a ring attention with the checked options of `self.attention`, over the ranks of a group."""
         of = self.attention
         return ring_class(
             of.pattern.segment_lengths,
@@ -161,14 +145,14 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 def shard(x: torch.Tensor, layout: Layout = "zigzag", process_group: Any = None, dim: int = 1) -> torch.Tensor:
-    """This rank's tokens of a whole array that every rank has."""
+    """Return this rank's tokens of a whole array that every rank has."""
     rank, world = rank_and_world(process_group)
     places = torch.from_numpy(positions(layout, x.shape[dim], world, rank)).to(x.device)
     return x.index_select(dim, places)
 
 
 def gather(x: torch.Tensor, layout: Layout = "zigzag", process_group: Any = None, dim: int = 1) -> torch.Tensor:
-    """The whole array, on every rank, of what each of them holds; no gradient flows through it."""
+    """Return the whole array, on every rank, from the tokens that each rank holds; no gradient flows through it."""
     import torch.distributed as dist
 
     dim = dim % x.dim()
@@ -188,3 +172,144 @@ def gather(x: torch.Tensor, layout: Layout = "zigzag", process_group: Any = None
         places = torch.from_numpy(positions(layout, sum(lengths), world, rank)).to(x.device)
         whole.index_copy_(dim, places, part.narrow(dim, 0, length))
     return whole
+
+
+class BlockSparseRingDilatedAttention(RingDilatedAttention):
+    """Dilated attention over ranks in which only pairs of kept blocks count; dropped blocks are not computed.
+
+    A kept pair counts once for each branch in which it meets, and one softmax runs over all of them.
+
+    Either `block_mask`, booleans [q blocks, k blocks] or [heads, q blocks, k blocks] over global positions, or
+    `sparsity`, the share of blocks to drop, by `pattern` (local, the default, strided, global_local, or random with its
+    `seed`). Blocks are of 128 unless `block_size` says otherwise. A row that keeps no key gives 0.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        block_mask: Any = None,
+        sparsity: float | None = None,
+        pattern: str | None = None,
+        block_size: int | None = None,
+        seed: int | None = None,
+        process_group: Any = None,
+        layout: Layout = "zigzag",
+        causal: bool = False,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
+    ) -> None:
+        options = {"causal": causal, "offset": offset, "scale": scale, "mix_grad": mix_grad, "dropout": dropout}
+        super().__init__(segment_lengths, dilation_rates, process_group=process_group, layout=layout, **options)
+        if (block_mask is None) == (sparsity is None):
+            raise UsageError("give either block_mask or sparsity (with pattern), and not both.")
+        if sparsity is None:
+            _refuse_with_a_mask(pattern=pattern, seed=seed)
+            self._given = _blocks(block_mask, block_size)
+            self.block_size = self._given.block_size
+        else:
+            check_sparsity(sparsity)
+            self._given, self.block_size = None, BLOCK_SIZE if block_size is None else block_size
+            pattern = "local" if pattern is None else pattern
+            if pattern not in PATTERNS:
+                raise UsageError(f'a ring takes the fixed patterns {", ".join(PATTERNS)}, not "{pattern}".')
+            block_pattern(
+                pattern, sparsity, MaskShape(1, 1, 1, 1), block_size=self.block_size
+            )  # raises if it is not a pattern
+        self.sparsity, self.block_pattern = sparsity, pattern
+        self.seed = 0 if pattern is None else checked_seed(seed, pattern)
+
+    def blocks(self, tokens: int, heads: int) -> Blocks:
+        """Return the blocks that are kept for a number of tokens and heads."""
+        if self._given is not None:
+            return self._given
+        assert self.sparsity is not None
+        assert self.block_pattern is not None
+        return _patterned(self.block_pattern, self.sparsity, tokens, heads, self.block_size, self.causal, self.seed)
+
+    def achieved_sparsity(self, tokens: int, heads: int) -> float:
+        """Return the share of blocks really dropped, out of those that are visible under the causal mask, if any."""
+        kept = self.blocks(tokens, heads).block_mask.array
+        candidates = np.ones(kept.shape[-2:], bool)
+        candidates = np.tril(candidates) if self.causal else candidates
+        return 1.0 - float((kept & candidates).sum() / (candidates.sum() * (kept.size // candidates.size)))
+
+    def _told_of_blocks(self) -> str:
+        if self._given is not None:
+            return f"block_mask={self._given.id}"
+        seed = f", seed={self.seed}" if self.block_pattern == "random" else ""
+        return f"sparsity={self.sparsity:g}, pattern={self.block_pattern}, block_size={self.block_size}{seed}"
+
+    def extra_repr(self) -> str:
+        """Return the text of the ring, and which blocks are kept."""
+        return f"{super().extra_repr()}, {self._told_of_blocks()}"
+
+
+class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):
+    """Block-sparse ring attention with projections of x [b, tokens of this rank, embed_dim]; same rows out."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        block_mask: Any = None,
+        sparsity: float | None = None,
+        pattern: str | None = None,
+        block_size: int | None = None,
+        seed: int | None = None,
+        process_group: Any = None,
+        layout: Layout = "zigzag",
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        offset: Literal["mod", "group"] = "mod",
+        scale: float | None = None,
+        mix_grad: Literal["full", "detached"] = "full",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, segment_lengths, dilation_rates, process_group=process_group, layout=layout,
+            num_kv_heads=num_kv_heads, causal=causal, bias=bias, offset=offset, scale=scale, mix_grad=mix_grad,
+            dropout=dropout, device=device, dtype=dtype,
+        )  # fmt: skip
+        given = {"block_mask": block_mask, "sparsity": sparsity}
+        given |= {"pattern": pattern, "block_size": block_size, "seed": seed}
+        named = {name: value for name, value in given.items() if value is not None}
+        self.attention = self._over_ranks(BlockSparseRingDilatedAttention, process_group, layout, **named)
+
+
+def _refuse_with_a_mask(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(f"{name}= belongs to sparsity=; a block_mask says itself which blocks are kept.")
+
+
+def _blocks(block_mask: Any, block_size: int | None) -> Blocks:
+    if not isinstance(block_mask, Blocks):
+        found = masks.blocks(block_mask, BLOCK_SIZE if block_size is None else block_size)
+    elif block_size in (None, block_mask.block_size):
+        found = block_mask
+    else:
+        raise UsageError(f"this block_mask has blocks of {block_mask.block_size}: leave out block_size={block_size}.")
+    if found.per_batch:
+        raise UsageError(
+            "block_mask is [q blocks, k blocks] or [heads, q blocks, k blocks]: the same for all batch rows."
+        )
+    return found
+
+
+@lru_cache(maxsize=64)
+def _patterned(
+    pattern: str, sparsity: float, tokens: int, heads: int, block_size: int, causal: bool, seed: int
+) -> Blocks:
+    shape = MaskShape(1, heads, tokens, tokens)
+    kept = block_pattern(pattern, sparsity, shape, block_size=block_size, causal=causal, seed=seed)
+    return masks.blocks(kept[0] if len(kept) == 1 else kept, block_size)

@@ -1,6 +1,6 @@
-"""Policy: which implementation to run, by measurement. Light: nothing here measures, runs or reports.
+"""Policies: which implementation to run, by measurement. Light: nothing here measures, runs or reports.
 
-`choose` (analyse) makes one from records; `attention(impl="auto")` (dispatch) asks the active ones.
+`attnbench.choosing` makes a policy from run files; `attention(impl="auto")` asks the active policies.
 """
 
 from attnbench.policy.files import load_policy, packaged, policy_text, read_policy, save_policy

@@ -1,4 +1,4 @@
-"""Policy files: JSON that people can read, of each entry one line for the shape and one for the choice."""
+"""Policy files: JSON that people can read, with one line for the shape of an entry and one for its choice."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from attnbench.reading import convert, decode_json, read_content
 
 PACKAGED = "policies"
 WIDTH = 120
-"""What is longer than a line is broken up, except within entries."""
+"""Characters of a line; longer values are broken up, except within entries."""
 
 
 def load_policy(path: str | Path) -> Policy:
-    """Read a policy file; what is missing, broken or of a newer attnbench is said in one sentence.
+    """Read a policy file; if it is missing, broken or of a newer attnbench, raise with one sentence that says so.
 
-    Of one that was made under constraints a PolicyWarning tells them, unless the setting `on_miss` is quiet.
+    A policy made under constraints is announced by a PolicyWarning, unless the setting `on_miss` is quiet.
     """
     path = Path(path)
     try:
@@ -37,21 +37,21 @@ def load_policy(path: str | Path) -> Policy:
         ) from error
     found = read_policy(content, str(path))
     if found.within and load_settings().on_miss != "quiet":
-        told = printable(f"{path} was made under constraints ({found.within}).")
-        warnings.warn(told, PolicyWarning, stacklevel=2)
+        message = printable(f"{path} was made under constraints ({found.within}).")
+        warnings.warn(message, PolicyWarning, stacklevel=2)
     return found
 
 
-def read_policy(content: bytes, origin: str, mend: str = "") -> Policy:
-    """The policy in the content of a file; `mend` says how to get another one, if this is broken."""
-    mend = mend or f"`attnbench choose RUN -o {origin}` makes a new one."
+def read_policy(content: bytes, origin: str, remedy: str = "") -> Policy:
+    """Return the policy in the content of a file; `remedy` is what an error advises if the content is broken."""
+    remedy = remedy or f"`attnbench choose RUN -o {origin}` makes a new one."
     try:
         found = decode_json(content)
     except msgspec.DecodeError as error:
         line, why = _where_broken(content, error)
-        raise BrokenFile(origin, line, f"this is no policy file ({why}): {mend}") from error
+        raise BrokenFile(origin, line, f"this is not a policy file ({why}): {remedy}") from error
     if not isinstance(found, dict) or found.get("kind") != "policy":
-        raise BrokenFile(origin, None, 'this is no policy file (it does not say "kind": "policy").')
+        raise BrokenFile(origin, None, 'this is not a policy file (it does not say "kind": "policy").')
     schema = found.get("schema", SCHEMA)
     if isinstance(schema, int) and schema > SCHEMA:
         raise BrokenFile(
@@ -60,11 +60,11 @@ def read_policy(content: bytes, origin: str, mend: str = "") -> Policy:
     try:
         return structs.replace(convert(found, Policy), origin=origin)
     except (msgspec.ValidationError, UsageError) as error:
-        raise BrokenFile(origin, None, f"this policy is broken ({error}): {mend}") from error
+        raise BrokenFile(origin, None, f"this policy is broken ({error}): {remedy}") from error
 
 
 def _where_broken(content: bytes, error: Exception) -> tuple[int | None, str]:
-    """The line at which this stops being JSON, if any, and why."""
+    """Return the line at which the content stops being JSON (None if that is not known), and why."""
     try:
         json.loads(content)
     except json.JSONDecodeError as found:
@@ -77,7 +77,7 @@ def _where_broken(content: bytes, error: Exception) -> tuple[int | None, str]:
 
 
 def save_policy(policy: Policy, path: str | Path) -> None:
-    """Write a policy file, whole or not at all."""
+    """Write a policy file, as a whole or not at all."""
     path = Path(path)
     try:
         write_texts({path: policy_text(policy)})
@@ -86,20 +86,20 @@ def save_policy(policy: Policy, path: str | Path) -> None:
 
 
 def policy_text(policy: Policy) -> str:
-    """The content of its file: the same policy always gives the same text."""
+    """Return the content of a policy's file; the same policy always gives the same text."""
     document = msgspec.to_builtins(structs.replace(policy, origin=""))
     return _laid_out({"kind": "policy", "schema": policy.schema, **document}, 0) + "\n"
 
 
 def packaged() -> tuple[Policy, ...]:
-    """Those that come with attnbench, made by its published runs."""
+    """Return the policies that come with attnbench, made from its published runs."""
     folder = files("attnbench") / PACKAGED
     found = sorted((one for one in folder.iterdir() if one.name.endswith(".json")), key=lambda one: one.name)
     return tuple(read_policy(one.read_bytes(), f"packaged {one.name}", "reinstall attnbench.") for one in found)
 
 
 def _laid_out(value: Any, depth: int) -> str:
-    """Indented JSON: what fits a line stands on one, and so do the shape and the choice of an entry."""
+    """Return indented JSON; a value that fits a line stands on one, and so do the shape and the choice of an entry."""
     line = _line(value)
     if not isinstance(value, dict | list | tuple) or len(line) + depth <= WIDTH:
         return line

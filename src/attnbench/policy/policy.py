@@ -1,4 +1,4 @@
-"""Measured choices per device, software and shape class: what a policy holds, and how it answers."""
+"""Policies: measured choices per device, software and shape class, and how a policy answers for a workload."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from attnbench.spec import Environment, Pass, Workload, other_versions
 
 
 class Constraints(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a choice must keep to; as it stands in a policy file."""
+    """Constraints on a choice, as a policy file holds them."""
 
     max_memory: int | None = None
-    """Peak extra bytes of a call."""
+    """Most extra bytes of a call at its peak."""
     deterministic: bool = False
-    """The same bits every time."""
+    """Whether only implementations that give the same bits every time are allowed."""
     max_error: float | None = None
-    """Relative error against float64, of the output and of the gradients."""
+    """Largest relative error against float64, of the output and of the gradients."""
     only: tuple[str, ...] = ()
-    """Names, families or frameworks; none: all."""
+    """Names, families or frameworks that may be chosen; empty: all."""
     forbid: tuple[str, ...] = ()
+    """Names, families or frameworks that may not be chosen."""
 
     def __bool__(self) -> bool:
         return self != Constraints()
 
     def __str__(self) -> str:
-        told = [
+        parts = [
             f"at most {self.max_memory:,} extra bytes" if self.max_memory is not None else "",
             "deterministic" if self.deterministic else "",
             f"error up to {self.max_error:g}" if self.max_error is not None else "",
             f"only {', '.join(self.only)}" if self.only else "",
             f"without {', '.join(self.forbid)}" if self.forbid else "",
         ]
-        return "; ".join(one for one in told if one)
+        return "; ".join(part for part in parts if part)
 
 
 Settings = dict[str, int | float | str | bool]
@@ -47,18 +48,18 @@ Settings = dict[str, int | float | str | bool]
 
 
 def label_of(implementation: str, config: Settings) -> str:
-    """The implementation, and the config where it is not the default: its name in tables."""
-    told = ",".join(f"{k}={v}" for k, v in sorted(config.items()))
-    return f"{implementation}[{told}]" if told else implementation
+    """Return the name in tables: the implementation, and its config in brackets if it is not the default."""
+    settings = ",".join(f"{k}={v}" for k, v in sorted(config.items()))
+    return f"{implementation}[{settings}]" if settings else implementation
 
 
 class Alternative(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The next best, for where the choice cannot run."""
+    """A slower candidate, which is used if the choice cannot run."""
 
     implementation: str
     config: Settings = {}
     ratio: float
-    """Its time over that of the choice, same run."""
+    """Time of the alternative / time of the choice, in the same run."""
 
     @property
     def label(self) -> str:
@@ -67,26 +68,26 @@ class Alternative(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What to run, what it is expected to lose against the best, and on what evidence."""
+    """Implementation to run, the time it is expected to lose against the fastest, and the evidence."""
 
     implementation: str
     config: Settings = {}
     regret: float = 1.0
-    """Its time over that of the fastest: more than 1 where a near tie was settled otherwise, and off the grid."""
+    """Time of the choice / time of the fastest: more than 1 after a near tie, and off the measured grid."""
     regret_high: float = 1.0
     """Upper edge of the 99 % interval, against every other candidate."""
     candidates: int = 1
-    """Implementations (and configs) that were timed there and might have been chosen."""
+    """Number of implementations (and configs) that were timed at the shape and might have been chosen."""
     alternatives: tuple[Alternative, ...] = ()
-    """The others, fastest first."""
+    """Other candidates, fastest first."""
     measured: str = ""
     """Id of the workload that was measured."""
     distance: float = 0.0
-    """Octaves from the shape asked for to the measured one; 0 in a file."""
+    """Octaves from the requested shape to the measured one; 0 in a file."""
     within: str = ""
-    """What it had to keep to when it was chosen; in a file the place says so."""
+    """Constraints under which it was chosen; empty in a file, whose place holds them."""
     named: tuple[str, ...] = ()
-    """What whoever made the policy asked for by name; in a file the place says so."""
+    """Implementations that the maker of the policy asked for by name; empty in a file, whose place holds them."""
 
     def __post_init__(self) -> None:
         if not self.implementation:
@@ -103,12 +104,12 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def regret_known(self) -> bool:
-        """Off the grid only where shapes were held out."""
+        """True if the regret is known: off the grid only if shapes were held out."""
         return isfinite(self.regret_high)
 
     @property
     def runner_up(self) -> Alternative | None:
-        """The best of the others."""
+        """Fastest alternative; None without one."""
         return self.alternatives[0] if self.alternatives else None
 
     def __str__(self) -> str:
@@ -120,7 +121,7 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
 
 class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One line of a policy: a measured shape, and the choice there."""
+    """One line of a policy: a measured shape and the choice for it."""
 
     at: Shape
     use: Choice
@@ -128,54 +129,54 @@ class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 
 SCHEMA = 1
 IMMATERIAL = {"torch": {"numpy", "transformers"}, "jax": {"numpy", "ml_dtypes", "flax"}}
-"""Packages that no attention of the framework is computed by."""
+"""Framework -> packages that compute no attention of it, so that their versions do not matter."""
 
 
 class Regret(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Time of what was chosen over time of the fastest, over shapes."""
+    """Time of the choice / time of the fastest, over several shapes."""
 
     mean: float
-    """Geometric."""
+    """Geometric mean."""
     worst: float
     worst_at: str
     shapes: int
     missed: int = 0
-    """Shapes beside them that nothing could be said of."""
+    """Number of further shapes whose regret is not known."""
 
 
 class Crossing(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Along the length, from where on another implementation is chosen."""
+    """Length from which on another implementation is chosen."""
 
     track: str
-    """What is alike at both lengths."""
+    """Description of everything that is equal at both lengths."""
     pass_: Pass = field(name="pass")
     below: str
     above: str
     tokens: float | None = None
-    """Where both take as long, interpolated; null where the measured lengths are too far apart to say."""
+    """Length at which both take as long, interpolated; null if the measured lengths are too far apart to say."""
     low: float
     high: float
 
 
 class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where entries were measured; they hold nowhere else."""
+    """Device and software on which entries were measured; they hold only there."""
 
     device: str
     device_name: str
     framework: str
     capability: tuple[int, int] | None = None
     threads: int = 0
-    """Of a CPU; 0 elsewhere."""
+    """Threads of a CPU; 0 on other devices."""
     software: dict[str, str] = {}
-    """Package -> version, of those that compute attention."""
+    """Package -> version, for packages that compute attention."""
     driver: str = ""
-    """For the reader; not compared."""
+    """Driver version, for the reader; it is not compared."""
     made: str = ""
     runs: tuple[str, ...] = ()
     within: Constraints | None = None
-    """What the choices had to keep to; null where they were free."""
+    """Constraints on the choices; null if there were none."""
     held_out: Regret | None = None
-    """Off the grid: each shape in turn chosen for by the others."""
+    """Regret off the grid: each shape in turn is left out and answered by the others."""
     crossings: tuple[Crossing, ...] = ()
     entries: tuple[Entry, ...] = ()
 
@@ -186,31 +187,32 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Two places of one key may share their entries."""
+        """Identity of the place: two places with the same key may share their entries."""
         software = tuple(sorted(self.software.items()))
         within = (self.within,) if self.within else ()
         return (self.device, self.device_name, self.framework, self.capability or (), self.threads, software, *within)
 
     def agrees(self, other: Place) -> bool:
-        """One key but for packages that only one of them has: a library more or less changes nothing for the rest."""
+        """Return whether two places have one key, apart from packages that only one of them has."""
         bare = (structs.replace(one, software={}).key for one in (self, other))
         return next(bare) == next(bare) and not other_versions(self.software, other.software)
 
     def __str__(self) -> str:
         regrets = ((self.on_grid, "on the measured shapes"), (self.held_out, "held out"))
-        told = [f"regret {one.mean:.3f} {where}" for one, where in regrets if one is not None]
-        told += [str(self.within)] if self.within else []
-        return f"{self.framework} on {self.device_name}: {', '.join([f'{len(self.entries)} shapes', *told])}"
+        facts = [f"{len(self.entries)} shapes"]
+        facts += [f"regret {one.mean:.3f} {where}" for one, where in regrets if one is not None]
+        facts += [str(self.within)] if self.within else []
+        return f"{self.framework} on {self.device_name}: {', '.join(facts)}"
 
     @property
     def on_grid(self) -> Regret | None:
-        """Over the measured shapes themselves; None without entries."""
+        """Regret over the measured shapes themselves; None without entries."""
         return pooled(
             Regret(mean=e.use.regret, worst=e.use.regret, worst_at=e.at.title, shapes=1) for e in self.entries
         )
 
     def stale(self, environment: Environment) -> str | None:
-        """Why the entries do not hold there; None where they do."""
+        """Return why the entries do not hold in an environment; None if they do."""
         if self.framework != environment.framework:
             return f"measured with {self.framework}, not with {environment.framework}"
         if (self.device, self.device_name) != (environment.device, environment.device_name):
@@ -225,7 +227,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         return f"measured with {', '.join(changed)}" if changed else None
 
     def nearest(self, shape: Shape) -> tuple[float, Entry] | None:
-        """The entry nearest in log space of those that agree in every hard axis; None where none does."""
+        """Return the nearest entry in log space that agrees in every hard axis, with its distance; None without one."""
         alike = [entry for entry in self.entries if entry.at.hard == shape.hard]
         found = ((distance(entry.at, shape), entry) for entry in alike)
         return min(found, key=lambda one: (one[0], one[1].at.order), default=None)
@@ -234,38 +236,38 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 class Policy(
     Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="kind", tag="policy"
 ):
-    """Measured choices. `a | b` merges: where both have an entry for a shape at one place, b's stands."""
+    """Measured choices. `a | b` merges: if both have an entry for a shape at one place, that of b is kept."""
 
     schema: int = SCHEMA
     places: tuple[Place, ...] = ()
     origin: str = ""
-    """The file it was read from; not written."""
+    """File that the policy was read from; not written."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Of every place."""
+        """Entries of every place."""
         return tuple(entry for place in self.places for entry in place.entries)
 
     @property
     def within(self) -> str:
-        """What its choices had to keep to, place by place; empty where they were free."""
+        """Constraints on the choices, place by place; empty if there were none."""
         return "; or ".join(dict.fromkeys(str(place.within) for place in self.places if place.within))
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name in messages."""
         return self.origin or "a policy made in this process"
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits over what it says."""
+        """Twelve hex digits of a hash of the content."""
         return hashlib.sha256(msgspec.json.encode(structs.replace(self, origin=""), order="sorted")).hexdigest()[:12]
 
     def choice(self, workload: Workload, framework: str, environment: Environment) -> Choice | None:
-        """What to run: the nearest measured shape within reach, at a place that this environment is; None on a miss.
+        """Return the choice of the nearest measured shape within reach, at a place that holds here; None on a miss.
 
-        Off the grid the regret is that of the entry times what the place lost on held-out shapes; where nothing was
-        held out it is not known, and `regret_high` is infinite.
+        Off the grid the regret is that of the entry times the mean regret of held-out shapes; if no shape was held out
+        it is not known, and `regret_high` is infinite.
         """
         found = self._nearest(workload, framework, environment)
         if found is None or found[0] > REACH:
@@ -283,7 +285,7 @@ class Policy(
         return structs.replace(use, distance=octaves, regret=regret, regret_high=high)
 
     def miss(self, workload: Workload, framework: str, environment: Environment) -> str | None:
-        """Why `choice` has nothing to say; None where it has."""
+        """Return why `choice` returns None; None if it returns a choice."""
         environment = structs.replace(environment, framework=framework)
         if why := self.stale(environment):
             return why
@@ -300,7 +302,7 @@ class Policy(
         )
 
     def stale(self, environment: Environment) -> str | None:
-        """Why nothing in it holds in this environment (another device, framework or software); None where some does."""
+        """Return why no place holds in an environment (device, framework or software differ); None if one does."""
         reasons = [place.stale(environment) for place in self.places]
         if any(reason is None for reason in reasons):
             return None
@@ -310,7 +312,7 @@ class Policy(
         return f"{self.name} does not hold here: {'; '.join(dict.fromkeys(of_framework))}"
 
     def __str__(self) -> str:
-        """One line for each place; `repr` has everything."""
+        """Return one line for each place; `repr` has everything."""
         lines = [f"{self.name}: {len(self.entries)} choices", *(f"  {place}" for place in self.places)]
         return "\n".join(map(printable, lines))
 
@@ -327,7 +329,7 @@ class Policy(
     ) -> tuple[float, Entry, Place] | None:
         environment = structs.replace(environment, framework=framework)
         shape = shape_of(workload)
-        # Of two places that hold here, the one that shares more of the software, then the younger.
+        # Of two places that hold here, the one that shares more packages is preferred, then the newer.
         places = [place for place in self.places if place.stale(environment) is None]
         places.sort(key=lambda place: (len(place.software.keys() & environment.packages.keys()), place.made))
         found = [(*one, place) for place in reversed(places) if (one := place.nearest(shape)) is not None]
@@ -335,7 +337,7 @@ class Policy(
 
 
 def place_of(environment: Environment) -> Place:
-    """The place of an environment, without entries."""
+    """Return the place of an environment, without entries."""
     skipped = IMMATERIAL.get(environment.framework, set())
     return Place(
         device=environment.device,
@@ -349,7 +351,7 @@ def place_of(environment: Environment) -> Place:
 
 
 def pooled(parts: Iterable[Regret]) -> Regret | None:
-    """The regret over the shapes of all parts; None where there are none."""
+    """Return the regret over the shapes of all parts; None without parts."""
     each = list(parts)
     if not each:
         return None
@@ -374,7 +376,7 @@ def _merged(old: Place, new: Place) -> Place:
 
 
 def _held_out(old: Place, new: Place) -> Regret | None:
-    """Of both, unless one is made of the other's runs and shapes: these are not counted again."""
+    """Pool the held-out regrets of two places; runs and shapes that are part of the other are not counted again."""
     for whole, part in ((old, new), (new, old)):
         shapes = {entry.at for entry in whole.entries}
         if whole.held_out and set(part.runs) <= set(whole.runs) and shapes.issuperset(e.at for e in part.entries):
@@ -383,13 +385,13 @@ def _held_out(old: Place, new: Place) -> Regret | None:
 
 
 def _too_far(octaves: float) -> str:
-    """With as many digits as it takes to see that it is more than the reach."""
-    told = (f"{octaves:.{digits}f}" for digits in range(1, 16))
-    return next((text for text in told if float(text) > REACH), str(octaves))
+    """Format a distance with as many digits as it takes to show that it exceeds REACH."""
+    texts = (f"{octaves:.{digits}f}" for digits in range(1, 16))
+    return next((text for text in texts if float(text) > REACH), str(octaves))
 
 
 def _lacking(shape: Shape, entries: Iterable[Entry]) -> str:
-    """The hard axes of a shape that no entry agrees in, or all of them where only the combination is missing."""
+    """Name the hard axes of a shape in which no entry agrees, or all of them if only the combination is missing."""
     known = [entry.at.hard for entry in entries]
     missing = [f"{name} {value}" for name, value in shape.hard.items() if all(one[name] != value for one in known)]
     together = [f"{name} {value}" for name, value in shape.hard.items() if value is not False and name != "v_head_dim"]

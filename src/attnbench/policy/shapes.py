@@ -1,4 +1,4 @@
-"""The classes a policy tells apart: axes that must agree, and how far two shapes are from each other in the others."""
+"""Shapes as a policy distinguishes them: axes that must agree, and the distance of two shapes in the others."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from attnbench.spec import DTYPE_BYTES, Pass, Workload
 from attnbench.workloads.cost import pairs
 
 REACH = 2.0
-"""Octaves within which a measured shape speaks for another: four times as many tokens, no more."""
+"""Largest distance, in octaves, at which a measured shape covers another: four times as many tokens."""
 PARALLEL_WEIGHT = 0.5
-"""Of an octave of batch x heads: twice the rows change the choice less than twice the tokens."""
+"""Weight of an octave of batch x heads: twice the rows change the choice less than twice the tokens."""
 GROUP_WEIGHT = 1.0
-"""Of an octave of query heads per key/value head: grouped heads are other kernels."""
+"""Weight of an octave of query heads per key/value head: grouped heads run other kernels."""
 VISIBLE_WEIGHT = 0.5
-"""Of an octave of the visible share: twice the pairs are twice the work, twice the tokens four times."""
+"""Weight of an octave of the visible share: twice the pairs are twice the work, twice the tokens four times."""
 FEW_BLOCKS = 8
-"""Of queries that see the same keys: a mask of so few is as many calls without one, and another kernel is best."""
+"""Most blocks of queries that see the same keys for which a mask is like as many calls without a mask."""
 MANY_BLOCKS = "block_causal (many blocks)"
 KINDS = {MANY_BLOCKS, *(part.__struct_config__.tag for part in get_args(Part))}
-"""What a part of a mask may be called."""
-TOLD_BY_LENGTHS = ("full", "causal")
+"""Names that a part of a mask may have."""
+KNOWN_BY_LENGTHS = ("full", "causal")
 """Kinds of mask whose visible share follows from the lengths."""
 
 
 class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an entry was measured on."""
+    """Sizes, dtype, mask and pass of a measured workload."""
 
     pass_: Pass = field(name="pass")
     dtype: str
     mask: str
-    """Kinds of its parts, such as causal or causal&lengths; sizes count by `visible` alone."""
+    """Kinds of the mask's parts, such as causal or causal&lengths; their sizes count by `visible` alone."""
     head_dim: int
     v_head_dim: int = 0
-    """0 where it is head_dim."""
+    """Dimension of the values; 0 if it is head_dim."""
     softcap: bool = False
     heads: int
     kv_heads: int
@@ -48,8 +48,8 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     q_len: int
     kv_len: int
     visible: float | None = None
-    """Share of the query-key pairs that the mask shows, to three digits; null where the lengths say it, or it is not
-    known (files of an attnbench that did not write it)."""
+    """Visible share of the query-key pairs, to three digits; null if it follows from the lengths, or is not known
+    (files of an attnbench that did not write it)."""
 
     def __post_init__(self) -> None:
         sizes = ("head_dim", "heads", "kv_heads", "batch", "q_len", "kv_len")
@@ -65,7 +65,7 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 
     @property
     def hard(self) -> dict[str, str | int | bool]:
-        """Axes that must agree before one shape may speak for another."""
+        """Axes that must agree before one shape may cover another."""
         return {
             "pass": self.pass_,
             "dtype": self.dtype,
@@ -84,7 +84,7 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 
     @property
     def title(self) -> str:
-        """One line for people."""
+        """One line of text for messages and tables."""
         tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
         dims = f"{self.head_dim}/{self.v_head_dim}" if self.v_head_dim else f"{self.head_dim}"
@@ -94,16 +94,16 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 
     @property
     def order(self) -> tuple[str | int | float | bool, ...]:
-        """By class, then by size: the order of a file."""
+        """Sort key: by class, then by size, as in a file."""
         sizes = (self.heads, self.kv_heads, self.batch, self.kv_len, self.q_len, self.visible or 0.0)
         return (self.pass_, self.dtype, self.mask, self.head_dim, self.v_head_dim, self.softcap, *sizes)
 
 
 def shape_of(workload: Workload) -> Shape:
-    """The shape of a workload; scale and inputs do not bear on the choice."""
+    """Return the shape of a workload; scale and inputs do not matter for the choice."""
     w = workload
     kind, visible = mask_kind(w), None
-    if kind not in TOLD_BY_LENGTHS:
+    if kind not in KNOWN_BY_LENGTHS:
         share = _pairs(w.visible_mask, w.mask_shape) / (w.batch * w.heads * w.q_len * w.kv_len)
         visible = float(f"{share:.3g}")
     return Shape(
@@ -123,8 +123,10 @@ def shape_of(workload: Workload) -> Shape:
 
 
 def mask_kind(workload: Workload) -> str:
-    """Kinds of the mask's parts in alphabetical order; `full` where every query sees every key, whatever says so. Of
-    block-causal ones those of many blocks are another kind."""
+    """Return the kinds of the mask's parts in alphabetical order; `full` if every query sees every key.
+
+    A block-causal mask of many blocks is a kind of its own.
+    """
     mask, shape = workload.visible_mask, workload.mask_shape
     kinds = sorted(set(mask.kinds) - {"full"})
     everything = shape.batch * shape.heads * shape.q_len * shape.kv_len
@@ -137,7 +139,7 @@ def mask_kind(workload: Workload) -> str:
 
 @lru_cache(256)
 def _wrong_mask(mask: str) -> str:
-    """Why no mask has this kind; empty where one may."""
+    """Return why no mask can have this kind; empty if one can."""
     parts = mask.split("&")
     if unknown := [part for part in parts if part not in KINDS]:
         return f'mask "{unknown[0]}" is not one of {", ".join(sorted(KINDS))}'
@@ -146,7 +148,7 @@ def _wrong_mask(mask: str) -> str:
 
 
 def _blocks(workload: Workload) -> int:
-    """Runs of queries that see the same keys, in the batch row with most; 1 where queries may see keys with gaps."""
+    """Count runs of queries that see the same keys, in the batch row with most; 1 if visible keys may have gaps."""
     edges = workload.visible_mask.interval(workload.mask_shape)
     if edges is None:
         return 1
@@ -155,7 +157,7 @@ def _blocks(workload: Workload) -> int:
 
 
 def distance(a: Shape, b: Shape) -> float:
-    """Octaves between two shapes whose hard axes agree; a doubling of queries and keys together is one."""
+    """Return the octaves between two shapes whose hard axes agree; doubling queries and keys together is one."""
     queries, keys = log2(a.q_len / b.q_len), log2(a.kv_len / b.kv_len)
     parallel = PARALLEL_WEIGHT * log2(a.batch * a.heads / (b.batch * b.heads))
     group = GROUP_WEIGHT * log2(a.heads * b.kv_heads / (a.kv_heads * b.heads))
@@ -164,5 +166,5 @@ def distance(a: Shape, b: Shape) -> float:
 
 
 def _pairs(mask: AnyMask, shape: MaskShape) -> int:
-    """Visible pairs, remembered; not of dense masks, which would be kept with all they hold."""
+    """Count the visible pairs of a mask; cached, except for dense masks, whose arrays would be kept."""
     return mask.pairs(shape) if "dense" in mask.kinds else pairs(mask, shape)

@@ -1,8 +1,9 @@
-"""Which policies a call asks, in order: `with use_policy(p)`, `set_policy(p)`, the user's file, attnbench's own.
+"""Active policies, in the order a call asks them: `use_policy(p)`, `set_policy(p)`, the user's file, attnbench's own.
 
-A `with` holds for its own thread and task only, `set_policy` for the whole process; the user's file is the setting
-`policy` (ATTNBENCH_POLICY). Autograd may run a backward pass, and with it what activation checkpointing computes again,
-in a thread of its own, which knows of no `with`: `set_policy` reaches it, and so does `checkpoint_context`.
+A `with` block holds for its own thread and task only, `set_policy` for the whole process; the user's file is the
+setting `policy` (ATTNBENCH_POLICY). Autograd may run a backward pass, and with it the recomputation of activation
+checkpointing, in another thread, where no `with` block holds: `set_policy` reaches that thread, and so does
+`checkpoint_context`.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ from attnbench.spec import Environment, Workload
 
 Token = tuple[int, tuple[str, ...], OnMiss | None]
 READINGS = 8
-"""Readings of settings and files that are kept, for forward passes before a `forget` that are computed again."""
+"""Number of readings of settings and files that are kept: a forward pass before `forget` may be computed again."""
 
 
 class _Process(Struct, frozen=True):
-    """What holds in the whole process: what `set_policy` set, and which reading of settings and files counts."""
+    """State of the whole process: the policy of `set_policy`, and which reading of settings and files counts."""
 
     epoch: int = 0
-    """Another number after each change."""
+    """Number that differs after each change."""
     reading: int = 0
     policies: tuple[Policy, ...] = ()
     on_miss: OnMiss | None = None
 
 
 class _Stack(Struct, frozen=True):
-    """What holds in a thread or task."""
+    """State of a thread or task: the policies of its `use_policy` blocks, innermost first."""
 
     policies: tuple[Policy, ...] = ()
     digests: tuple[str, ...] = ()
     on_miss: OnMiss | None = None
     outer: _Stack | None = None
     process: _Process | None = None
-    """What held in the process at the forward pass that is computed again; else None: what holds now."""
+    """State of the process at the forward pass that is being recomputed; None: the present one."""
 
 
 class Found(Struct, frozen=True, kw_only=True):
-    """What the active policies say of a workload."""
+    """Answer of the active policies for a workload."""
 
     choice: Choice | None
     policy: Policy | None = None
-    """The one that spoke."""
+    """Policy that the choice is from."""
     misses: tuple[str, ...] = ()
-    """Why those asked before it, or all, had nothing to say."""
+    """Why the policies asked before it, or all of them, had no choice."""
 
 
 _stack: ContextVar[_Stack] = ContextVar("attnbench_policies", default=_Stack())  # noqa: B039 (frozen)
@@ -72,10 +73,10 @@ def _check(policy: object, who: str, on_miss: object) -> None:
 
 
 class use_policy(AbstractContextManager[Policy]):
-    """Ask this policy before all others inside the `with`; such blocks stack, the innermost is asked first.
+    """Ask this policy before all others inside the `with` block; blocks nest, the innermost is asked first.
 
-    `on_miss` ("warn", "error" or "quiet") says what `attention` does in the block where no policy was measured; by
-    default what the block around it says, and the setting outside of all.
+    `on_miss` ("warn", "error" or "quiet") is what `attention` does in the block if no policy covers a call; by default
+    that of the block around it, and outside of all blocks the setting.
     """
 
     def __init__(self, policy: Policy, *, on_miss: OnMiss | None = None) -> None:
@@ -96,9 +97,9 @@ class use_policy(AbstractContextManager[Policy]):
 
 
 def set_policy(policy: Policy | None, *, on_miss: OnMiss | None = None) -> None:
-    """Ask this policy in every thread of the process, after those of `use_policy` blocks; None takes it back.
+    """Ask this policy in every thread of the process, after those of `use_policy` blocks; None removes it.
 
-    A second call replaces the first. `on_miss` is that of `use_policy`, for calls outside of all blocks that say it.
+    A second call replaces the first. `on_miss` is that of `use_policy`, for calls outside of all blocks that set it.
     """
     global _process
     if policy is not None:
@@ -111,17 +112,17 @@ def set_policy(policy: Policy | None, *, on_miss: OnMiss | None = None) -> None:
 
 
 def checkpoint_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what `torch.utils.checkpoint.checkpoint(..., context_fn=checkpoint_context)` asks for.
+    """Return the two contexts that `torch.utils.checkpoint.checkpoint(..., context_fn=checkpoint_context)` needs.
 
-    What is computed again in the backward pass, in whichever thread, asks the policies that its forward pass asked:
-    those of `use_policy` blocks, and that of `set_policy`.
+    Calls recomputed in the backward pass, in any thread, ask the policies of their forward pass: those of
+    `use_policy` blocks, and that of `set_policy`.
     """
     stack = _stack.get()
-    return nullcontext(), _Again(replace(stack, process=stack.process or _process))
+    return nullcontext(), _Recomputation(replace(stack, process=stack.process or _process))
 
 
-class _Again:
-    """Asks the policies of a forward pass, each time that its checkpoint is computed again."""
+class _Recomputation:
+    """Context that restores the policies of a forward pass, each time that its checkpoint is recomputed."""
 
     def __init__(self, stack: _Stack) -> None:
         self._asked = stack
@@ -135,34 +136,34 @@ class _Again:
 
 
 def active() -> tuple[Policy, ...]:
-    """Every policy a call in this thread asks, in order."""
+    """Return every policy that a call in this thread asks, in order."""
     stack = _stack.get()
     process = stack.process or _process
     return (*stack.policies, *process.policies, *_standing(process.reading))
 
 
 def generation() -> Token:
-    """Cheap and hashable; equal as long as `active` says the same: what was chosen under another one may be stale."""
+    """Return a cheap hashable token that is equal as long as `active` returns the same policies."""
     stack = _stack.get()
     return (stack.process or _process).epoch, stack.digests, stack.on_miss
 
 
 def on_miss() -> OnMiss:
-    """What happens on a miss: as the innermost `use_policy` that said so, else `set_policy`, else the setting."""
+    """Return what happens on a miss: set by the innermost `use_policy`, else by `set_policy`, else the setting."""
     stack = _stack.get()
     process = stack.process or _process
     return stack.on_miss or process.on_miss or _setting(process.reading)
 
 
 def forget() -> None:
-    """Read the settings, the user's file and the packaged ones again at the next call."""
+    """Read the settings, the user's file and the packaged policies again at the next call."""
     global _process
     with _changing:
         _process = replace(_process, epoch=_process.epoch + 1, reading=_process.reading + 1)
 
 
 def find(workload: Workload, framework: str, environment: Environment) -> Found:
-    """The choice of the first active policy that has one, and why the others had none."""
+    """Return the choice of the first active policy that has one, and why the policies before it have none."""
     misses: list[str] = []
     for policy in active():
         choice = policy.choice(workload, framework, environment)

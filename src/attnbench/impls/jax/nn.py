@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.frameworks.jax_plain import plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
+from attnbench.frameworks.jax.plain import plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
 from attnbench.impls.conditions import (
     first_reason,
     needs_at_least,

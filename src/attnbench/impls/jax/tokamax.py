@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnbench.frameworks.jax_plain import rows_that_see, zero_blind_rows
+from attnbench.frameworks.jax.plain import rows_that_see, zero_blind_rows
 from attnbench.impls.conditions import (
     first_reason,
     needs_at_least,

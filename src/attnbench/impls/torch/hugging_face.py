@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
+from attnbench.frameworks.torch.plain import mask_tensors, once_per_device
 from attnbench.impls.conditions import first_reason, needs_dtype, needs_no_softcap, needs_package
 from attnbench.impls.partial.torch_passes import call_at_positive_scale
 from attnbench.impls.torch._masks import SdpaMask, additive, may_have_dead_rows, sdpa_mask

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from attnbench.errors import Unsupported
-from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.frameworks.torch.plain import once_per_device
 from attnbench.impls._splitting import Split
 from attnbench.impls.conditions import (
     first_reason,

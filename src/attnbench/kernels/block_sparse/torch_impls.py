@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnbench.errors import Unsupported
-from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.frameworks.torch.plain import once_per_device
 from attnbench.impls.conditions import (
     first_reason,
     needs_capability,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attnbench.frameworks.torch_profile import synchronize
+from attnbench.frameworks.torch.programs import synchronize
 from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, nothing_yet
 from attnbench.kernels.ring.schedule import Problem
 from attnbench.kernels.ring.work import Pair, Sums, Work

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import OUTPUTS, Clock, Inputs, OwnClock, Peak, Program, Programs, Stopwatch
-from attnbench.frameworks.jax import JaxFramework, import_jax, precision_of
-from attnbench.frameworks.jax_programs import Compiler
+from attnbench.frameworks.jax.framework import JaxFramework, import_jax, precision_of
+from attnbench.frameworks.jax.programs import Compiler
 from attnbench.impls.conditions import first_reason, needs_dtype
 from attnbench.impls.partial.jax_passes import Rule
 from attnbench.kernels.ring.jax_engine import AXIS, Gather, Sharded, Travel

@@ -24,14 +24,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attnbench.errors import AttnBenchError
-from attnbench.frameworks import torch_profile
 from attnbench.frameworks.base import Inputs, Peak, Program
+from attnbench.frameworks.torch.programs import accelerator_peak, cpu_peak, kernel_names, synchronize
 from attnbench.kernels.ring import messages as m
 from attnbench.kernels.ring.dilated_work import pattern_of, work_of
 from attnbench.kernels.ring.engine import Engine, Spans, transport_of
 from attnbench.kernels.ring.torch_own import TemplatedRing
 from attnbench.kernels.ring.work import Kernels
-from attnbench.lifeline import die_with_parent
+from attnbench.processes import die_with_parent
 from attnbench.spec import Pass
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Progr
 def peak_of(program: Program, inputs: Inputs, device: torch.device) -> Peak:
     """Measure the extra memory at the peak of a rank's part."""
     if device.type == "cpu":
-        return torch_profile.cpu_peak(program, inputs)
-    return torch_profile.accelerator_peak(program, inputs, str(device))
+        return cpu_peak(program, inputs)
+    return accelerator_peak(program, inputs, str(device))
 
 
 PRELOADED = ("torch.distributed",)
@@ -202,7 +202,7 @@ class Rank:
         method, inputs, kind = self._methods[question.number], Inputs(*given), self.device.type
         program = program_of(method, question.pass_)
         peak = peak_of(program, inputs, self.device)
-        kernels, reason = torch_profile.kernel_names(program, inputs, kind)
+        kernels, reason = kernel_names(program, inputs, kind)
         spent, rotations = [], []
         for _ in range(TIMED_PASSES):
             spans = Spans(kind)
@@ -230,12 +230,12 @@ class Rank:
         """Wait until all ranks are here and their devices idle; return the time."""
         import torch.distributed as dist
 
-        torch_profile.synchronize(self.device.type)
+        synchronize(self.device.type)
         dist.barrier()
         return time.monotonic_ns()
 
     def _now(self) -> int:
-        torch_profile.synchronize(self.device.type)
+        synchronize(self.device.type)
         return time.monotonic_ns()
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import Clock, Inputs, OwnClock, Peak, Program, Programs
-from attnbench.frameworks.torch import TorchFramework
+from attnbench.frameworks.torch.framework import TorchFramework
 from attnbench.impls.conditions import first_reason, needs_device
 from attnbench.kernels.ring import pool
 from attnbench.kernels.ring.dilated_work import pairs_of

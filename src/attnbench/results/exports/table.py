@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import UsageError
-from attnbench.measuring.host_limit import notes_of
+from attnbench.measuring.rates import notes_of
 from attnbench.reading import INTEGERS
 from attnbench.results.run_file import Header
 from attnbench.spec import Environment, Ok, Record

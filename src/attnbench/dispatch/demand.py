@@ -1,0 +1,116 @@
+"""Demands: what a call asks of an implementation, read from its arrays (framework, device, pass) and its arguments."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from attnbench import frameworks
+from attnbench.errors import InvalidWorkload
+from attnbench.frameworks.jax.plain import kind_of_device
+from attnbench.impls._arguments import workload_of
+from attnbench.impls.partial.torch_choice import NO_RULES, Rules, current
+from attnbench.masks import AnyMask
+from attnbench.spec import Array, Environment, Pass, Workload
+
+META = "meta"
+"""Torch's device of tensors that have a shape and no numbers."""
+Form = Literal["call", "traced", "operator", "array"]
+"""How an implementation will be run: called, traced by torch.compile if it can be, as one operator of a compiled graph,
+or with its mask an array that is an argument of the call."""
+
+
+class Words(NamedTuple):
+    """All arguments of a call except its arrays."""
+
+    mask: AnyMask | None
+    scale: float | None
+    softcap: float | None
+    impl: str
+    layout: str
+    heads: int | tuple[int, int] | None
+    return_lse: bool
+
+
+class Demand(NamedTuple):
+    """Workload, device and further requirements of a call, which an implementation must meet."""
+
+    workload: Workload
+    framework: str
+    device: str
+    with_lse: bool = False
+    form: Form = "call"
+    rules: Rules = NO_RULES
+    """Kernels that the user allows torch; only automatic choices obey."""
+    any_kv_len: bool = False
+    """Whether the built call must compute any number of keys."""
+
+    @property
+    def environment(self) -> Environment:
+        """Environment of the device."""
+        return environment_of(self.framework, self.device)
+
+
+@lru_cache(maxsize=32)
+def environment_of(framework: str, device: str) -> Environment:
+    """Return basic facts about a device, read once; torch's meta tensors, which have no numbers, count as a CPU's."""
+    return frameworks.get(framework).environment("cpu" if device == META else device)
+
+
+def demand_of(
+    q: Array, k: Array, v: Array, words: Words, train: bool, form: Form = "call", framework: str = ""
+) -> Demand:
+    """Return what a call with these arrays asks."""
+    framework = framework or framework_of(q, k, v)
+    mask, scale, softcap, _, layout, heads, return_lse = words
+    workload = workload_of(
+        q, k, v, mask=mask, scale=scale, softcap=softcap, layout=layout, heads=heads,
+        pass_="train" if train else "forward",
+    )  # fmt: skip
+    rules = current() if framework == "torch" else NO_RULES
+    return Demand(workload, framework, device_of(q, framework), return_lse, form, rules)
+
+
+def framework_of(*arrays: Array) -> str:
+    """Return the framework that all arrays belong to; raise InvalidWorkload if there are several."""
+    names = {frameworks.of(array) for array in arrays}
+    if len(names) > 1:
+        raise InvalidWorkload(f"q, k and v must come from one framework, not {' and '.join(sorted(names))}.")
+    return names.pop()
+
+
+def device_of(array: Array, framework: str) -> str:
+    """Return attnbench's name of an array's device; for a JAX array that is traced or only a shape the default one."""
+    if framework == "torch":
+        kind = array.device.type
+        found = frameworks.get("torch").devices()
+        return "rocm" if kind == "cuda" and "rocm" in found else kind
+    if framework == "numpy":
+        return "cpu"
+    return kind_of_device(array)
+
+
+def pass_of(framework: str, *arrays: Array) -> Pass:
+    """Return "train" if gradients may be asked of a call: torch records it, any traced JAX array may want them."""
+    if framework == "torch":
+        import torch
+
+        return "train" if torch.is_grad_enabled() and any(array.requires_grad for array in arrays) else "forward"
+    if framework == "jax":
+        from jax.core import Tracer
+
+        return "train" if any(isinstance(array, Tracer) for array in arrays) else "forward"
+    return "forward"
+
+
+def to_layout(array: Array, source: str, target: str, heads: int | None = None) -> Array:
+    """Return a view in another layout, differentiable and traceable; `heads` is needed if the source is packed."""
+    if source == "packed":
+        array = array.reshape(*array.shape[:2], heads, -1)
+        source = "bshd"
+    if target == "packed":
+        array = to_layout(array, source, "bshd")
+        return array.reshape(*array.shape[:2], -1)
+    if source == target:
+        return array
+    return array.transpose(1, 2) if hasattr(array, "requires_grad") else array.transpose(0, 2, 1, 3)

@@ -1,0 +1,408 @@
+"""`ab.attention` inside torch.compile: one graph, no break. Needs torch.
+
+Dynamo follows `attention` here and sees plain values only. The choice is made from the shapes while it traces, by a
+function that Dynamo calls and does not follow; then it traces into the call that was built, or, if the implementation
+is not `traceable`, writes one operator into the graph. If a size is dynamic nothing can be chosen yet: the graph gets
+an operator that chooses when it runs, unless a named implementation could not be trained that way.
+
+The operator is `attnbench::forward`, with `attnbench::backward`. It is handed a key to the request; what it runs is
+looked up by the sizes it meets. Its backward is that of the partial form, so nothing is computed twice. If the choice
+is made when the forward runs, the forward returns its number to the backward: other policies may be active by then, or
+in that thread. Arrays are bshd or bhsd, results contiguous.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value
+
+from attnbench import policy, registry
+from attnbench.dispatch.choice import Decision, chosen
+from attnbench.dispatch.demand import Demand, Words, demand_of, to_layout
+from attnbench.dispatch.hooks import OWN_RUN
+from attnbench.dispatch.order import known_failure
+from attnbench.dispatch.plan import Plan, Plans, arranged, built, bytes_kept, next_choice
+from attnbench.errors import InvalidWorkload, Unsupported, UsageError
+from attnbench.frameworks.torch.internals import without_autocast
+from attnbench.impls._arguments import LAYOUTS, both_heads
+from attnbench.impls.partial.torch_autograd import of_both, refuse, through_lse
+from attnbench.impls.partial.torch_choice import current
+from attnbench.masks.combine import literal, mask_of
+from attnbench.spec import Array, Call, Config, Implementation, Workload
+from attnbench.tracing import constant_when_traced
+
+ANY = Workload(batch=1, q_len=128, heads=4, head_dim=64, pass_="train")
+"""Workload for which every implementation with a partial form has one."""
+CHOSEN_BEFORE = -1
+SCHEMA = 2
+"""Version of the operators' arguments and results: graphs cached on disk may be from another version of attnbench."""
+
+
+class Outline(NamedTuple):
+    """Facts of a tensor that a choice depends on."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    device: Any
+
+
+class Calls:
+    """Calls that traced code runs, by attribute: Dynamo can trace and guard what it finds at a place of its own.
+
+    Nothing is ever dropped: compiled code is guarded by what it found here, holds no reference to it, and tells nobody
+    when it is thrown away. So it grows by one entry for each call that differs in what a choice depends on
+    (shapes, dtypes, device, gradients, words, mask, pick), and by none for a call that is traced again.
+    """
+
+    def keep(self, call: Call, *what: Any) -> str:
+        """Return the attribute of a call; the first call of a name stays, because compiled code is guarded by it."""
+        name = f"call_{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}"
+        self.__dict__.setdefault(name, call)
+        return name
+
+
+CALLS = Calls()
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Any,
+    scale: float | None,
+    softcap: float | None,
+    impl: str,
+    layout: str,
+    heads: int | tuple[int, int] | None,
+    return_lse: bool,
+) -> Any:
+    """Compute `attnbench.attention` by a call that Dynamo can trace."""
+    train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse))
+    known = all(has_static_value(size) for x in (q, k, v) for size in x.shape)
+    if known or (train and must_be_traced(impl)):
+        outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
+        name = chosen_now(outlines, train, *words)
+    else:
+        name = chosen_when_run(train, *words)
+    return getattr(CALLS, name)(q, k, v)
+
+
+def specialised(value: Any) -> Any:
+    """Return a value with plain numbers, which Dynamo guards on, in place of those that it made symbols of."""
+    if isinstance(value, tuple):
+        return tuple([specialised(one) for one in value])
+    return guard_scalar(value) if isinstance(value, (int, float)) else value
+
+
+@constant_when_traced
+def chosen_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) -> str:
+    """Return the name in CALLS of what the traced call runs, in its own layout."""
+    words = Words(mask_of(mask), *rest)
+    q, k, v = (Outline(*one) for one in outlines)
+    demand = demand_of(q, k, v, words, train, "traced", "torch")
+    pick, decision = chosen(words.impl, demand)
+    while words.impl == "auto" and (error := _error_of(pick, decision, demand, words.layout, (q, k, v))):
+        pick, decision = next_choice(pick.name, decision.config, demand, error)
+    if pick.traceable:
+        call = built(pick, decision, demand, words.layout, q.device)
+    else:
+        call = as_operator(words, train, (pick.name, decision.config))
+    return CALLS.keep(call, outlines, train, mask, rest, pick.name, decision.config, registry.generation())
+
+
+@constant_when_traced
+def chosen_when_run(train: bool, mask: Any, *rest: Any) -> str:
+    """Return the name in CALLS of an operator for any sizes."""
+    return CALLS.keep(as_operator(Words(mask_of(mask), *rest), train), train, mask, rest)
+
+
+@constant_when_traced
+def must_be_traced(impl: str) -> bool:
+    """Return whether a named implementation is traceable and has no backward pass that an operator could call.
+
+    Then each shape has a graph of its own.
+    """
+    if impl == "auto":
+        return False
+    name, config = registry.asked(impl)
+    implementation = registry.get(name)
+    return implementation.traceable and implementation.partial(ANY, config) is None
+
+
+def without_numbers(q: Array, k: Array, v: Array, words: Words, train: bool) -> Call:
+    """Return what a call with meta or fake tensors runs: it computes their shapes, and can be traced into a graph.
+
+    An implementation that is not `traceable` is one operator, as inside torch.compile, and so is one for sizes that are
+    symbols, which is chosen when the graph runs.
+    """
+    symbols = any(not isinstance(size, int) for x in (q, k, v) for size in x.shape)
+    if symbols and not (train and must_be_traced(words.impl)):
+        return as_operator(words, train)
+    demand = demand_of(q, k, v, words, train, "traced", "torch")
+    pick, decision = chosen(words.impl, demand)
+    if pick.traceable:
+        return built(pick, decision, demand, words.layout)
+    return as_operator(words, train, (pick.name, decision.config))
+
+
+def _error_of(
+    pick: Implementation, decision: Decision, demand: Demand, layout: str, outlines: tuple[Outline, ...]
+) -> Unsupported | None:
+    """Return the Unsupported that an implementation raises with tensors that have no numbers; None without one.
+
+    Inside the graph its error could not be caught. What compiles by itself is not tried.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if not pick.traceable or pick.compiles_each_plan:
+        return None
+    try:
+        call = built(pick, decision, demand, layout)  # a second one: the masks of this one would have no numbers
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            train = demand.workload.needs_gradients
+            call(*[torch.empty(x.shape, dtype=x.dtype, device=x.device, requires_grad=train) for x in outlines])
+    except Unsupported as error:
+        return error
+    except Exception:  # no other candidate would avoid it, and whoever traces the call will see it
+        return None
+    return None
+
+
+class Request(NamedTuple):
+    """Arguments that a graph gives its operator once; the pick is None if sizes were dynamic."""
+
+    words: Words
+    train: bool
+    pick: tuple[str, Config] | None
+
+
+class Kernels(NamedTuple):
+    """Functions on arrays in the request's layout; no backward if no gradients were asked."""
+
+    pick: tuple[str, Config]
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    backward: Callable[..., tuple[torch.Tensor, ...]] | None
+
+
+_requests: dict[str, Request] = {}
+_picks: list[tuple[str, Config]] = []
+"""Choices made while a graph ran; the forward returns an index into this list to the backward."""
+_picked = Plans()
+_kernels = Plans()
+_choosing = Lock()
+
+
+def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = None) -> Call:
+    """Return a function that torch.compile can trace: the operator, and what packed arrays need around it."""
+    layout, heads, return_lse = words.layout, words.heads, words.return_lse
+    if layout not in LAYOUTS:
+        raise InvalidWorkload(f'layout is one of {", ".join(LAYOUTS)}, not "{layout}".')
+    if (layout == "packed") != (heads is not None):
+        raise InvalidWorkload("heads= belongs to layout packed, which needs it.")
+    q_heads, kv_heads = both_heads(heads)
+    inner = "bshd" if layout == "packed" else layout
+    key = _remember(Request(words._replace(layout=inner, heads=None), train, pick))
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        q = to_layout(q, layout, inner, q_heads)
+        k, v = to_layout(k, layout, inner, kv_heads), to_layout(v, layout, inner, kv_heads)
+        out, lse, _ = torch.ops.attnbench.forward(q, k, v, key)
+        out = to_layout(out, inner, layout)
+        return (out, lse.float()) if return_lse else out
+
+    return run
+
+
+def _remember(request: Request) -> str:
+    """Keep a request and return its key, which is the same in every process: compiled graphs are cached on disk."""
+    mask, *rest = request.words
+    pick = request.pick and (request.pick[0], sorted(request.pick[1].items()))
+    key = hashlib.sha256(repr((SCHEMA, literal(mask), rest, request.train, pick)).encode()).hexdigest()[:24]
+    _requests[key] = request
+    return key
+
+
+def _asked(key: str) -> Request:
+    if key not in _requests:
+        raise UsageError("this graph was compiled in another process: compile it here, so that it knows its mask.")
+    return _requests[key]
+
+
+@torch.library.custom_op("attnbench::forward", mutates_args=())
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (out, lse, ran): the LSE is undefined unless asked for, `ran` is empty if the choice came before."""
+    while True:
+        at = _choice(q, k, v, key)
+        kernels = _kernels_for(q, k, v, key, at)
+        try:
+            with OWN_RUN, without_autocast(q.device.type):
+                out, lse = kernels.forward(q, k, v)
+            break
+        except Unsupported as error:
+            _replace(q, k, v, key, kernels, error)
+    blank, ran = _empty_lse(q, key), _empty_ran(q, key)
+    return out.contiguous(), blank if lse is None else lse.to(blank.dtype).contiguous(), ran.fill_(at)
+
+
+@forward.register_fake
+def _empty(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), _empty_lse(q, key), _empty_ran(q, key)
+
+
+def _empty_ran(q: torch.Tensor, key: str) -> torch.Tensor:
+    """Return one number on the host, or an empty tensor of the device: a graph of one device stays one."""
+    chooses = _asked(key).pick is None
+    return torch.empty((1,) if chooses else (0,), dtype=torch.int64, device="cpu" if chooses else q.device)
+
+
+def _empty_lse(q: torch.Tensor, key: str) -> torch.Tensor:
+    batch, second, third, _ = q.shape
+    rows = (second, third) if _asked(key).words.layout == "bhsd" else (third, second)
+    return q.new_empty((batch, *rows), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("attnbench::backward", mutates_args=())
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    ran: torch.Tensor,
+    key: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dq, dk, dv) by the implementation whose forward ran."""
+    kernel = _kernels_for(q, k, v, key, int(ran) if ran.numel() else CHOSEN_BEFORE).backward
+    assert kernel is not None
+    with OWN_RUN, without_autocast(q.device.type):
+        dq, dk, dv = kernel(q, k, v, out, lse, dout.contiguous())
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@backward.register_fake
+def _empty_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, dout: Any, ran: Any, key: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *arrays, ctx.key = inputs
+    ctx.save_for_backward(*arrays, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None) -> tuple[Any, ...]:
+    q, k, v, out, lse, ran = ctx.saved_tensors
+    words = _asked(ctx.key).words
+
+    def backward(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ops.attnbench.backward(*arrays, ran, ctx.key)
+
+    layout = "bhsd" if words.layout == "bhsd" else "bshd"
+    grads = of_both(
+        lambda dout: backward(q, k, v, out, lse, dout),
+        lambda dlse: through_lse(backward, layout, q, k, v, out, lse, dlse),
+        dout,
+        dlse if words.return_lse else None,
+    )
+    return *grads, None
+
+
+forward.register_autograd(_gradients, setup_context=_save)
+backward.register_autograd(refuse)
+
+
+def _choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> int:
+    """Return the index in `_picks` of what a forward pass runs; the active policies are asked once for each problem."""
+    request = _asked(key)
+    if request.pick is not None:
+        return CHOSEN_BEFORE
+    place = (*_place(q, k, v, key), current(), policy.generation())
+    found: Any = _picked.get(place)
+    if found is None:
+        pick, decision = chosen(request.words.impl, demand_of(q, k, v, request.words, request.train, "operator"))
+        found = _number(pick.name, decision.config)
+        _picked.put(place, Plan(found))
+    return found
+
+
+def _number(name: str, config: Config) -> int:
+    """Return the index of a pick in `_picks`, adding it if it is new."""
+    with _choosing:
+        if (name, config) not in _picks:
+            _picks.append((name, config))
+        return _picks.index((name, config))
+
+
+def _replace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, failed: Kernels, error: Unsupported) -> None:
+    """Replace an automatic choice that could not run by the next candidate; raise the error if there is none.
+
+    If the choice came before, the backward pass follows: it takes any kernel's output and LSE.
+    """
+    request, place = _asked(key), _place(q, k, v, key)
+    if request.words.impl != "auto":
+        raise error
+    demand = demand_of(q, k, v, request.words, request.train, "operator")
+    pick, decision = next_choice(*failed.pick, demand, error)
+    if request.pick is None:
+        _picked.put((*place, current(), policy.generation()), Plan(_number(pick.name, decision.config)))
+    else:
+        kernels = _build(request, demand, pick, decision.config)
+        _kernels.put((*place, CHOSEN_BEFORE), Plan(kernels, bytes_kept(demand)))
+
+
+def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at: int) -> Kernels:
+    place = (*_place(q, k, v, key), at)
+    found: Any = _kernels.get(place)
+    if found is None:
+        request = _asked(key)
+        name, config = _picks[at] if request.pick is None else request.pick
+        demand = demand_of(q, k, v, request.words, request.train, "operator")
+        pick = registry.get(name).configured(config)
+        if at == CHOSEN_BEFORE and request.words.impl == "auto" and known_failure(name, config, demand):
+            pick, decision = chosen("auto", demand)
+            config = decision.config
+        found = _build(request, demand, pick, config)
+        _kernels.put(place, Plan(found, bytes_kept(demand)))
+    return found
+
+
+def _place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple[Any, ...]:
+    devices = q.device, k.device, v.device
+    return (key, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *devices, registry.generation())
+
+
+def _build(request: Request, demand: Demand, pick: Implementation, config: Config) -> Kernels:
+    workload, words, layout = demand.workload, request.words, request.words.layout
+    if not request.train:
+        call = pick.build_lse(workload, config) if words.return_lse else pick.build(workload, config)
+        assert call is not None
+        run = arranged(call, demand, layout, pick.layout)
+        return Kernels((pick.name, config), run if words.return_lse else lambda q, k, v: (run(q, k, v), None), None)
+    pair = pick.partial(workload, config)
+    assert pair is not None
+
+    def to_native(arrays: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        return [to_layout(x, layout, "bshd") for x in arrays]
+
+    def forward(*arrays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = pair[0](*to_native(arrays))
+        return to_layout(out, "bshd", layout), lse
+
+    def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> tuple[torch.Tensor, ...]:
+        q, k, v, out, dout = to_native((q, k, v, out, dout))
+        return tuple(to_layout(x, "bshd", layout) for x in pair[1](q, k, v, out, lse, dout))
+
+    return Kernels((pick.name, config), forward, backward)
