@@ -35,9 +35,9 @@ from attnbench.kernels.block_sparse.selection import (
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.kernels.block_sparse.torch_impls import attend
 from attnbench.masks import Mask, MaskShape, causal, full
+from attnbench.masks.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 from attnbench.masks.cuts import block_layout
 from attnbench.tracing import outside_graphs
-from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 
 MOST_SIZES = 16
 """Number of sizes, used last, of which a module keeps its tables: lengths that keep changing would fill the device."""

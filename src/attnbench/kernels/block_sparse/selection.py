@@ -23,9 +23,9 @@ from attnbench.errors import UsageError
 from attnbench.impls._arguments import check_scale, check_whole
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.masks import Mask, MaskShape, blocks
+from attnbench.masks.block_patterns import ROUNDING
 from attnbench.masks.cuts import block_layout
 from attnbench.spec import Workload
-from attnbench.workloads.block_patterns import ROUNDING
 from attnbench.workloads.inputs import draw
 
 POOL = 8
