@@ -1,4 +1,4 @@
-"""Dilated attention over ranks: the plan pair by pair, one rank beside the plain module, ranks and lengths by torchrun."""
+"""Dilated attention over ranks: the plan pair by pair, one rank beside the plain module, several under torchrun."""
 
 from __future__ import annotations
 
