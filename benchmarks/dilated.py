@@ -29,8 +29,8 @@ from publishing import publish
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnbench import masks, registry
-from attnbench.frameworks.torch import FRAMEWORK
-from attnbench.frameworks.torch_plain import attend, log_sum_exp, mask_tensors, once_per_device
+from attnbench.frameworks.torch.framework import FRAMEWORK
+from attnbench.frameworks.torch.plain import attend, log_sum_exp, mask_tensors, once_per_device
 from attnbench.kernels.dilated.pieces import Problem, computed_pairs
 from attnbench.nn import (
     DilatedAttention,

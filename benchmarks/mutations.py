@@ -24,7 +24,7 @@ import numpy as np
 
 from attnbench import frameworks, masks, registry
 from attnbench.measuring.session import refusal
-from attnbench.run.instructions import isa_cap
+from attnbench.run.machine import isa_cap
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 from attnbench.verifying.checks import examine
 from attnbench.verifying.draws import Draws
@@ -34,7 +34,7 @@ os.environ.update(isa_cap())  # before torch is imported
 
 import torch
 
-from attnbench.frameworks.torch_plain import TorchNamespace
+from attnbench.frameworks.torch.plain import TorchNamespace
 
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = {"cpu": (64, 256, 1024, 4096), "cuda": (512, 2048, 8192)}

@@ -24,9 +24,9 @@ import msgspec
 
 from attnbench import masks, registry
 from attnbench.results.run_file import RunWriter, new_header
-from attnbench.run.crew import Crew
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.plan import Group
+from attnbench.run.pool import Pool
 from attnbench.spec import Ok, Record, Workload
 
 TOKENS, WIDTH = 16384, 2048
@@ -59,7 +59,7 @@ def smoke_shapes() -> list[Workload]:
 
 
 def launched(
-    workloads: Sequence[Workload], implementations: Sequence[str], options: argparse.Namespace, crew: Crew
+    workloads: Sequence[Workload], implementations: Sequence[str], options: argparse.Namespace, pool: Pool
 ) -> list[Record]:
     records: list[Record] = []
     request = Request(
@@ -70,7 +70,7 @@ def launched(
         seed=SEED,
         clock=None if options.smoke else "events",  # one for short and long calls, or sums would mix two
     )
-    launch(request, records.extend, Listener(), crew=crew)
+    launch(request, records.extend, Listener(), pool=pool)
     return [record for record in records if not record.implementation.startswith("anchor.")]
 
 
@@ -108,10 +108,10 @@ def parts_known(workload: Workload, alone: Sequence[str], files: Sequence[Path])
     return None
 
 
-def promising(workload: Workload, parts: Parts, crew: Crew) -> list[str]:
+def promising(workload: Workload, parts: Parts, pool: Pool) -> list[str]:
     """The pairs that should be fastest, among those that run here."""
-    crew.start([Group("torch")])
-    environment = crew.environment("torch")
+    pool.start([Group("torch")])
+    environment = pool.environment("torch")
     assert environment is not None
     offered = registry.get("torch.pair").configs_here(workload, environment)
     sums = {(c["forward"], c["backward"]): parts.sum(f"{c['forward']} + {c['backward']}") for c in offered}
@@ -119,13 +119,13 @@ def promising(workload: Workload, parts: Parts, crew: Crew) -> list[str]:
     return [f"torch.pair[forward={forward},backward={backward}]" for _, (forward, backward) in known[:PAIRS]]
 
 
-def measured(workload: Workload, alone: Sequence[str], options: argparse.Namespace, crew: Crew) -> dict[str, Any]:
+def measured(workload: Workload, alone: Sequence[str], options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
     """One shape: the parts of each library, then one run of the libraries and of the pairs that the parts speak for."""
     known = parts_known(workload, alone, options.parts)
     forward = msgspec.structs.replace(workload, pass_="forward")
-    first = [] if known is not None else launched((workload, forward), alone, options, crew)
+    first = [] if known is not None else launched((workload, forward), alone, options, pool)
     parts = known or parts_of(workload, first)
-    steps = launched((workload,), (*parts.backward, *promising(workload, parts, crew)), options, crew)
+    steps = launched((workload,), (*parts.backward, *promising(workload, parts, pool)), options, pool)
     if options.records is not None:
         writer = RunWriter(options.records, new_header(version("attnbench"), "pairs", seed=SEED))
         writer.write(steps)
@@ -281,11 +281,11 @@ def main() -> None:
     steps = steps_in(options.chosen_by)
     found, environment = earlier(options.resume, steps)
     done = {one["workload"] for one in found}
-    with Crew((), "cpu" if options.smoke else "cuda", None) as crew:  # kernels are compiled once for all lengths
+    with Pool((), "cpu" if options.smoke else "cuda", None) as pool:  # kernels are compiled once for all lengths
         for workload in wanted:
             if workload.id in done:
                 continue
-            one = judged(measured(workload, alone, options, crew), steps)
+            one = judged(measured(workload, alone, options, pool), steps)
             environment = one.pop("environment") or environment
             found.append(one)
             print(line_of(found[-1]), flush=True)

@@ -24,8 +24,8 @@ from attnbench import frameworks
 from attnbench.kernels.ring.model import Link, model
 from attnbench.kernels.ring.settings import problem_of
 from attnbench.kernels.ring.tiles import Tile
-from attnbench.run.instructions import isa_cap
 from attnbench.run.launch import Listener, Request, launch
+from attnbench.run.machine import isa_cap
 from attnbench.spec import Ok, Record, Workload
 from attnbench.workloads.suite_file import grid
 
@@ -69,7 +69,7 @@ def tile_clock(workload: Workload, device: str) -> Callable[[Tile], tuple[float,
     """Seconds of a tile's forward pass with its merge, and of its backward pass with its sums, on one device."""
     import torch
 
-    from attnbench.frameworks.torch_profile import synchronize
+    from attnbench.frameworks.torch.programs import synchronize
     from attnbench.impls.partial.torch_passes import merge_, nothing_yet
     from attnbench.kernels.ring.kernels import Kernels
 

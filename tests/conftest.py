@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from attnbench import registry
-from attnbench.run.instructions import isa_cap
+from attnbench.run.machine import isa_cap
 
 os.environ.update(isa_cap())  # before torch is first imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -64,7 +64,7 @@ def check(
 ) -> None:
     """Forward, and gradients where the pass has them; op by op, since masks of one shape share those, or compiled."""
     from attnbench.frameworks.base import Inputs
-    from attnbench.frameworks.jax import FRAMEWORK as jax
+    from attnbench.frameworks.jax.framework import FRAMEWORK as jax
 
     assert implementation.supports(workload, environment) is None
     arrays = [jax.array(x, workload.dtype, device) for x in draw(workload)]
@@ -84,7 +84,7 @@ def check(
 def _op_by_op(call: Call, pass_: str, inputs: Any) -> tuple[Any, ...]:
     import jax
 
-    from attnbench.frameworks.jax import precision_of
+    from attnbench.frameworks.jax.framework import precision_of
 
     with precision_of(inputs.q.dtype):
         if pass_ == "forward":
@@ -96,7 +96,7 @@ def _op_by_op(call: Call, pass_: str, inputs: Any) -> tuple[Any, ...]:
 
 def check_lse(implementation: Implementation, workload: Workload, tolerance: float) -> None:
     """(out, lse) of build_lse; rows that see no key have 0 and -inf."""
-    from attnbench.frameworks.jax import FRAMEWORK as jax
+    from attnbench.frameworks.jax.framework import FRAMEWORK as jax
 
     arrays = [jax.array(x, workload.dtype, "cpu") for x in draw(workload)]
     truth = oracle(workload, *(jax.numpy(x).astype(np.float64) for x in arrays))

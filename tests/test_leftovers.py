@@ -41,7 +41,7 @@ def test_what_nohup_ignores_stays_ignored():
 
 
 def test_a_folder_whose_owner_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from attnbench.run.scratch import remove_abandoned, scratch, this_system
+    from attnbench.run.machine import remove_abandoned, scratch, this_system
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with scratch() as live:

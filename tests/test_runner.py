@@ -184,10 +184,10 @@ def test_a_worker_starts_no_workers(monkeypatch):
 
 def test_workers_are_kept_between_calls():
     ab.verify("numpy.float32", WORKLOAD)
-    kept = dict(runner._crew(os.getpid(), None)._workers)
+    kept = dict(runner._pool(os.getpid(), None)._workers)
     assert kept
     ab.verify("numpy.reference", WORKLOAD)
-    now = runner._crew(os.getpid(), None)._workers
+    now = runner._pool(os.getpid(), None)._workers
     assert all(now[group] is worker for group, worker in kept.items())
 
 

@@ -5,8 +5,8 @@ AttnBenchError
 │   ├── UnknownName            no implementation, suite or command of that name (carries the nearest)
 │   ├── InvalidWorkload        impossible shapes, heads that do not divide, a mask that does not fit
 │   ├── BrokenFile             a TOML or run file that cannot be read, with its line
-│   ├── CannotTravel           a function that no other process can have (run/launch.py)
-│   └── BuildFailed            a git ref whose build command failed (run/refs.py)
+│   ├── CannotSend             a function that cannot be sent to a worker (run/user_functions.py)
+│   └── BuildFailed            a git ref whose build command failed (comparing/refs.py)
 ├── Unsupported                a known case this implementation or device cannot do (also a NotImplementedError)
 └── PolicyMiss                 nothing was measured for a call of `attention`, and on_miss is error
 

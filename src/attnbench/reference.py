@@ -16,13 +16,14 @@ from attnbench.masks import Namespace
 from attnbench.spec import Array, Workload
 
 BLOCK_PAIRS = 1 << 22
-"""Logits held at once."""
+"""Number of logits held at once."""
 ROUNDED_LOGIT = 1 / 9
-"""Share of a row's largest logit that counts, times how far dO V varies over its weights, among what cancels there."""
+"""Share of a row's largest logit that counts among the terms that cancel there, times how far dO V varies over its
+weights."""
 
 
 class Gradients(NamedTuple):
-    """dq [..., g, t, d], dk [..., s, d], dv [..., s, dv] of key/value heads."""
+    """Gradients of key/value heads: dq [..., g, t, d], dk [..., s, d], dv [..., s, dv]."""
 
     dq: Array
     dk: Array
@@ -32,7 +33,7 @@ class Gradients(NamedTuple):
     puts a share of it into that row, which is large if a row sees few keys and nearly all weight is on one of them; so
     do rounded logits, which move the weights and so the mean that is subtracted from dO V."""
     key_terms: Array | None = None
-    """[..., s]: the sum of squares of what such rows put into each row of dk."""
+    """Sum of squares of what such rows put into each row of dk, [..., s]."""
 
 
 class Head(NamedTuple):
@@ -59,7 +60,7 @@ def head_of(q: Array, k: Array, v: Array, batch: int, index: int) -> Head:
 
 
 class Rows(NamedTuple):
-    """Of some query rows: output [..., g, rows, dv], LSE [..., g, rows], and the largest weight of one key."""
+    """Results of some query rows: output [..., g, rows, dv], LSE [..., g, rows], and the largest weight of one key."""
 
     out: Array
     lse: Array
@@ -72,7 +73,7 @@ ALL = slice(None)
 def visible_bias(
     workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace, keys: slice = ALL
 ) -> tuple[Array, Array | None]:
-    """Visibility [..., g or 1, rows, keys] and log-weights (or None) of the heads' rows."""
+    """Return visibility [..., g or 1, rows, keys] and log-weights (or None) of the heads' rows."""
     mask, shape = workload.visible_mask, workload.mask_shape
     members = np.arange(workload.group if mask.per_head else 1).reshape(-1, 1, 1)
     batch, kv_head = (x if isinstance(x, int) else x[..., None, None, None] for x in (head.batch, head.kv_head))
@@ -122,7 +123,8 @@ def _probabilities(
 
 
 def _shifted(xp: Any, weight: Array, visible: Array, wide: Any) -> tuple[Array, Array]:
-    """Weights less the largest that each row sees, and that (0 if it sees none), both in `wide` and finite.
+    """Return weights less the largest that each row sees, and that largest one (0 if a row sees none), both finite in
+    `wide`.
 
     A softmax does not change by it, and a logit is not rounded to the size of a large bias.
     """
@@ -137,17 +139,17 @@ def _shifted(xp: Any, weight: Array, visible: Array, wide: Any) -> tuple[Array, 
 
 
 def _rows_of_group(xp: Any, array: Array) -> Array:
-    """[..., g, t, d] -> [..., g * t, d]."""
+    """Reshape [..., g, t, d] to [..., g * t, d]."""
     return xp.reshape(array, (*array.shape[:-3], -1, array.shape[-1]))
 
 
 def _matmul(xp: Any, rows: Array, keys: Array) -> Array:
-    """[..., g, t, s] @ [..., s, d] of the key/value head that the group shares."""
+    """Return [..., g, t, s] @ [..., s, d] of the key/value head that the group shares."""
     return xp.reshape(xp.matmul(_rows_of_group(xp, rows), keys), (*rows.shape[:-1], keys.shape[-1]))
 
 
 def _contained(xp: Any, probabilities: Array, v: Array) -> Array:
-    """P @ V in which a non-finite value reaches only the rows that see it (0 x NaN is 0 here)."""
+    """Return P @ V in which a non-finite value reaches only the rows that see it (0 x NaN is 0 here)."""
     finite = xp.isfinite(v)
     if bool(xp.all(finite)):
         return _matmul(xp, probabilities, v)
@@ -167,8 +169,10 @@ def forward_rows(
     contain: bool = False,
     cut: bool = False,
 ) -> Rows:
-    """Attend from some query rows; softmax in `wide`, products as given. No row may see a key outside
-    `keys`. `cut`: head.q holds these rows alone, in their order."""
+    """Attend from some query rows; softmax in `wide`, products in the inputs' precision.
+
+    No row may see a key outside `keys`. `cut`: head.q holds these rows alone, in their order.
+    """
     xp = array_api_compat.array_namespace(head.q)
     visible, weight = visible_bias(workload, head, rows, namespace, keys)
     taken = head.q if cut else xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=-2)
@@ -182,9 +186,11 @@ def forward_rows(
 def logit_gaps(
     workload: Workload, head: Head, rows: np.ndarray, namespace: Namespace, keys: slice = ALL
 ) -> tuple[Array, Array]:
-    """Return how far the largest logit of some query rows is above the second, and the largest size of one, [..., g,
-    rows] each, in the precision of the inputs and without a soft cap. A row that sees one key or none has an infinite
-    gap. No size is below that of a sum of unlike terms of this length."""
+    """Return how far the largest logit of some query rows is above the second, and the largest size of one.
+
+    [..., g, rows] each, in the precision of the inputs and without a soft cap. A row that sees one key or none has an
+    infinite gap. No size is below that of a sum of unlike terms of this length.
+    """
     xp = array_api_compat.array_namespace(head.q)
     k, scale = head.k[..., keys, :], workload.softmax_scale
     q = xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=-2)
@@ -218,9 +224,11 @@ def backward_rows(
     *,
     cut: bool = False,
 ) -> Gradients:
-    """What some query rows contribute: dq of those rows, dk and dv of `keys` summed over them and the
-    group; with `terms` also what cancels. No row may see a key outside `keys`. `cut`: head.q and dout hold these rows
-    alone, in their order."""
+    """Return what some query rows contribute: dq of those rows, dk and dv of `keys` summed over them and the group.
+
+    With `terms` also what cancels. No row may see a key outside `keys`. `cut`: head.q and dout hold these rows alone,
+    in their order.
+    """
     xp = array_api_compat.array_namespace(head.q)
     head = head._replace(k=head.k[..., keys, :], v=head.v[..., keys, :])
     index = namespace.asarray(np.asarray(rows))
@@ -249,7 +257,7 @@ def backward_rows(
 
 
 def row_blocks(workload: Workload, rows: np.ndarray, pairs: int = BLOCK_PAIRS, heads: int = 1) -> list[np.ndarray]:
-    """Rows of so many key/value heads, cut so that one block's logits stay small."""
+    """Return the rows in blocks whose logits, for so many key/value heads, stay small."""
     size = max(1, pairs // (heads * workload.group * workload.kv_len))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
@@ -260,7 +268,7 @@ def attention(
     k: Float[np.ndarray, "b s g d"],
     v: Float[np.ndarray, "b s g e"],
 ) -> tuple[Float[np.ndarray, "b t h e"], Float[np.ndarray, "b h t"]]:
-    """The whole output and LSE in NumPy, in the precision of the inputs; never holds T x S."""
+    """Return the whole output and LSE in NumPy, in the precision of the inputs, without holding T x S."""
     out = np.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
     lse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
     for batch in range(q.shape[0]):
@@ -277,7 +285,7 @@ def attention(
 def attention_gradients(
     workload: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq, dk, dv in NumPy, bshd, in the precision of the inputs."""
+    """Return dq, dk and dv in NumPy, bshd, in the precision of the inputs."""
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     for batch in range(q.shape[0]):
         for index in range(k.shape[2]):

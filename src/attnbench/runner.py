@@ -1,4 +1,4 @@
-"""The Python face: `ab.verify`, `ab.measure`, `ab.BenchmarkRunner`, `ab.compare_implementations`."""
+"""Python functions of the lab: `ab.verify`, `ab.measure`, `ab.BenchmarkRunner`, `ab.compare_implementations`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import msgspec
 from attnbench import frameworks, masks, registry
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
-from attnbench.run.crew import Crew
-from attnbench.run.launch import CannotTravel, Listener, Request, check_seconds, launch
-from attnbench.run.lock import LIBRARY_PATIENCE_S
+from attnbench.run.launch import Listener, Request, check_seconds, launch
+from attnbench.run.machine import LIBRARY_PATIENCE_S
+from attnbench.run.pool import Pool
+from attnbench.run.user_functions import CannotSend
 from attnbench.spec import Implementation, Record, Workload
 from attnbench.workloads.suites import parse_mask
 
@@ -38,11 +39,11 @@ WORDS = {
     "num_kv_heads": "kv_heads",
     "pass": "pass_",
 }
-"""The founding document's words -> ours."""
+"""Common names of settings -> fields of a workload."""
 
 
 class Results(list[Record]):
-    """Records in order; `results["torch.sdpa"]` finds one by the name of its implementation."""
+    """Records in order; `results["torch.sdpa"]` finds the one of that implementation."""
 
     @overload
     def __getitem__(self, key: SupportsIndex) -> Record: ...
@@ -82,7 +83,7 @@ def measure(
     device: str | None = None,
     budget_s: float = 1.0,
 ) -> Record:
-    """Check, then time. A record that is not ok has no time."""
+    """Check an implementation, then time it; a record that is not ok has no time."""
     request = Request(
         workloads=(workload,),
         implementations=(implementation_or_callable,),
@@ -132,19 +133,20 @@ class BenchmarkRunner:
         self.optimizations: list[Subject] = []
 
     def register_baseline(self, implementation: Subject) -> None:
-        """Add something to compare with: a name, a function of (q, k, v), or an Implementation."""
+        """Add an implementation to compare with: a name, a function of (q, k, v), or an Implementation."""
         self.baselines.append(_known(implementation))
 
     def register_optimization(self, implementation: Subject) -> None:
-        """Add something to judge."""
+        """Add an implementation to judge."""
         self.optimizations.append(_known(implementation))
 
     def run_benchmark(
         self, name: str, benchmark_type: BenchmarkType, config: Mapping[str, Any], trials: int | None = None
     ) -> Results:
-        """Records of every registered implementation; for "scaling" at the config's length, its double and quadruple.
+        """Return records of every registered implementation.
 
-        "memory" and "accuracy" verify and weigh without timing; "accuracy" runs the full set of checks.
+        "scaling" runs at the config's length, its double and its quadruple. "memory" and "accuracy" check and measure
+        memory without timing; "accuracy" runs the full set of checks.
         """
         if benchmark_type not in PASS_OF:
             raise UnknownName("benchmark type", str(benchmark_type), PASS_OF, "help(attnbench.BenchmarkRunner)")
@@ -168,7 +170,10 @@ class BenchmarkRunner:
 
 
 def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Workload:
-    """A Workload from our words or the founding document's (batch_size, sequence_length, d_model, num_heads)."""
+    """Return the workload of a config, in fields of Workload or in common words.
+
+    The words are batch_size, sequence_length, d_model, num_heads and others of `WORDS`.
+    """
     fields: dict[str, Any] = {}
     for word, value in config.items():
         if word in ("d_model", "causal", "is_causal"):
@@ -191,7 +196,7 @@ def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Work
 
 
 def _heads_of(d_model: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """heads and head_dim from a model width; a head_dim that is also given must agree."""
+    """Return heads and head_dim for a model width; a head_dim that is also given must agree."""
     heads = fields.get("heads", DEFAULTS["heads"])
     if any(isinstance(n, bool) or not isinstance(n, SupportsIndex) for n in (d_model, heads)):
         raise InvalidWorkload(f"d_model and heads must be whole numbers, not {d_model!r} and {heads!r}.")
@@ -220,7 +225,7 @@ def _known(implementation: Subject) -> Subject:
 
 
 def _device_name(device: Any) -> str | None:
-    """ "cuda" from None, "cuda", "cuda:0" or a torch.device."""
+    """Return the kind of device, such as "cuda" for "cuda:0" or a torch.device; None stays None."""
     return None if device is None else str(device).partition(":")[0]
 
 
@@ -230,8 +235,8 @@ def _carry_out(request: Request) -> Results:
         raise UsageError("a worker cannot start a run: guard the call with `if __name__ == '__main__':`.")
     records = Results()
     try:
-        launch(request, records.extend, Listener(), crew=_standing_crew(request), patience_s=LIBRARY_PATIENCE_S)
-    except CannotTravel:
+        launch(request, records.extend, Listener(), pool=_standing_pool(request), patience_s=LIBRARY_PATIENCE_S)
+    except CannotSend:
         records.clear()
         with registry.restored():
             launch(
@@ -256,16 +261,19 @@ def _check(request: Request) -> None:
         raise UnknownName("framework", request.framework, frameworks.NAMES, "attnbench doctor")
 
 
-def _standing_crew(request: Request) -> Crew | None:
-    """Workers kept warm between calls, for installed implementations only: a user's function gets its own process."""
+def _standing_pool(request: Request) -> Pool | None:
+    """Return workers kept warm between calls, for installed implementations only.
+
+    A user's function gets its own process.
+    """
     installed = all(isinstance(what, str) and ":" not in what for what in request.implementations)
     if not installed or any(registry.origin(str(what)) == registry.HERE for what in request.implementations):
         return None
-    return _crew(os.getpid(), request.device)
+    return _pool(os.getpid(), request.device)
 
 
 @cache
-def _crew(pid: int, device: str | None) -> Crew:
-    crew = Crew((), device, None)
-    atexit.register(crew.__exit__)
-    return crew
+def _pool(pid: int, device: str | None) -> Pool:
+    pool = Pool((), device, None)
+    atexit.register(pool.__exit__)
+    return pool

@@ -15,7 +15,7 @@ from attnbench.cli import execute
 from attnbench.comparing import compare as comparing
 from attnbench.comparing.refs import BuildFailed
 from attnbench.comparison import Comparison
-from attnbench.run.lock import machine_lock
+from attnbench.run.machine import machine_lock
 
 SHAPE = ["--batch", "1", "--seq-len", "128", "--heads", "4", "--head-dim", "32", "--causal"]
 
@@ -72,7 +72,7 @@ def test_a_bad_that_is_not_slower_ends_it(bench: Bench, capsys: pytest.CaptureFi
     assert len(bench.asked) == 1
 
 
-@pytest.mark.parametrize("verdict,code,words", [("inconclusive", 4, "cannot be told"), (None, 3, "crashed")])
+@pytest.mark.parametrize("verdict,code,words", [("inconclusive", 4, "Inconclusive whether"), (None, 3, "crashed")])
 def test_a_start_that_cannot_be_judged(
     bench: Bench, capsys: pytest.CaptureFixture[str], verdict: str | None, code: int, words: str
 ):

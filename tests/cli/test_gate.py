@@ -14,7 +14,7 @@ from attnbench.cli import execute
 from attnbench.comparing.baselines import save
 from attnbench.errors import UsageError
 from attnbench.results.run_file import RunWriter, new_header
-from attnbench.run.lock import machine_lock
+from attnbench.run.machine import machine_lock
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_files_for_ci_are_written_case_by_case(asked, monkeypatch):
 def test_compare_waits_for_no_other_measurement(asked, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "cache"))
     with machine_lock(doing="run"):
-        monkeypatch.setattr("attnbench.run.lock._held_here", {})
+        monkeypatch.setattr("attnbench.run.machine._held_here", {})
         assert execute(["compare", "torch.eager", "torch.sdpa"]) == 2
     assert "another attnbench run (pid" in capsys.readouterr().err
     assert not asked["orders"]

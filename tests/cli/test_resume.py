@@ -76,7 +76,7 @@ def test_nothing_that_only_a_file_names_is_imported(
 
 
 def test_a_matching_hash_is_no_invitation(strange: Path):
-    from attnbench.run.sources import fingerprint_sources
+    from attnbench.run.user_functions import fingerprint_sources
 
     write_run(Path("r.jsonl"), implementations=["evil.py:f"])
     lines = Path("r.jsonl").read_bytes().splitlines()

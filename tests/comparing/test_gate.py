@@ -25,8 +25,8 @@ from attnbench.comparison import EXIT_CODES, Control
 from attnbench.errors import UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.results.run_file import RunWriter, new_header, read_run
-from attnbench.run.lock import machine_lock
-from attnbench.run.sources import sources_of
+from attnbench.run.machine import machine_lock
+from attnbench.run.user_functions import sources_of
 from attnbench.spec import Workload
 
 SMALL = Workload(batch=1, q_len=64, heads=2, head_dim=16)
@@ -146,7 +146,7 @@ def test_an_interrupted_gate_tells_what_it_had(repository, monkeypatch):
     assert [case.workload for case in report.cases] == [SMALL]
     assert report.controls == ()
     assert any("after 1 of 2 cases" in warning for warning in report.warnings)
-    assert "Interrupted, so this is no verdict" in verdict(report)
+    assert "Interrupted, so this is not a verdict" in verdict(report)
     assert repository.worktrees() == 1
     with pytest.raises(KeyboardInterrupt):
         gate_refs(order, Quiet())

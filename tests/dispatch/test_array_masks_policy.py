@@ -42,10 +42,10 @@ def visible(framework):
 @pytest.fixture
 def plain_calls(monkeypatch):
     """How often torch.eager's own code ran."""
-    from attnbench.frameworks import torch_plain
+    from attnbench.frameworks.torch import plain
 
-    calls, attend = [], torch_plain.attend
-    monkeypatch.setattr(torch_plain, "attend", lambda *a: calls.append(1) or attend(*a))
+    calls, attend = [], plain.attend
+    monkeypatch.setattr(plain, "attend", lambda *a: calls.append(1) or attend(*a))
     return calls
 
 

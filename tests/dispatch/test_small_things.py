@@ -101,7 +101,7 @@ def test_a_trace_under_a_default_device_is_for_that_device(monkeypatch):
     import jax
 
     from attnbench.frameworks import get
-    from attnbench.frameworks.jax_plain import kind_of_device
+    from attnbench.frameworks.jax.plain import kind_of_device
 
     monkeypatch.setattr(type(get("jax")), "devices", lambda self: ("cuda", "cpu"))
     shape = jax.ShapeDtypeStruct((1,), "float32")

@@ -14,14 +14,13 @@ import pytest
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.frameworks import jax_clocks
 from attnbench.frameworks.base import Inputs, Program, Watch
-from attnbench.frameworks.cupti import CuptiFailed, Work
-from attnbench.frameworks.jax import FRAMEWORK as JAX
-from attnbench.frameworks.jax import precision_of
-from attnbench.frameworks.jax_clocks import split_calls
-from attnbench.frameworks.jax_plain import plain_call
-from attnbench.frameworks.jax_programs import Compiler
+from attnbench.frameworks.jax import clocks
+from attnbench.frameworks.jax.clocks import CuptiFailed, Work, split_calls
+from attnbench.frameworks.jax.framework import FRAMEWORK as JAX
+from attnbench.frameworks.jax.framework import precision_of
+from attnbench.frameworks.jax.plain import plain_call
+from attnbench.frameworks.jax.programs import Compiler
 from attnbench.spec import Workload
 
 jax = pytest.importorskip("jax")
@@ -203,7 +202,7 @@ class TestMachine:
             JAX.environment("tpu")
 
     def test_accelerators_are_told_apart_by_their_client(self):
-        from attnbench.frameworks.jax import _accelerator_facts, _kind
+        from attnbench.frameworks.jax.framework import _accelerator_facts, _kind
 
         def device(platform, version):
             return types.SimpleNamespace(platform=platform, client=types.SimpleNamespace(platform_version=version))
@@ -221,7 +220,7 @@ class TestMachine:
         }  # fmt: skip
 
     def test_memory_is_not_preallocated(self):
-        code = "import os; from attnbench.frameworks.jax import import_jax; import_jax(); " \
+        code = "import os; from attnbench.frameworks.jax.framework import import_jax; import_jax(); " \
             "print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"  # fmt: skip
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "false"
 
@@ -285,7 +284,7 @@ class FakeCupti:
 @pytest.fixture
 def cupti(monkeypatch):
     fake = FakeCupti()
-    monkeypatch.setattr(jax_clocks.cupti, "record", fake.record)
+    monkeypatch.setattr(clocks, "record", fake.record)
 
     class Flush:
         def __init__(self, device):
@@ -297,10 +296,10 @@ def cupti(monkeypatch):
         def wait(self):
             return None
 
-    monkeypatch.setattr(jax_clocks, "Flush", Flush)
-    jax_clocks.cupti_problem.cache_clear()
+    monkeypatch.setattr(clocks, "Flush", Flush)
+    clocks.cupti_problem.cache_clear()
     yield fake
-    jax_clocks.cupti_problem.cache_clear()
+    clocks.cupti_problem.cache_clear()
 
 
 @pytest.mark.parametrize("pass_", ["backward", "train"])
@@ -349,7 +348,7 @@ class TestKernelClock:
         return [inputs()._replace(q=jnp.full((1, 8, 2, 4), float(n))) for n in (1, 3)]
 
     def test_copies_and_fills_count_and_flushes_and_preparation_do_not(self, cupti):
-        clock = jax_clocks.KernelClock(JAX, None)
+        clock = clocks.KernelClock(JAX, None)
         watch = Third()
         samples = clock.sample(self.program(cupti), self.sets(), count=5, watch=watch)
         assert np.allclose(samples.ns, [3000, 5000, 3000, 5000, 3000])
@@ -357,16 +356,16 @@ class TestKernelClock:
         assert np.allclose(clock.sample(self.program(cupti), self.sets(), count=3, calls=2).ns, 4000)
 
     def test_names_without_repeats(self, cupti):
-        assert jax_clocks.kernel_names(self.program(cupti), self.sets()[0]) == ["Memset", "attention", "Memcpy"]
+        assert clocks.kernel_names(self.program(cupti), self.sets()[0]) == ["Memset", "attention", "Memcpy"]
 
     def test_cupti_is_tried_and_its_failure_is_the_reason(self, cupti, monkeypatch):
-        assert jax_clocks.cupti_problem("gpu0") is None
+        assert clocks.cupti_problem("gpu0") is None
 
         def refuse(body):
             raise CuptiFailed("there is no CUPTI library here")
 
-        monkeypatch.setattr(jax_clocks.cupti, "record", refuse)
-        assert "no CUPTI library" in jax_clocks.cupti_problem("gpu1")
+        monkeypatch.setattr(clocks, "record", refuse)
+        assert "no CUPTI library" in clocks.cupti_problem("gpu1")
 
     @pytest.mark.parametrize(
         "names,words",
@@ -419,7 +418,7 @@ class TestCuda:
 SAME_CALL_SEEN_TWICE = """
 import json
 import torch
-from attnbench.frameworks import cupti
+from attnbench.frameworks.jax import clocks
 
 x = torch.randn(8, 1024, 512, device="cuda", dtype=torch.bfloat16)
 target = torch.empty_like(x)
@@ -437,5 +436,5 @@ with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) a
 events = profiler.profiler.kineto_results.events()
 names = [event.name() for event in events if event.device_type().name == "CUDA"]
 by_torch = sorted(name.partition(" (")[0] if name.startswith("Mem") else name for name in names)
-print(json.dumps([by_torch, sorted(work.name for work in cupti.record(call))]))
+print(json.dumps([by_torch, sorted(work.name for work in clocks.record(call))]))
 """

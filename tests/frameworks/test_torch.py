@@ -17,8 +17,8 @@ from attnbench.masks import MaskShape
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from attnbench.frameworks import torch_clocks, torch_plain
-from attnbench.frameworks.torch_profile import recorded
+from attnbench.frameworks.torch import clocks, plain
+from attnbench.frameworks.torch.programs import recorded
 
 FRAMEWORK = get("torch")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -323,7 +323,7 @@ def test_rows_without_keys_have_zero_output_and_finite_gradients():
 
     w = Workload(batch=1, q_len=4, heads=2, head_dim=4, mask=masks.lengths([0]))
     q, k, v = (torch.randn(1, 4, 2, 4).requires_grad_() for _ in range(3))
-    out = torch_plain.plain_call(w)(q, k, v)
+    out = plain.plain_call(w)(q, k, v)
     assert torch.count_nonzero(out) == 0
     assert all(torch.count_nonzero(g) == 0 for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
@@ -341,13 +341,13 @@ def test_the_kernel_clock_counts_only_work_between_fences():
     one_call = [fence, event("gemm", 5), event("softmax", 7), *host, fence]
     preparation = [event("forward", 1000)]
     events = preparation + one_call + preparation + one_call
-    assert torch_clocks._between_fences(events, {"fill<short>"}, 2) == [12, 12]
+    assert clocks._between_fences(events, {"fill<short>"}, 2) == [12, 12]
     with pytest.raises(RuntimeError, match="3 fences for 2 calls"):
-        torch_clocks._between_fences(events[:-1], {"fill<short>"}, 2)
+        clocks._between_fences(events[:-1], {"fill<short>"}, 2)
 
 
 def test_samples_are_means_over_calls():
-    assert torch_clocks._means([1, 3, 5, 7], 2) == [2, 6]
+    assert clocks._means([1, 3, 5, 7], 2) == [2, 6]
 
 
 class Silent:
@@ -368,17 +368,17 @@ class Silent:
 @pytest.mark.parametrize("name", ["events", "kernel", "graph"])
 def test_device_clocks_show_the_picked_calls_with_the_inputs_they_had(name, monkeypatch):
     """Without a device: what is timed is made up, what is looked at is real."""
-    clock, static = torch_clocks.CLOCKS[name]("cpu", FRAMEWORK.snapshot), torch.zeros(1, 2, 8, 4)
+    clock, static = clocks.CLOCKS[name]("cpu", FRAMEWORK.snapshot), torch.zeros(1, 2, 8, 4)
 
     def capture(program, inputs):
         return lambda: (static.copy_(program.run(inputs)[0]),)
 
-    monkeypatch.setattr(torch_clocks, "ColdCache", Silent)
+    monkeypatch.setattr(clocks, "ColdCache", Silent)
     monkeypatch.setattr(clock, "_event", Silent)
-    monkeypatch.setattr(torch_clocks, "_fence_names", lambda device: frozenset())
-    monkeypatch.setattr(torch_clocks, "recorded", lambda device, host: recorded(device))
-    monkeypatch.setattr(torch_clocks, "_between_fences", lambda events, fences, calls: [1.0] * calls)
-    monkeypatch.setattr(torch_clocks.GraphClock, "_capture", staticmethod(capture))
+    monkeypatch.setattr(clocks, "_fence_names", lambda device: frozenset())
+    monkeypatch.setattr(clocks, "recorded", lambda device, host: recorded(device))
+    monkeypatch.setattr(clocks, "_between_fences", lambda events, fences, calls: [1.0] * calls)
+    monkeypatch.setattr(clocks.GraphClock, "_capture", staticmethod(capture))
     sets, watch = [draw() for _ in range(6)], Kept(1)
     program = FRAMEWORK.programs(scores_stored, "forward", sets[0]).main
     assert len(clock.sample(program, sets, count=3, calls=2, watch=watch).ns) == 3
@@ -389,7 +389,7 @@ def test_device_clocks_show_the_picked_calls_with_the_inputs_they_had(name, monk
 
 def test_recording_a_call_does_not_import_the_compiler():
     code = (
-        "import sys, torch; from attnbench.frameworks.torch_profile import raw_events, recorded\n"
+        "import sys, torch; from attnbench.frameworks.torch.programs import raw_events, recorded\n"
         "with recorded('cpu', profile_memory=True) as found: torch.ones(3) + 1\n"
         "assert 'aten::add' in {event.name() for event in raw_events(found)}\n"
         "print('torch._dynamo' in sys.modules)"

@@ -9,8 +9,8 @@ import attnbench as ab
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from attnbench.frameworks import torch_plain, torch_streams
-from attnbench.frameworks.torch_plain import MaskTensors, once_per_device
+from attnbench.frameworks.torch import internals, plain
+from attnbench.frameworks.torch.plain import MaskTensors, once_per_device
 
 CUDA = torch.device("cuda", 0)
 
@@ -20,8 +20,8 @@ class Device:
 
     def __init__(self, monkeypatch):
         self.stream, self.finished, self.readers = 1, [], []
-        monkeypatch.setattr(torch_streams, "stream_of", lambda device: self.stream)
-        monkeypatch.setattr(torch_streams, "finish", lambda device: self.finished.append(self.stream))
+        monkeypatch.setattr(internals, "stream_of", lambda device: self.stream)
+        monkeypatch.setattr(internals, "finish", lambda device: self.finished.append(self.stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.readers.append(stream))
 
@@ -45,7 +45,7 @@ def test_it_is_finished_when_it_is_made_and_each_reading_stream_is_told_once(dev
 
 def test_nothing_is_waited_for_without_tensors(device):
     once_per_device(lambda _: MaskTensors(None, None, None))(CUDA)
-    once_per_device(lambda _: torch_plain.MaskTensors(torch.ones(1), None, None))(torch.device("cpu"))
+    once_per_device(lambda _: plain.MaskTensors(torch.ones(1), None, None))(torch.device("cpu"))
     assert device.finished == []
 
 
@@ -59,9 +59,9 @@ def test_what_has_tensors():
     from torch.nn.attention.flex_attention import create_block_mask
 
     a, b = torch.ones(1), torch.ones(2)
-    assert list(torch_streams.tensors_of((a, (None, [b]), 3, causal_lower_right(2, 3)))) == [a, b]
+    assert list(internals.tensors_of((a, (None, [b]), 3, causal_lower_right(2, 3)))) == [a, b]
     table = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu")
-    assert len(list(torch_streams.tensors_of(table))) >= 4
+    assert len(list(internals.tensors_of(table))) >= 4
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 from jax_oracle import check, every_mask
 
 from attnbench import masks
-from attnbench.frameworks.jax import FRAMEWORK as JAX
+from attnbench.frameworks.jax.framework import FRAMEWORK as JAX
 from attnbench.impls.jax import tokamax as jax_tokamax
 from attnbench.impls.jax._libraries import import_beside_torch
 from attnbench.impls.jax.einsum import EINSUM

@@ -8,7 +8,7 @@ from jax_oracle import CPU, HOPPER, check, check_lse, draw
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.frameworks.jax import FRAMEWORK as JAX
+from attnbench.frameworks.jax.framework import FRAMEWORK as JAX
 from attnbench.impls._splitting import cut_of
 from attnbench.impls.jax.einsum import EINSUM
 from attnbench.impls.jax.nn import CUDNN

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from attnbench.frameworks.base import Inputs
-from attnbench.frameworks.torch import FRAMEWORK
-from attnbench.frameworks.torch_plain import plain_call
+from attnbench.frameworks.torch.framework import FRAMEWORK
+from attnbench.frameworks.torch.plain import plain_call
 from attnbench.impls.torch import _compile as torch_compile
 from attnbench.impls.torch import _masks as torch_masks
 from attnbench.impls.torch import eager as torch_eager

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnbench.frameworks.base import Inputs
-from attnbench.frameworks.torch import FRAMEWORK
-from attnbench.frameworks.torch_plain import plain_call
+from attnbench.frameworks.torch.framework import FRAMEWORK
+from attnbench.frameworks.torch.plain import plain_call
 from attnbench.impls.torch import _masks as torch_masks
 from attnbench.impls.torch import eager as torch_eager
 from attnbench.impls.torch import flex as torch_flex

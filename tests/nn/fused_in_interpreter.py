@@ -2,7 +2,7 @@
 
 import os
 
-from attnbench.run.instructions import isa_cap
+from attnbench.run.machine import isa_cap
 
 os.environ.update(isa_cap())  # before torch is first imported
 

@@ -20,7 +20,7 @@ from attnbench.choosing.choose import choose
 from attnbench.choosing.text import closing as closing_of_choice
 from attnbench.choosing.text import document as document_of_choice
 from attnbench.cli.session import document
-from attnbench.measuring.host_limit import BOUND, host_limit, notes_of
+from attnbench.measuring.rates import BOUND, host_limit, notes_of
 from attnbench.report.detail import print_cell
 from attnbench.report.tables import print_rankings
 from attnbench.results.exports.table import Source as Export

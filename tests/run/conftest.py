@@ -12,7 +12,7 @@ import pytest
 from attnbench import masks
 from attnbench.analyse.summary import closing, rank
 from attnbench.measuring.rates import Ceilings
-from attnbench.run import crew
+from attnbench.run import pool
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.spec import Cell, Record, Workload
 
@@ -68,8 +68,8 @@ def _as_a_user_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings that nothing reaches, so that no second is spent on measuring them."""
-    monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: Ceilings(1e15, 1e15))
-    monkeypatch.setattr(crew.Crew, "_confirms", lambda *_: True)
+    monkeypatch.setattr(pool, "load_ceilings", lambda environment, dtype: Ceilings(1e15, 1e15))
+    monkeypatch.setattr(pool.Pool, "_confirms", lambda *_: True)
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from attnbench.measuring.rates import Ceilings
 from attnbench.measuring.sampling import ESTIMATOR
 from attnbench.run import protocol as p
 from attnbench.run import worker as worker_module
-from attnbench.run.ceilings import cache_folder, load_ceilings, store_ceilings
-from attnbench.run.crew import Crew
 from attnbench.run.environment import commit_of, without_home
+from attnbench.run.machine import cache_folder
 from attnbench.run.plan import Group
+from attnbench.run.pool import Pool, load_ceilings, store_ceilings
 from attnbench.run.remote import Remote
 from attnbench.run.worker import Worker
 from attnbench.spec import Environment
@@ -105,17 +105,17 @@ def test_a_broken_or_unwritable_cache_costs_a_measurement_and_nothing_else(cache
 
 
 def test_ceilings_are_measured_once(cache, monkeypatch):
-    with Crew((), None, None) as crew:
-        crew.start([Group("numpy")])
-        measured = crew.ceilings("float32", "cpu")
+    with Pool((), None, None) as pool:
+        pool.start([Group("numpy")])
+        measured = pool.ceilings("float32", "cpu")
     assert measured is not None
     assert measured.flops_per_s > 1e8
     assert measured.bytes_per_s > 1e8
-    monkeypatch.setattr(Crew, "_measure_ceilings", lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr(Crew, "_confirms", lambda *_: True)  # how fast the machine is just now is not the question
-    with Crew((), None, None) as crew:
-        crew.start([Group("numpy")])
-        assert crew.ceilings("float32", "cpu") == measured
+    monkeypatch.setattr(Pool, "_measure_ceilings", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(Pool, "_confirms", lambda *_: True)  # how fast the machine is just now is not the question
+    with Pool((), None, None) as pool:
+        pool.start([Group("numpy")])
+        assert pool.ceilings("float32", "cpu") == measured
 
 
 @pytest.mark.parametrize(
@@ -135,20 +135,20 @@ def test_stored_ceilings_that_a_short_look_does_not_come_near_are_measured_again
         asked.append((group, question.brief))
         return p.Measured(seen if question.brief else measured)
 
-    monkeypatch.setattr(Crew, "ask", ask)
-    monkeypatch.setattr(Crew, "start", lambda self, groups: None)
-    crew = Crew((), None, None)
-    crew.environments[Group("numpy")] = HERE
+    monkeypatch.setattr(Pool, "ask", ask)
+    monkeypatch.setattr(Pool, "start", lambda self, groups: None)
+    pool = Pool((), None, None)
+    pool.environments[Group("numpy")] = HERE
     expected = stored if kept else measured
-    assert crew.ceilings("float32", HERE.device) == crew.ceilings("float32", HERE.device) == expected
+    assert pool.ceilings("float32", HERE.device) == pool.ceilings("float32", HERE.device) == expected
     assert load_ceilings(HERE, "float32") == expected
     assert asked == [(Group("numpy"), True), *([] if kept else [(Group("numpy"), False)])], "once a run"
 
 
 def test_no_ceiling_for_a_dtype_that_the_framework_lacks(cache):
-    with Crew((), None, None) as crew:
-        crew.start([Group("numpy")])
-        assert crew.ceilings("bfloat16", "cpu") is None
+    with Pool((), None, None) as pool:
+        pool.start([Group("numpy")])
+        assert pool.ceilings("bfloat16", "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_the_commit_is_that_of_the_measured_file(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(worker_module, "_measured", None)
     worker = Worker("numpy", "cpu")
     with registry.restored():
-        questions = [p.Describe([]), p.Enlist("attend", "numpy", f"{there.path / 'kern.py'}:attend", None, [])]
+        questions = [p.Describe([]), p.Load("attend", "numpy", f"{there.path / 'kern.py'}:attend", None, [])]
         for question in questions if told == "before" else reversed(questions):
             assert not isinstance(worker.answer(question), p.Refused)
     assert worker._environment.commit == commit

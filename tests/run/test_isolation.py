@@ -20,14 +20,13 @@ from attnbench.measuring.rates import Ceilings
 from attnbench.measuring.sampling import Dropped
 from attnbench.results.run_file import Run
 from attnbench.run import protocol as p
-from attnbench.run import remote, travel
-from attnbench.run.crew import Crew
+from attnbench.run import remote, user_functions
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.plan import Group, Planned
+from attnbench.run.pool import Pool
 from attnbench.run.remote import WorkerDied
-from attnbench.run.remote_cell import CellDied, RemoteCell
 from attnbench.run.worker import Worker
-from attnbench.run.workload import WorkloadRun
+from attnbench.run.workload import CellDied, RemoteCell, WorkloadRun
 from attnbench.spec import Cell, Environment, Failed, Implementation, Incorrect, Ok, OutOfMemory, Workload
 
 HERE = Path(__file__).parent
@@ -69,7 +68,7 @@ def lengths(workload, *values):
 
 
 def test_those_opened_before_a_death_are_opened_again(lab, trap, openings, monkeypatch):
-    monkeypatch.setattr(travel, "process_of", lambda name: "shared, as by attnbench's own implementations")
+    monkeypatch.setattr(user_functions, "process_of", lambda name: "shared, as by attnbench's own implementations")
     seen = lab(trap("counts_its_openings"), trap("crashes"), trap("honest"))
     assert [record.status for record in seen.records] == ["ok", "failed", "ok"]
     assert len(openings()) == len(set(openings())) == 2
@@ -119,7 +118,7 @@ def test_what_is_done_is_not_run_again(lab, trap, causal):
 
 
 def test_an_anchor_that_dies_costs_itself_alone(lab, trap, monkeypatch):
-    real = Crew.ask
+    real = Pool.ask
 
     def ask(self, group, question, timeout_s):
         if isinstance(question, p.Open) and question.cell.implementation == "anchor.matmul":
@@ -127,7 +126,7 @@ def test_an_anchor_that_dies_costs_itself_alone(lab, trap, monkeypatch):
             raise WorkerDied("failed", "crashed")
         return real(self, group, question, timeout_s)
 
-    monkeypatch.setattr(Crew, "ask", ask)
+    monkeypatch.setattr(Pool, "ask", ask)
     seen = lab(trap("honest"), "numpy.float32")
     statuses = {record.implementation: record.status for batch in seen.batches for record in batch}
     assert statuses == {"honest": "ok", "numpy.float32": "ok", "anchor.matmul": "failed", "anchor.copy": "ok"}
@@ -142,10 +141,10 @@ def test_a_kernel_cannot_break_the_anchors(lab, trap):
 
 def test_anchors_and_ceilings_are_asked_of_a_worker_without_user_code(lab, trap, monkeypatch):
     asked = []
-    real = Crew.ask
-    monkeypatch.setattr(Crew, "ask", lambda self, *words: (asked.append(words[:2]), real(self, *words))[1])
-    monkeypatch.setattr("attnbench.run.crew.load_ceilings", lambda *_: None)
-    monkeypatch.setattr("attnbench.run.crew.store_ceilings", lambda *_: None)
+    real = Pool.ask
+    monkeypatch.setattr(Pool, "ask", lambda self, *words: (asked.append(words[:2]), real(self, *words))[1])
+    monkeypatch.setattr("attnbench.run.pool.load_ceilings", lambda *_: None)
+    monkeypatch.setattr("attnbench.run.pool.store_ceilings", lambda *_: None)
     lab(trap("honest"))
     lab("numpy.float32", in_process=True)
     groups = {
@@ -167,7 +166,7 @@ def test_a_worker_that_dies_while_all_are_finished_leaves_one_sitting(lab, monke
     def dies_once(self, one, series):
         if one.cell.implementation == "numpy.reference" and not died:
             died.append(1)
-            self._crew.dismiss(one.group)
+            self._pool.dismiss(one.group)
             raise CellDied(
                 one.cell, one.group, Failed(implementation="numpy.reference", workload=one.cell.workload, reason="x")
             )
@@ -182,27 +181,27 @@ def test_a_worker_that_dies_while_all_are_finished_leaves_one_sitting(lab, monke
 
 
 class Watched:
-    """Crew.ask, with something that happens before questions are passed on."""
+    """Pool.ask, with something that happens before questions are passed on."""
 
-    def __init__(self, monkeypatch, before=lambda crew, group, question: None, after=lambda answer: answer):
-        self.questions, real = [], Crew.ask
+    def __init__(self, monkeypatch, before=lambda pool, group, question: None, after=lambda answer: answer):
+        self.questions, real = [], Pool.ask
 
-        def ask(crew, group, question, timeout_s):
-            before(crew, group, question)
+        def ask(pool, group, question, timeout_s):
+            before(pool, group, question)
             self.questions.append(question)
-            return after(real(crew, group, question, timeout_s))
+            return after(real(pool, group, question, timeout_s))
 
-        monkeypatch.setattr(Crew, "ask", ask)
+        monkeypatch.setattr(Pool, "ask", ask)
 
 
 def test_ceilings_that_are_measured_again_cost_no_cell(lab, monkeypatch):
     """Measuring them may end the worker in which cells are open, so everything that needs those comes before."""
     again = []
 
-    def ceilings(crew, dtype, device, again_=False, **words):
+    def ceilings(pool, dtype, device, again_=False, **words):
         if not words.get("again", again_):
             return Ceilings(1.0, 1.0)
-        crew.dismiss(crew.clean("numpy"))
+        pool.dismiss(pool.clean("numpy"))
         again.append(len(watched.questions))
         return Ceilings(1e15, 1e15)
 
@@ -210,7 +209,7 @@ def test_ceilings_that_are_measured_again_cost_no_cell(lab, monkeypatch):
         return msgspec.structs.replace(answer, other_clocks=("wall",)) if isinstance(answer, p.Warm) else answer
 
     watched = Watched(monkeypatch, after=with_another_clock)
-    monkeypatch.setattr(Crew, "ceilings", ceilings)
+    monkeypatch.setattr(Pool, "ceilings", ceilings)
     seen = lab("numpy.float32", "numpy.reference")
     assert len(again) == 1
     assert [record.status for record in seen.records] == ["ok", "ok"]
@@ -223,10 +222,10 @@ def test_ceilings_that_are_measured_again_cost_no_cell(lab, monkeypatch):
 def test_a_worker_that_ended_between_two_questions_costs_no_cell(lab, monkeypatch, kind):
     gone = []
 
-    def end_once(crew, group, question):
+    def end_once(pool, group, question):
         if isinstance(question, kind) and not gone:
             gone.append(question.cell)
-            crew.dismiss(group)
+            pool.dismiss(group)
 
     def with_another_clock(answer):
         return msgspec.structs.replace(answer, other_clocks=("wall",)) if isinstance(answer, p.Warm) else answer
@@ -245,10 +244,10 @@ def test_one_that_ends_its_worker_whenever_it_was_sampled_is_found_out(lab, trap
     """The others are asked next, and would be blamed."""
     poisoned = set()
 
-    def ends_later(crew, group, question):
+    def ends_later(pool, group, question):
         if group in poisoned:
             poisoned.discard(group)
-            crew.dismiss(group)
+            pool.dismiss(group)
         if isinstance(question, p.Sample) and question.cell.startswith("numpy.reference/"):
             poisoned.add(group)
 
@@ -262,16 +261,16 @@ def test_one_that_ends_its_worker_whenever_it_was_sampled_is_found_out(lab, trap
 
 
 def test_a_worker_that_is_gone_before_it_is_asked_is_replaced(causal):
-    with Crew((), None, None) as crew:
+    with Pool((), None, None) as pool:
         group = Group("numpy")
-        crew.start([group])
-        worker = crew._workers[group]
+        pool.start([group])
+        worker = pool._workers[group]
         worker._process.kill()
         worker._process.wait()
         worker._process.poll = lambda: None  # as if it had ended a moment later
         cell = Cell("numpy.float32", causal)
-        assert isinstance(crew.ask(group, p.Open(cell, False, True, None, 1), 60), p.Opened)
-        refused = crew.ask(group, p.Sample("other", "main", 1, 1), 60)
+        assert isinstance(pool.ask(group, p.Open(cell, False, True, None, 1), 60), p.Opened)
+        refused = pool.ask(group, p.Sample("other", "main", 1, 1), 60)
         assert isinstance(refused, p.Refused)
         assert refused.not_open
 
@@ -302,11 +301,11 @@ def test_one_that_was_wrong_when_timed_stays_wrong_when_another_dies(lab, trap, 
         if name == "numpy.float32" and not wrong:
             wrong.append(name)
             self.lost = Incorrect(implementation=name, workload=self.cell.workload, reason="wrong when timed")
-            self.crew.ask(self.group, p.Release(), 60)  # of its session, and here of all of its worker
+            self.pool.ask(self.group, p.Release(), 60)  # of its session, and here of all of its worker
             raise Dropped
         if name == "honest" and wrong and not died:
             died.append(name)
-            self.crew.dismiss(self.group)
+            self.pool.dismiss(self.group)
             raise CellDied(self.cell, self.group, Failed(implementation=name, workload=self.cell.workload, reason="x"))
         return real(self, part, count, calls)
 
@@ -369,7 +368,7 @@ def test_one_that_cannot_say_what_it_supports_is_refused(lab, trap):
 
 def test_two_names_for_one_function_are_not_ranked_apart(lab, trap, causal):
     """In one of six runs at least: a busy machine sets two equals apart now and then, a bias always. How often chance
-    alone does is pinned on samples made by hand, in tests/analyse/test_ranking.py."""
+    alone does is pinned on samples made by hand, in tests/results/test_standings.py."""
     workloads = lengths(causal, 24, 32)
     closings = []
     for seed in range(6):
@@ -401,13 +400,13 @@ def test_no_worker_outlives_an_exception(trap, ceilings, causal, trouble):
 
 
 def test_ctrl_c_does_not_wait_for_workers_that_open_side_by_side(ceilings, monkeypatch, causal):
-    introduce = Crew._introduce
+    introduce = Pool._introduce
 
     def as_accelerator(self, group):
         introduce(self, group)
         self.environments[group] = msgspec.structs.replace(self.environments[group], device="accelerator")
 
-    monkeypatch.setattr(Crew, "_introduce", as_accelerator)
+    monkeypatch.setattr(Pool, "_introduce", as_accelerator)
     request = Request(workloads=(causal,), implementations=("numpy.float32", Hangs("a"), Hangs("b")), framework="numpy")
     opening = threading.Event()
     listener = Listener()
@@ -425,14 +424,14 @@ def test_ctrl_c_does_not_wait_for_workers_that_open_side_by_side(ceilings, monke
     assert time.monotonic() - start < request.timeout_s
 
 
-def test_a_crew_that_was_interrupted_answers_again(causal):
+def test_a_pool_that_was_interrupted_answers_again(causal):
     cell = Cell("numpy.float32", causal)
-    with Crew((), None, None) as crew:
-        crew.start([Group("numpy")])
+    with Pool((), None, None) as pool:
+        pool.start([Group("numpy")])
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
-            crew.ask(Group("numpy"), p.MeasureCeilings("float32"), 60)
-        assert crew.refusals([cell]) == [Planned(cell, None)]
+            pool.ask(Group("numpy"), p.MeasureCeilings("float32"), 60)
+        assert pool.refusals([cell]) == [Planned(cell, None)]
 
 
 def test_traces_are_written_and_a_folder_that_cannot_be_made_is_told(lab, trap, tmp_path):
@@ -461,7 +460,7 @@ def test_a_cell_crowded_out_of_device_memory_is_measured_alone(monkeypatch):
 
     asked, dismissed = [], []
     monkeypatch.setattr(module.WorkloadRun, "_shares_memory", lambda self, record: True)
-    monkeypatch.setattr(Crew, "dismiss_all", lambda self, real=Crew.dismiss_all: (dismissed.append(1), real(self)))
+    monkeypatch.setattr(Pool, "dismiss_all", lambda self, real=Pool.dismiss_all: (dismissed.append(1), real(self)))
     real = module.WorkloadRun._open
 
     def open_or_run_out(self, cell, group):
@@ -524,13 +523,14 @@ def test_cells_that_would_fill_the_device_come_after_the_others(monkeypatch):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_only_workers_that_keep_memory_end_after_a_turn_of_their_own(monkeypatch, keeps):
-    from attnbench.run import crew, workload
+    from attnbench.run import pool as pools
+    from attnbench.run import workload
 
     monkeypatch.setattr(workload.WorkloadRun, "_share", lambda self, cell: 0.5)
-    monkeypatch.setattr(crew, "KEEPS_MEMORY", {"torch"} if keeps else set())
+    monkeypatch.setattr(pools, "KEEPS_MEMORY", {"torch"} if keeps else set())
     dismissed = []
-    real = Crew.dismiss
-    monkeypatch.setattr(Crew, "dismiss", lambda self, group: (dismissed.append(group.framework), real(self, group)))
+    real = Pool.dismiss
+    monkeypatch.setattr(Pool, "dismiss", lambda self, group: (dismissed.append(group.framework), real(self, group)))
     workloads = tuple(Workload(batch=1, q_len=tokens, heads=1, head_dim=8) for tokens in (8, 16))
     records = []
     request = Request(workloads=workloads, implementations=("numpy.float32", "torch.eager"), budget_s=0.01)
@@ -542,14 +542,14 @@ def test_only_workers_that_keep_memory_end_after_a_turn_of_their_own(monkeypatch
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_worker_with_nothing_left_to_do_gives_its_device_memory_back(monkeypatch, device):
-    from attnbench.run import crew as module
+    from attnbench.run import pool as module
 
     gpu = Environment(device=device, device_name="GPU", framework="numpy")
     monkeypatch.setattr(module, "KEEPS_MEMORY", {"numpy"})
-    monkeypatch.setattr(Crew, "environment", lambda self, framework: gpu)
+    monkeypatch.setattr(Pool, "environment", lambda self, framework: gpu)
     ended = []
-    real = Crew.dismiss
-    monkeypatch.setattr(Crew, "dismiss", lambda self, group: (ended.append(group), real(self, group)))
+    real = Pool.dismiss
+    monkeypatch.setattr(Pool, "dismiss", lambda self, group: (ended.append(group), real(self, group)))
     short, long = (Workload(batch=1, q_len=n, heads=1, head_dim=8) for n in (8, 16))
     only_short, both = Apart("short"), Apart("both")
     monkeypatch.setattr(only_short, "supports", lambda w, e: None if w == short else "takes 8 tokens", raising=False)
@@ -565,11 +565,11 @@ def test_only_what_stores_scores_on_an_accelerator_that_cannot_hold_all_is_heavy
     from attnbench.run.workload import WorkloadRun
 
     gpu = Environment(device="cuda", device_name="GPU", framework="torch", memory_bytes=10**9)
-    monkeypatch.setattr(Crew, "environment", lambda self, framework: gpu)
+    monkeypatch.setattr(Pool, "environment", lambda self, framework: gpu)
     small, large = (Workload(batch=1, q_len=n, heads=8, head_dim=8) for n in (64, 2048))
 
     def heavy(*names, workload=large):
-        run = WorkloadRun(None, workload, Crew((), "cuda", None), Listener(), None, 0)
+        run = WorkloadRun(None, workload, Pool((), "cuda", None), Listener(), None, 0)
         return [cell.implementation for cell in run._heavy([Cell(name, workload) for name in names])]
 
     storing = ("torch.eager", "torch.hf-eager", "torch.sdpa-math", "torch.compiled")
@@ -577,7 +577,7 @@ def test_only_what_stores_scores_on_an_accelerator_that_cannot_hold_all_is_heavy
     assert not heavy("torch.eager", "torch.sdpa"), "the device holds both"
     assert not heavy(*storing, workload=small)
     monkeypatch.setattr(
-        Crew, "environment", lambda self, framework: Environment(device="cpu", device_name="CPU", framework="torch")
+        Pool, "environment", lambda self, framework: Environment(device="cpu", device_name="CPU", framework="torch")
     )
     assert not heavy(*storing)
 
@@ -588,7 +588,7 @@ def test_heavy_ones_run_as_many_at_a_time_as_the_memory_holds(monkeypatch):
     shares = {"a": 0.2, "b": 0.2, "c": 0.2, "d": 0.7, "e": 0.1}
     monkeypatch.setattr(WorkloadRun, "_share", lambda self, cell: shares[cell.implementation])
     workload = Workload(batch=1, q_len=8, heads=1, head_dim=8)
-    run = WorkloadRun(None, workload, Crew((), "cpu", None), Listener(), None, 0)
+    run = WorkloadRun(None, workload, Pool((), "cpu", None), Listener(), None, 0)
     batches = run._that_fit_together([Cell(name, workload) for name in shares])
     assert [[cell.implementation for cell in few] for few in batches] == [["a", "b", "c"], ["d"], ["e"]]
 
@@ -603,11 +603,11 @@ def test_an_anchor_without_memory_is_told_in_a_line(monkeypatch):
     listener.warning = told.append
     workload = Workload(batch=1, q_len=8, heads=1, head_dim=8)
     refused = p.Closed(OutOfMemory(implementation="anchor.copy", workload=workload, reason="no memory is left"))
-    monkeypatch.setattr(Crew, "ask", lambda *_: refused)
+    monkeypatch.setattr(Pool, "ask", lambda *_: refused)
     run = WorkloadRun(
         Request(workloads=(workload,), implementations=("numpy.float32",)),
         workload,
-        Crew((), "cpu", None),
+        Pool((), "cpu", None),
         listener,
         None,
         0,

@@ -13,10 +13,20 @@ from hypothesis import strategies as st
 
 from attnbench import frameworks, masks, registry
 from attnbench.errors import UsageError
-from attnbench.run import instructions
+from attnbench.run import machine
 from attnbench.run.launch import Listener, Request, launch, plan_only
-from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit, least_bytes
-from attnbench.run.plan import Asked, Planned, cells_of, distinct, group_of, require_dtype, shard
+from attnbench.run.plan import (
+    Asked,
+    Planned,
+    cells_of,
+    distinct,
+    does_not_fit,
+    group_of,
+    inputs_do_not_fit,
+    least_bytes,
+    require_dtype,
+    shard,
+)
 from attnbench.spec import Cell, Environment, Workload
 
 SMALL = Workload(batch=1, q_len=8, heads=2, head_dim=4)
@@ -116,13 +126,13 @@ class Processor:
     def __init__(self, monkeypatch, folder, flags, code):
         self.probes = 0
         (folder / "cpuinfo").write_text(f"flags : sse {flags}\n")
-        real = instructions.Path
-        monkeypatch.setattr(instructions, "Path", lambda text: folder / "cpuinfo" if "cpuinfo" in text else real(text))
+        real = machine.Path
+        monkeypatch.setattr(machine, "Path", lambda text: folder / "cpuinfo" if "cpuinfo" in text else real(text))
         monkeypatch.setenv("ATTNBENCH_CACHE", str(folder))
-        monkeypatch.delenv(instructions.VARIABLE, raising=False)
-        monkeypatch.setattr(instructions, "version", lambda name: "2.13.0")
-        monkeypatch.setattr(instructions, "installed", lambda name: True)
-        monkeypatch.setattr(instructions.subprocess, "run", lambda *args, **options: self._probe(code))
+        monkeypatch.delenv(machine.VARIABLE, raising=False)
+        monkeypatch.setattr(machine, "version", lambda name: "2.13.0")
+        monkeypatch.setattr(machine, "installed", lambda name: True)
+        monkeypatch.setattr(machine.subprocess, "run", lambda *args, **options: self._probe(code))
 
     def _probe(self, code):
         self.probes += 1
@@ -138,17 +148,17 @@ class Processor:
     ],
 )
 def test_matrix_instructions_that_trap_are_capped(monkeypatch, tmp_path, flags, code, cap, probes):
-    machine = Processor(monkeypatch, tmp_path, flags, code)
-    assert instructions.isa_cap() == cap
-    assert instructions.isa_cap() == cap
-    assert machine.probes == probes
+    processor = Processor(monkeypatch, tmp_path, flags, code)
+    assert machine.isa_cap() == cap
+    assert machine.isa_cap() == cap
+    assert processor.probes == probes
 
 
 def test_a_cap_set_by_the_user_stands(monkeypatch, tmp_path):
-    machine = Processor(monkeypatch, tmp_path, "amx_bf16", -4)
-    monkeypatch.setenv(instructions.VARIABLE, "AVX2")
-    assert instructions.isa_cap() == {}
-    assert machine.probes == 0
+    processor = Processor(monkeypatch, tmp_path, "amx_bf16", -4)
+    monkeypatch.setenv(machine.VARIABLE, "AVX2")
+    assert machine.isa_cap() == {}
+    assert processor.probes == 0
 
 
 def test_a_dtype_that_nothing_takes_is_refused_with_the_reasons():

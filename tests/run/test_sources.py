@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnbench.errors import UsageError
-from attnbench.run.sources import fingerprint_sources, refuse_changed_sources
+from attnbench.run.user_functions import fingerprint_sources, refuse_changed_sources
 
 RUN = Path("runs/cpu/own.jsonl")
 

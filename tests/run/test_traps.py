@@ -148,12 +148,12 @@ def test_wrong_gradients_are_caught(lab, torch_trap, causal):
 
 def test_a_ceiling_that_is_exceeded_is_measured_again_for_every_cell(lab, trap, monkeypatch):
     from attnbench.measuring.rates import Ceilings
-    from attnbench.run import crew
+    from attnbench.run import pool
 
     asked = []
-    monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: Ceilings(1e3, 1e3))
-    monkeypatch.setattr(crew, "store_ceilings", lambda *_: None)
-    monkeypatch.setattr(crew.Crew, "_measure_ceilings", lambda *_: asked.append(1) or Ceilings(1e15, 1e15))
+    monkeypatch.setattr(pool, "load_ceilings", lambda environment, dtype: Ceilings(1e3, 1e3))
+    monkeypatch.setattr(pool, "store_ceilings", lambda *_: None)
+    monkeypatch.setattr(pool.Pool, "_measure_ceilings", lambda *_: asked.append(1) or Ceilings(1e15, 1e15))
     seen = lab(trap("honest"), "numpy.float32")
     costs = [record.cost for record in seen.records if not record.implementation.startswith("anchor")]
     assert len(costs) == 2
@@ -163,12 +163,12 @@ def test_a_ceiling_that_is_exceeded_is_measured_again_for_every_cell(lab, trap, 
 
 def test_figures_above_the_ceiling_are_not_published(lab, trap, monkeypatch):
     from attnbench.measuring.rates import Ceilings
-    from attnbench.run import crew
+    from attnbench.run import pool
 
     low = Ceilings(1e3, 1e3)
-    monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: low)
-    monkeypatch.setattr(crew, "store_ceilings", lambda *_: None)
-    monkeypatch.setattr(crew.Crew, "_measure_ceilings", lambda *_: low)
+    monkeypatch.setattr(pool, "load_ceilings", lambda environment, dtype: low)
+    monkeypatch.setattr(pool, "store_ceilings", lambda *_: None)
+    monkeypatch.setattr(pool.Pool, "_measure_ceilings", lambda *_: low)
     seen = lab(trap("honest"))
     check(seen, {"honest": (Failed, "implausible: .* the measured compute ceiling")}, [])
 
@@ -176,14 +176,14 @@ def test_figures_above_the_ceiling_are_not_published(lab, trap, monkeypatch):
 def test_nor_is_a_half_of_a_training_step_above_it():
     from attnbench.measuring.rates import Ceilings
     from attnbench.measuring.sampling import summarise
-    from attnbench.run.crew import Crew
     from attnbench.run.launch import Listener
+    from attnbench.run.pool import Pool
     from attnbench.run.workload import WorkloadRun
     from attnbench.spec import Environment, Workload
 
     workload = Workload(batch=1, q_len=64, heads=1, head_dim=8, pass_="train")
     here = Environment(device="cpu", device_name="CPU", framework="numpy")
-    run = WorkloadRun(None, workload, Crew((), "cpu", None), Listener(), None, 0)
+    run = WorkloadRun(None, workload, Pool((), "cpu", None), Listener(), None, 0)
     run._ceilings = {"cpu": Ceilings(1e9, 1e12)}
     ok = SimpleNamespace(environment=here, ranks=None, quality={})
     honest, quick = (summarise([[ns] * 20], "wall", 1) for ns in (1e6, 1e3))
@@ -195,9 +195,9 @@ def test_nor_is_a_half_of_a_training_step_above_it():
 
 def test_a_ceiling_measured_in_a_bad_moment_accuses_nobody(lab, trap, monkeypatch):
     from attnbench.measuring.rates import Ceilings
-    from attnbench.run import crew
+    from attnbench.run import pool
 
-    monkeypatch.setattr(crew, "load_ceilings", lambda environment, dtype: Ceilings(1e3, 1e3))
-    monkeypatch.setattr(crew, "store_ceilings", lambda *_: None)
-    monkeypatch.setattr(crew.Crew, "_measure_ceilings", lambda *_: Ceilings(1e15, 1e15))
+    monkeypatch.setattr(pool, "load_ceilings", lambda environment, dtype: Ceilings(1e3, 1e3))
+    monkeypatch.setattr(pool, "store_ceilings", lambda *_: None)
+    monkeypatch.setattr(pool.Pool, "_measure_ceilings", lambda *_: Ceilings(1e15, 1e15))
     assert lab(trap("honest")).by_name["honest"].status == "ok"

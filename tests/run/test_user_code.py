@@ -13,11 +13,10 @@ import psutil
 import pytest
 from cli_process import wait_for
 
-from attnbench import masks, registry
+from attnbench import masks, processes, registry
 from attnbench.comparing.compare import compare
-from attnbench.run import process_tree
 from attnbench.run import protocol as p
-from attnbench.run.crew import Crew
+from attnbench.run.pool import Pool
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Workload
 
 HERE = Path(__file__).parent
@@ -109,7 +108,7 @@ REFUSED = {
         "attnbench.run.protocol.encode",
     ),
     "patches_the_watch": (
-        "from attnbench.run.process_state import ProcessState; ProcessState.changes = lambda s: []; os.nice(1)",
+        "from attnbench.run.integrity import ProcessState; ProcessState.changes = lambda s: []; os.nice(1)",
         "",
         "the nice value",
     ),
@@ -188,23 +187,23 @@ def test_user_functions_never_share_a_process(lab, kernel, importers):
 
 def test_a_user_functions_processes_are_stopped_in_its_rivals_turns(lab, kernel, importers, monkeypatch):
     """Threads that spin and helpers would take the processor from whoever is timed."""
-    monkeypatch.setattr(process_tree, "REFRESH_S", 0.0)
+    monkeypatch.setattr(processes, "REFRESH_S", 0.0)
     helper = """
         import subprocess, time
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         """
-    mine, ask, looks = kernel("helped", helper), Crew._ask, []
+    mine, ask, looks = kernel("helped", helper), Pool._ask, []
 
-    def watched(crew, group, question, timeout_s):
+    def watched(pool, group, question, timeout_s):
         if isinstance(question, p.Sample):
             (worker,) = (psutil.Process(int(pid)) for pid in importers("helped"))
             family, mine = [worker, *worker.children(recursive=True)], group.has_user_code
             if not mine:
                 wait_for(lambda: all(one.status() == psutil.STATUS_STOPPED for one in family))
             looks.append((mine, len(family)))
-        return ask(crew, group, question, timeout_s)
+        return ask(pool, group, question, timeout_s)
 
-    monkeypatch.setattr(Crew, "_ask", watched)
+    monkeypatch.setattr(Pool, "_ask", watched)
     seen = lab(mine, "numpy.float32")
     judge(seen, {"helped": (Ok, ""), "numpy.float32": (Ok, "")})
     assert {(True, 2), (False, 2)} <= set(looks)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnbench.verifying.error_location import Compass, describe
+from attnbench.verifying.error_location import RowPlaces, describe
 from attnbench.verifying.tolerance import FORWARD_FACTOR, compare
 
-COMPASS = Compass(((0, 0), (1, 1)), np.arange(20), 4)
+COMPASS = RowPlaces(((0, 0), (1, 1)), np.arange(20), 4)
 """Two key/value heads of four query heads each: heads 0-3 of batch row 0, 4-7 of batch row 1."""
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attnbench import frameworks, masks, reference, registry
-from attnbench.frameworks.torch_plain import TorchNamespace
+from attnbench.frameworks.torch.plain import TorchNamespace
 from attnbench.spec import Workload
 from attnbench.verifying.checks import examine
 from attnbench.verifying.draws import Draws

@@ -6,8 +6,9 @@ import pytest
 
 from attnbench import frameworks, masks, registry
 from attnbench.spec import Workload
-from attnbench.verifying import probes, scale_and_softcap
+from attnbench.verifying import probes
 from attnbench.verifying.draws import Draws
+from attnbench.verifying.scales import estimate
 
 torch = pytest.importorskip("torch")
 mutations = pytest.importorskip("mutations")
@@ -120,21 +121,21 @@ def test_pointed_queries_point_at_edges_and_at_what_they_see(mask):
 def test_a_parameter_is_estimated_with_its_standard_error():
     rng = np.random.default_rng(0)
     slope = rng.standard_normal((2, 1000, 5))
-    found, chance = scale_and_softcap.estimate([0.005 * slope + 0.02 * rng.standard_normal(slope.shape)], [slope])
+    found, chance = estimate([0.005 * slope + 0.02 * rng.standard_normal(slope.shape)], [slope])
     assert abs(found - 0.005) < chance
     assert chance == pytest.approx(5 * 0.0002, rel=0.1), "five standard errors of many rows"
     whole_rows = 0.02 * slope * rng.standard_normal((2, 1000, 1))
-    assert scale_and_softcap.estimate([whole_rows], [slope])[1] > 2 * chance
-    assert scale_and_softcap.estimate([slope], [0 * slope]) == (0.0, float("inf"))
+    assert estimate([whole_rows], [slope])[1] > 2 * chance
+    assert estimate([slope], [0 * slope]) == (0.0, float("inf"))
 
 
 def test_few_rows_say_little_of_a_parameter():
     rng = np.random.default_rng(0)
     slope = rng.standard_normal((8, 5))
     errors = 0.02 * rng.standard_normal(slope.shape)
-    few, many = (scale_and_softcap.estimate([errors[:n]], [slope[:n]])[1] for n in (4, 8))
+    few, many = (estimate([errors[:n]], [slope[:n]])[1] for n in (4, 8))
     assert few > 5 * many
-    assert scale_and_softcap.estimate([errors[:1]], [slope[:1]])[1] == float("inf")
+    assert estimate([errors[:1]], [slope[:1]])[1] == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from attnbench import frameworks
-from attnbench.verifying import same_result
-from attnbench.verifying.same_result import Apart, apart, spot
-from attnbench.verifying.tolerance import Limits
+from attnbench.verifying import tolerance
+from attnbench.verifying.tolerance import Apart, Limits, apart, spot
 
 NUMPY = frameworks.get("numpy")
 HALF = Limits(relative=9e-3, largest=0.02, row=0.14)
@@ -26,7 +25,7 @@ def compared(got, good, limits=HALF):
 
 @pytest.fixture(params=[1 << 24, 1000, 100], ids=["one block", "by batch row", "by tokens"], autouse=True)
 def block(request, monkeypatch):
-    monkeypatch.setattr(same_result, "BLOCK_ELEMENTS", request.param)
+    monkeypatch.setattr(tolerance, "BLOCK_ELEMENTS", request.param)
 
 
 def test_other_rounding_is_the_same_result(good):

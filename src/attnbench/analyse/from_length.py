@@ -10,7 +10,7 @@ from msgspec import Struct
 from attnbench.analyse.advice import Figure, Recommendation, tokens
 from attnbench.analyse.crossover import crossover
 from attnbench.analyse.families import Track, length
-from attnbench.measuring.host_limit import told_host_limit
+from attnbench.measuring.rates import told_host_limit
 from attnbench.results.records import exact
 from attnbench.results.tally import Tally
 from attnbench.spec import Record

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from attnbench.analyse.advice import Figure, Recommendation, listed
 from attnbench.analyse.families import Family, Track, length
-from attnbench.measuring.host_limit import CallTime, call_time
+from attnbench.measuring.rates import CallTime, call_time
 from attnbench.results.records import exact, label
 from attnbench.spec import Ok, Record
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import shorten
 
 from attnbench.analyse.wording import counted, format_ratio, format_span, slightly_apart, vague
-from attnbench.measuring.host_limit import HOST_LIMITED, notes_of, told_host_limit
+from attnbench.measuring.rates import HOST_LIMITED, notes_of, told_host_limit
 from attnbench.printable import shortened
 from attnbench.results.records import baseline, by_workload, label, labelled
 from attnbench.results.standings import NOT_COMPARED, NOT_TIMED, Row, Standing, Standings, rank

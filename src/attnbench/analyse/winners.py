@@ -9,7 +9,7 @@ from math import exp, log
 from attnbench.analyse.advice import Figure, Kind, Pick, Recommendation, listed, ratio_figure, workloads
 from attnbench.analyse.families import FRAMEWORKS, Family
 from attnbench.analyse.wording import all_of, format_ratio, format_span, slightly_apart, vague
-from attnbench.measuring.host_limit import told_host_limit
+from attnbench.measuring.rates import told_host_limit
 from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, Ratio
 from attnbench.results.records import BASELINES, matches
 from attnbench.results.tally import Tally, Verdict

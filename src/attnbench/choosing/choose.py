@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 from attnbench.analyse.families import length, tracks
 from attnbench.analyse.from_length import Part, boundary
 from attnbench.choosing.candidates import NOT_ASKED_FOR, Ground, Refusal, Source, check_names, survey
-from attnbench.measuring.host_limit import host_limit
+from attnbench.measuring.rates import host_limit
 from attnbench.policy import (
     REACH,
     Alternative,

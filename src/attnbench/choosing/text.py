@@ -13,7 +13,7 @@ from attnbench.analyse.advice import listed, tokens, workloads
 from attnbench.analyse.families import FRAMEWORKS
 from attnbench.choosing.candidates import Ground
 from attnbench.choosing.choose import Chosen, Loss, Unchosen, fixed_losses
-from attnbench.measuring.host_limit import HOST_LIMITED
+from attnbench.measuring.rates import HOST_LIMITED
 from attnbench.policy import Crossing, Entry, Place, Policy, Regret, pooled
 from attnbench.report.plain import plain_table
 from attnbench.report.units import DASH

@@ -89,7 +89,7 @@ def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str
     from attnbench.cli.inputs import find_run
     from attnbench.results.records import ANCHOR
     from attnbench.results.run_file import read_run
-    from attnbench.run.sources import sources_of
+    from attnbench.run.user_functions import sources_of
 
     written: list[Baseline] = []
     skipped: list[tuple[str, str]] = []

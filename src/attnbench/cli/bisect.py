@@ -37,7 +37,7 @@ def bisect(
     """
     from attnbench.comparing.bisect import closing, find_first_slower, not_confirmed
     from attnbench.run.git import resolve
-    from attnbench.run.lock import machine_lock
+    from attnbench.run.machine import machine_lock
 
     workload, tell = _workload(shape), (lambda _: None) if quiet or json else note
     commits, start, end = _commits(good, bad, tell), resolve(good), resolve(bad)

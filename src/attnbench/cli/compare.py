@@ -49,7 +49,7 @@ def compare(
     from attnbench.cli.selection import OWN_SHAPE, select_workloads
     from attnbench.comparing.text import ExperimentProgress, print_comparison
     from attnbench.config import load_settings
-    from attnbench.run.lock import measuring
+    from attnbench.run.machine import measuring
 
     _check(a, b, baseline, current)
     settings = load_settings({"device": device, "framework": framework, "threads": threads})

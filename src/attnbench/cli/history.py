@@ -93,7 +93,7 @@ def _read(path: Path, warnings: list[str]) -> Source:
     from attnbench.comparing.baselines import read_baseline
     from attnbench.comparing.history import Source
     from attnbench.results.run_file import read_run
-    from attnbench.run.sources import sources_of
+    from attnbench.run.user_functions import sources_of
 
     if path.suffix == ".json":
         baseline = read_baseline(path)

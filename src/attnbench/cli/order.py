@@ -16,11 +16,11 @@ from attnbench.cli.output import warn
 from attnbench.cli.selection import DEFAULT_SUITE, filter_words, select_implementations, select_workloads
 from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, UsageError
+from attnbench.registry import is_reference
 from attnbench.results.run_file import Header, Run, RunWriter, read_run
 from attnbench.results.unreached import asked_references, references, resume_command
 from attnbench.run.launch import Request
-from attnbench.run.naming import is_reference, name_references
-from attnbench.run.sources import fingerprint_sources, refuse_changed_sources
+from attnbench.run.user_functions import fingerprint_sources, name_references, refuse_changed_sources
 
 QUICK_BUDGET_S = 0.5
 MOST = 1_000_000_000

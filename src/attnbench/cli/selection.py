@@ -9,7 +9,7 @@ from typing import Any
 from attnbench.cli.options import Choice, Shape, spell
 from attnbench.cli.output import warn
 from attnbench.errors import UnknownName, UsageError
-from attnbench.run.naming import is_reference
+from attnbench.registry import is_reference
 from attnbench.spec import Workload
 
 DEFAULT_SUITE = "quick"

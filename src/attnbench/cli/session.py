@@ -12,7 +12,7 @@ from attnbench.analyse.summary import answer
 from attnbench.cli.order import Prepared, place_words, store_request
 from attnbench.cli.output import note, print_json, say, stderr_console, stdout_console
 from attnbench.cli.selection import spell_workload
-from attnbench.measuring.host_limit import host_limit
+from attnbench.measuring.rates import host_limit
 from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
 from attnbench.report.tables import print_rankings
@@ -21,7 +21,7 @@ from attnbench.results.run_file import Header, RunWriter, check_writable, new_he
 from attnbench.results.standings import Standings
 from attnbench.results.unreached import resume_command
 from attnbench.run import launch as launcher
-from attnbench.run.sources import fingerprint_sources
+from attnbench.run.user_functions import fingerprint_sources
 from attnbench.spec import ONLY_TIMED, Environment, Incorrect, Record
 
 NOTHING, INTERRUPTED = 3, 130

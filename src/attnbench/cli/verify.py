@@ -96,7 +96,7 @@ def _workloads(
     suite: str | None, quick: bool, shape: Shape, impl: tuple[str, ...], family: tuple[str, ...]
 ) -> tuple[Workload, ...]:
     from attnbench.cli.selection import OWN_SHAPE, load_suite, select_workloads
-    from attnbench.run.naming import is_reference
+    from attnbench.registry import is_reference
 
     if suite is not None or shape != Shape():
         return select_workloads(suite, quick, shape, Choice())[1]
@@ -111,7 +111,7 @@ def _workloads(
 def _steps(suite: str | None, shape: Shape, names: tuple[str, ...]) -> tuple[Workload, ...]:
     """Return small steps for implementations that compute one, if nothing else was asked for."""
     from attnbench import registry
-    from attnbench.run.naming import is_reference
+    from attnbench.registry import is_reference
     from attnbench.workloads.catalogue import step_edges
 
     if suite is not None or shape != Shape():

@@ -26,9 +26,9 @@ from attnbench.dispatch.hooks import torch_sdpa
 from attnbench.dispatch.order import TAKE_ARRAYS
 from attnbench.dispatch.plan import Plan, Plans, by_pass, jax_choices
 from attnbench.errors import InvalidWorkload, Unsupported
-from attnbench.frameworks.jax_plain import in_usual_promotion
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.frameworks.torch_plain import MaskTensors
+from attnbench.frameworks.jax.plain import in_usual_promotion
+from attnbench.frameworks.torch.internals import under_autocast, without_autocast
+from attnbench.frameworks.torch.plain import MaskTensors
 from attnbench.impls._arguments import workload_of
 from attnbench.impls.partial.torch_choice import NO_RULES, current
 from attnbench.impls.partial.torch_passes import positive_scale
@@ -159,7 +159,7 @@ def with_torch_array(
     if mask.weight is not None:
         mask = mask._replace(weight=_without_large_rows(mask.weight, mask.visible))
     if plain:
-        from attnbench.frameworks.torch_plain import attend
+        from attnbench.frameworks.torch.plain import attend
 
         q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
         return to_layout(attend(q, k, v, mask, factor, softcap)[0], "bshd", layout)
@@ -262,7 +262,7 @@ def _with_backend(
     import jax
     import jax.numpy as jnp
 
-    from attnbench.frameworks.jax_plain import attend_with_arrays
+    from attnbench.frameworks.jax.plain import attend_with_arrays
 
     seen = jnp.ones((1, 1, 1, 1), bool) if visible is None else visible.astype(bool)
     if bias is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from attnbench import policy, registry
 from attnbench.dispatch.demand import Words, device_of, framework_of, pass_of
 from attnbench.dispatch.plan import PLANS, planned
-from attnbench.frameworks.torch_autocast import is_autocast, under_autocast, without_autocast
+from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls.partial.torch_choice import current
 from attnbench.masks import AnyMask
 from attnbench.spec import Array

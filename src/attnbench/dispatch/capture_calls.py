@@ -17,7 +17,7 @@ import numpy as np
 
 from attnbench import frameworks, masks
 from attnbench.errors import InvalidWorkload
-from attnbench.frameworks.torch_autocast import dtype_under_autocast
+from attnbench.frameworks.torch.internals import dtype_under_autocast
 from attnbench.impls._arguments import workload_of
 from attnbench.masks import AnyMask, MaskShape
 from attnbench.masks.base import to_numpy

@@ -22,8 +22,8 @@ from attnbench.dispatch.choice import chosen, decide
 from attnbench.dispatch.demand import Words, demand_of
 from attnbench.dispatch.order import TAKE_ARRAYS
 from attnbench.dispatch.plan import Plan, Plans, running
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
-from attnbench.frameworks.torch_plain import MaskTensors
+from attnbench.frameworks.torch.internals import under_autocast, without_autocast
+from attnbench.frameworks.torch.plain import MaskTensors
 from attnbench.impls.partial.torch_choice import current
 from attnbench.masks import AnyMask, Full
 

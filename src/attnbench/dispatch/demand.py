@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from attnbench import frameworks
 from attnbench.errors import InvalidWorkload
-from attnbench.frameworks.jax_plain import kind_of_device
+from attnbench.frameworks.jax.plain import kind_of_device
 from attnbench.impls._arguments import workload_of
 from attnbench.impls.partial.torch_choice import NO_RULES, Rules, current
 from attnbench.masks import AnyMask

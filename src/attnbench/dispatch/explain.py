@@ -8,7 +8,7 @@ from attnbench import registry
 from attnbench.dispatch.choice import Decision, decide
 from attnbench.dispatch.demand import META, Demand, Words, demand_of, framework_of, pass_of
 from attnbench.dispatch.order import Candidate, order_of, why_not, why_not_auto
-from attnbench.frameworks.torch_autocast import under_autocast
+from attnbench.frameworks.torch.internals import under_autocast
 from attnbench.masks import AnyMask
 from attnbench.policy import Choice
 from attnbench.printable import printable

@@ -20,7 +20,7 @@ from attnbench.dispatch.demand import Demand, Words, demand_of, framework_of, to
 from attnbench.dispatch.hooks import OWN_RUN
 from attnbench.dispatch.order import remember_failure, withdraw_failure
 from attnbench.errors import Unsupported
-from attnbench.frameworks.jax_plain import in_usual_promotion
+from attnbench.frameworks.jax.plain import in_usual_promotion
 from attnbench.masks import AnyMask
 from attnbench.masks.base import FrozenArray
 from attnbench.policy.policy import label_of

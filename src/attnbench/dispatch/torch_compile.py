@@ -28,7 +28,7 @@ from attnbench.dispatch.hooks import OWN_RUN
 from attnbench.dispatch.order import known_failure
 from attnbench.dispatch.plan import Plan, Plans, arranged, built, bytes_kept, next_choice
 from attnbench.errors import InvalidWorkload, Unsupported, UsageError
-from attnbench.frameworks.torch_autocast import without_autocast
+from attnbench.frameworks.torch.internals import without_autocast
 from attnbench.impls._arguments import LAYOUTS, both_heads
 from attnbench.impls.partial.torch_autograd import of_both, refuse, through_lse
 from attnbench.impls.partial.torch_choice import current

@@ -21,7 +21,7 @@ from attnbench import masks, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.hooks import OWN_RUN, fast_path_off, in_own_run, sdpa_hook, torch_sdpa
 from attnbench.errors import Unsupported, UsageError
-from attnbench.frameworks.torch_autocast import under_autocast
+from attnbench.frameworks.torch.internals import under_autocast
 from attnbench.impls._arguments import check_tensors
 from attnbench.spec import DTYPE_BYTES
 

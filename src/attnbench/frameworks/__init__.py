@@ -1,4 +1,4 @@
-"""numpy, torch and jax behind one interface. The only package that knows a framework as such."""
+"""NumPy, torch and JAX behind one interface. The only package that knows a framework as such."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ NAMES = ("numpy", "torch", "jax")
 
 
 def installed(name: str) -> bool:
-    """Whether the library can be imported, found without importing it."""
+    """Return whether a library can be imported, without importing it."""
     return find_spec(name) is not None
 
 
 @cache
 def get(name: str) -> Framework:
-    """The adapter; the library itself is imported on first use."""
+    """Return the adapter of a framework; the library itself is imported on first use."""
     if name not in NAMES:
         raise UnknownName("framework", name, NAMES, "attnbench doctor")
     if not installed(name):
         raise UsageError(f"{name} is not installed: pip install 'attnbench[{name}]'.")
-    return import_module(f"attnbench.frameworks.{name}").FRAMEWORK
+    module = "numpy" if name == "numpy" else f"{name}.framework"
+    return import_module(f"attnbench.frameworks.{module}").FRAMEWORK
 
 
 def of(value: Any) -> str:
-    """Name of the framework an array belongs to, decided by its type alone."""
+    """Return the name of the framework that an array belongs to, by its type alone."""
     for kind in type(value).__mro__:
         root = kind.__module__.partition(".")[0]
         name = {"jaxlib": "jax"}.get(root, root)

@@ -1,4 +1,4 @@
-"""What the rest of the package may ask of a framework; numpy.py, torch.py and jax.py beside this answer.
+"""The interface of a framework, implemented by numpy.py, torch/framework.py and jax/framework.py.
 
 A call `(q, k, v) -> out` becomes Programs (one per part of the pass); a Clock samples a Program. Nothing else in the
 package knows how a framework compiles, differentiates, synchronises, counts memory or names its kernels.
@@ -26,26 +26,26 @@ from attnbench.spec import Array, Call, Environment, Layout, Pass, Ranks
 
 
 class Setting(NamedTuple):
-    """The value of something that is set for the whole process."""
+    """The value of a setting of the whole process."""
 
     value: Any
     refused: bool = False
-    """Whether a kernel that changes it cannot be measured; otherwise the record tells of the change."""
+    """Whether a kernel that changes it cannot be measured; otherwise the change is noted in the record."""
     remedy: str = ""
-    """What the user can do instead; {0} stands for the new value."""
+    """Advice for the user; {0} stands for the new value."""
     set_again: bool = False
     """Whether every cell begins by setting it, so that only its calls can leave it changed."""
 
 
 class Watched(NamedTuple):
-    """What is watched of a module or class that the clocks and checks use."""
+    """The kinds of objects that are watched in a module or class which the clocks and checks use."""
 
     kinds: tuple[type, ...] = (FunctionType, BuiltinFunctionType, type)
     refused: bool = True
     harness: bool = True
     """False for what belongs to a library that other libraries may wrap."""
     code: bool = False
-    """Whether the code inside of Python functions is watched too."""
+    """Whether the code of Python functions is watched too."""
 
 
 class Inputs(NamedTuple):
@@ -100,17 +100,17 @@ OUTPUTS: Mapping[Pass, tuple[str, ...]] = {
     "backward": ("dq", "dk", "dv"),
     "train": ("out", "dq", "dk", "dv"),
 }
-"""What the main program of each pass returns."""
+"""Names of the main program's outputs, by pass."""
 
 
 class Samples(NamedTuple):
-    """What a clock saw, in ns per call."""
+    """Samples of a clock, in nanoseconds per call."""
 
     ns: list[float]
 
 
 class Watch:
-    """Looks at the outputs of timed calls, never while the clock runs. This one looks at none of them."""
+    """Observer of the outputs of timed calls, never while the clock runs. This base class looks at none."""
 
     def pick(self, calls: int) -> Sequence[int]:
         """Choose which of the next so many calls are looked at, in order; asked when their inputs are prepared."""
@@ -146,7 +146,7 @@ class Peak(NamedTuple):
 
 
 def unseen(framework: str) -> Peak:
-    """For an output that is larger than all the memory that the call was seen to take."""
+    """Return that a peak is unknown because the output is larger than all memory that the call was seen to take."""
     return Peak(
         None,
         f"not seen: the output's own memory did not come from {framework}'s allocator in this call, but from another "
@@ -155,13 +155,16 @@ def unseen(framework: str) -> Peak:
 
 
 class Untrusted(Exception):
-    """What a function does to its own measurement; the message is the reason of its `failed` record."""
+    """A function that interferes with its own measurement; the message is the reason of its `failed` record."""
 
 
 def hooks() -> tuple[Any, ...]:
-    """Return what Python calls by itself: profile and trace function, tools of sys.monitoring (from Python 3.12 on) and
-    callbacks of the garbage collection. A call that leaves one behind can work on when the clock has been read, so the
-    wall clocks ask before they read it; that takes less than a microsecond."""
+    """Return the functions that Python calls by itself: profile and trace functions, monitoring tools, callbacks of
+    garbage collection.
+
+    A call that leaves one behind can work on when the clock has been read, so the wall clocks ask before they read it;
+    that takes less than a microsecond. (Tools of sys.monitoring exist from Python 3.12 on.)
+    """
     tools = () if MONITORING is None else tuple(map(MONITORING.get_tool, range(TOOLS)))
     return id(getprofile()), id(gettrace()), tools, tuple(map(id, gc.callbacks))
 
@@ -228,19 +231,19 @@ class WallClock(Clock):
 
 
 class Stopwatch:
-    """Time that calls measured of themselves: of ranks that start together, without handing them their arrays."""
+    """Times that calls measure themselves: of ranks that start together, without passing arrays to them."""
 
     def __init__(self) -> None:
         self.ns = 0.0
 
     def take(self) -> float:
-        """What has gathered since the last time."""
+        """Return the time gathered since the last call, and start from 0."""
         taken, self.ns = self.ns, 0.0
         return taken
 
 
 class OwnClock(Clock):
-    """Reads what the calls measured."""
+    """Clock that reads what the calls measured."""
 
     name = "ranks"
 
@@ -281,11 +284,12 @@ class Framework(ABC):
 
     @abstractmethod
     def devices(self) -> tuple[str, ...]:
-        """Device kinds usable here ("cuda", "cpu"), the best first."""
+        """Return the device kinds usable here ("cuda", "cpu"), the best first."""
 
     @abstractmethod
     def environment(self, device: str) -> Environment:
-        """Light facts for `supports`: device, name, memory, capability, packages. No clocks, no loaded libraries."""
+        """Return light facts for `supports`: device, name, memory, capability, packages. No clocks, no loaded
+        libraries."""
 
     def settings(self) -> Mapping[str, Setting]:
         """Return what this library has set for the whole process and calls depend on, by name; starts no device."""
@@ -297,19 +301,19 @@ class Framework(ABC):
 
     @abstractmethod
     def namespace(self, device: str) -> Namespace:
-        """Functions for mask predicates, making arrays on the device."""
+        """Return the functions that mask predicates need, making arrays on the device."""
 
     @abstractmethod
     def array(self, values: np.ndarray, dtype: str, device: str) -> Array:
-        """NumPy -> the framework, rounded to dtype."""
+        """Convert a NumPy array to the framework, rounded to dtype."""
 
     @abstractmethod
     def numpy(self, array: Array) -> np.ndarray:
-        """The framework -> NumPy, exact (16-bit floats become float32)."""
+        """Convert an array to NumPy exactly (16-bit floats become float32)."""
 
     @abstractmethod
     def dtype(self, name: str) -> Any:
-        """The framework's dtype object of that name."""
+        """Return the framework's dtype object of that name."""
 
     def precision(self, dtype: str) -> AbstractContextManager[None]:
         """Compute in the precision that inputs of this dtype ask for, whatever the process's defaults are."""
@@ -318,22 +322,22 @@ class Framework(ABC):
 
     @abstractmethod
     def cast(self, array: Array, dtype: str) -> Array:
-        """The array in another precision."""
+        """Convert an array to another precision."""
 
     @abstractmethod
     def owns(self, value: Any) -> bool:
-        """Whether the value is a plain, concrete array of this framework (no lazy stand-in, no subclass)."""
+        """Return whether a value is a plain, concrete array of this framework (no lazy stand-in, no subclass)."""
 
     @abstractmethod
     def transpose(self, array: Array, source: Layout, target: Layout) -> Array:
-        """Contiguous copy in another layout (the same array when the layouts agree)."""
+        """Return a contiguous copy in another layout (the same array if the layouts agree)."""
 
     @abstractmethod
     def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
         """Compile the call for the pass. Arrays are passed as arguments, never captured."""
 
     def compiled(self, function: Callable[[Any], tuple[Array, ...]], state: Any) -> Programs:
-        """A whole step `state -> outputs` as one program, compiled where the framework compiles."""
+        """Return a whole step `state -> outputs` as one program, compiled if the framework compiles."""
         del state
         return Programs(Program(run=function), compile_ns=0)
 
@@ -343,7 +347,7 @@ class Framework(ABC):
 
     @abstractmethod
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Copies taken now, in the order of the current stream, without waiting for other streams or threads."""
+        """Copy arrays now, in the order of the current stream, without waiting for other streams or threads."""
 
     def part(self, array: Array, starts: Sequence[int], sizes: Sequence[int]) -> Array:
         """Copy a box of the array, in the order of the current stream."""
@@ -351,24 +355,24 @@ class Framework(ABC):
         return self.snapshot((array[box],))[0]
 
     def checksum(self, array: Array) -> bytes:
-        """Digest of the bits of an array that can be changed in place, to tell later whether it was."""
+        """Return a digest of the bits of an array that can be changed in place, to tell later whether it was."""
         raise NotImplementedError(f"arrays of {self.name} cannot be changed")
 
     def on_one_device(self, array: Array) -> Array:
-        """The same where it lay on several."""
+        """Return the array gathered on one device if it lies on several."""
         return array
 
     @abstractmethod
     def same_bits(self, a: Array, b: Array) -> bool:
-        """Whether two arrays are equal bit for bit (NaN equals the same NaN), compared on the device."""
+        """Return whether two arrays are equal bit for bit (NaN equals the same NaN), compared on the device."""
 
     @abstractmethod
     def is_finite(self, array: Array) -> bool:
-        """Whether no element is NaN or infinite, decided on the device."""
+        """Return whether no element is NaN or infinite, decided on the device."""
 
     @abstractmethod
     def put(self, array: Array, index: tuple[Any, ...], value: float) -> Array:
-        """A copy with the elements at the index replaced."""
+        """Return a copy with the elements at the index replaced."""
 
     def overwrite(self, array: Array, values: Array) -> None:
         """Write other values into the array's memory, leaving no trace of that (such as torch's version counter)."""
@@ -376,50 +380,50 @@ class Framework(ABC):
 
     @abstractmethod
     def multiply(self, array: Array, factors: np.ndarray) -> Array:
-        """A new array: this one times broadcast factors, in its own dtype."""
+        """Return a new array: this one times broadcast factors, in its own dtype."""
 
     @abstractmethod
     def clocks(self, device: str) -> tuple[str, ...]:
-        """Names of the clocks that work on the device, the one to publish first."""
+        """Return the names of the clocks that work on the device, the one to publish first."""
 
     @abstractmethod
     def clock(self, name: str, device: str) -> Clock:
-        """The clock of that name."""
+        """Return the clock of that name."""
 
     @abstractmethod
     def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
-        """Peak extra memory of one call."""
+        """Return the peak extra memory of one call."""
 
     def held(self, device: str) -> int | None:
-        """Return the bytes that the process holds now, as far as arrays between calls can be told from all else; None
-        if they cannot."""
+        """Return the bytes that the process holds now for arrays between calls; None if they cannot be told."""
         del device
         return None
 
     def ranks(self, program: Program, inputs: Inputs, device: str) -> Ranks | None:
-        """What each rank did, where a call is spread over several."""
+        """Return what each rank did if a call is spread over several, else None."""
         del program, inputs, device
         return None
 
     @abstractmethod
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
-        """Operators (CPU) or kernels (GPU) that one call really ran, in order without repeats; or None and why."""
+        """Return the operators (CPU) or kernels (GPU) that one call ran, in order without repeats; or None and why."""
 
     @abstractmethod
     def trace(self, program: Program, inputs: Inputs, path: Path, device: str) -> Path:
-        """Write a Chrome/Perfetto trace of one call; returns the file."""
+        """Write a Chrome/Perfetto trace of one call and return the file."""
 
     @abstractmethod
     def matmul(self, size: int, dtype: str, device: str) -> Program:
-        """A size^3 matrix product of random operands, run -> (a @ b, a, b): compute anchor and ceiling."""
+        """Return the program of a size^3 matrix product of random operands, run -> (a @ b, a, b): anchor and
+        ceiling."""
 
     @abstractmethod
     def copy(self, size_bytes: int, device: str) -> Program:
-        """A device copy of that many bytes, run -> (target, source): memory anchor and ceiling."""
+        """Return the program of a device copy of that many bytes, run -> (target, source): anchor and ceiling."""
 
     @abstractmethod
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether the exception means that memory ran out."""
+        """Return whether the exception means that memory ran out."""
 
     def exact(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a float64 computation on this framework's arrays (JAX: x64 and jit)."""

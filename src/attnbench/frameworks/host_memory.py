@@ -1,5 +1,7 @@
-"""Memory of the host: what this process may take (a container's limit counts, not the machine behind it), what it
-holds, and how far a call makes it grow."""
+"""Memory of the host: what this process may take, what it holds, and how far a call makes it grow.
+
+A container's limit counts, not the machine behind it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "mem
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""What is written to clear_refs to set the high-water mark of resident memory to what is resident now."""
+"""Text that sets the high-water mark of resident memory to what is resident now, when written to clear_refs."""
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc's mallinfo2 says of its heap: ten numbers, of which the fifth is that of large blocks."""
+    """The result of glibc's mallinfo2: ten numbers, of which the fifth is the size of large blocks."""
 
     _fields_ = (
         ("before", ctypes.c_size_t * 4),
@@ -39,7 +41,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(groups: Path = GROUPS) -> HostMemory:
-    """The machine's, or the control group's where that is less."""
+    """Return the memory of the machine, or of the control group if that has less."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for limit_file, use_file in FILES:
@@ -50,7 +52,7 @@ def host_memory(groups: Path = GROUPS) -> HostMemory:
 
 
 def _number(path: Path) -> int | None:
-    """`max`, or a file that is not there, is no limit."""
+    """Return the number in a file; None for `max` or a missing file, which mean no limit."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -58,8 +60,10 @@ def _number(path: Path) -> int | None:
 
 
 def large_blocks() -> int | None:
-    """Return the bytes of all large blocks that the process holds, whichever library asked for them: those that malloc
-    got one by one from the system. None if the C library does not say."""
+    """Return the bytes of all large blocks that the process holds, those that malloc took one by one from the system.
+
+    Whichever library asked for them counts. None if the C library does not say.
+    """
     if not sys.platform.startswith("linux"):
         return None
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -70,8 +74,10 @@ def large_blocks() -> int | None:
 
 
 def resident_growth(call: Callable[[], Any]) -> int | None:
-    """Return by how many bytes a call made the process grow at its peak, at least: it may have used memory that was
-    free. None if that cannot be seen (Linux only)."""
+    """Return by how many bytes a call made the process grow at its peak, at least; None if that cannot be seen.
+
+    The call may have used memory that was free before. Linux only.
+    """
     try:
         if hasattr(ctypes.CDLL(None), "malloc_trim"):
             ctypes.CDLL(None).malloc_trim(0)

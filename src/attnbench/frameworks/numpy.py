@@ -1,4 +1,4 @@
-"""NumPy as a framework: eager, on the CPU, gradients only where a call brings its own `vjp`."""
+"""NumPy as a framework: eager, on the CPU, gradients only if a call brings its own `vjp`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnbench.spec import Array, Call, Environment, Layout, Pass
 
 
 def cpu_name() -> str:
-    """Model name of the processor."""
+    """Return the model name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -33,7 +33,7 @@ def cpu_name() -> str:
 
 
 def cpu_facts() -> dict[str, Any]:
-    """The fields of Environment that every CPU framework fills alike."""
+    """Return the fields of Environment that every framework on a CPU fills alike."""
     memory = host_memory()
     return {
         "cpu": cpu_name(),
@@ -46,13 +46,14 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def _openmp_threads() -> int:
-    """What OMP_NUM_THREADS says of the outermost level ("4,2" has two); 0 where it says nothing that counts."""
+    """Return the threads that OMP_NUM_THREADS sets for the outermost level ("4,2" has two levels); 0 if it sets
+    none."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Versions of the distributions that are installed."""
+    """Return the versions of the distributions that are installed."""
     found = {}
     for name in names:
         try:
@@ -63,7 +64,7 @@ def versions(*names: str) -> dict[str, str]:
 
 
 class NumpyFramework(Framework):
-    """The adapter."""
+    """Adapter of NumPy."""
 
     name = "numpy"
     overwrites = True

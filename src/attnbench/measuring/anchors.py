@@ -1,6 +1,6 @@
-"""The two kernels interleaved in every run, a matrix product and a copy: something stable for later comparisons.
+"""The anchors, a matrix product and a copy that are timed among the cells of every run, and the device's ceilings.
 
-They are also how the device's ceilings are measured.
+Anchors show whether two runs found the machine equally fast. Ceilings are the best rates of a larger product and copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def anchors_beside(record: Record, records: Iterable[Record]) -> list[Ok]:
 
 
 def lacks_anchors(record: Record, records: Iterable[Record], otherwise: str) -> str:
-    """Say what a run lacks in which `anchors_beside` does not find both: `otherwise`, unless it has others of them."""
+    """Return why a run has no anchors beside a record: `otherwise`, or that they belong to other sittings."""
     known = {
         one.implementation
         for one in records
@@ -59,7 +59,7 @@ def lacks_anchors(record: Record, records: Iterable[Record], otherwise: str) -> 
 
 
 class AnchorSession:
-    """One anchor, opened and sampled like any cell."""
+    """An anchor, opened and sampled like any cell."""
 
     parts = ("main",)
     other_clocks: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class AnchorSession:
         return self._clock.name
 
     def open(self) -> Ok:
-        """Check the anchor's own arithmetic on a few rows."""
+        """Check the anchor's own result on a few rows, and return its record without times."""
         error = self._check()
         matmul = self.cell.implementation == "anchor.matmul"
         return Ok(
@@ -105,7 +105,7 @@ class AnchorSession:
         )
 
     def warm_up(self, clock: str | None = None, brief: bool = False) -> None:
-        """A few calls; their median is the estimate."""
+        """Call the anchor a few times and estimate its time."""
         del brief
         if clock is not None:
             self._clock = self._framework.clock(clock, self._environment.device)
@@ -113,14 +113,14 @@ class AnchorSession:
         self.call_ns = float(np.median(self._clock.sample(self._program, [NOTHING], 5).ns))
 
     def sample(self, part: str, count: int, calls: int) -> list[float]:
-        """ns per call."""
+        """Return nanoseconds per call of each sample."""
         start = perf_counter_ns()
         taken = self._clock.sample(self._program, [NOTHING], count, calls)
         self.clock_ns = perf_counter_ns() - start
         return taken.ns
 
     def trace(self, folder: Path) -> Path:
-        """Anchors are not traced."""
+        """Return the folder unchanged, since anchors are not traced."""
         return folder
 
     def _check(self) -> float:
@@ -138,9 +138,9 @@ class AnchorSession:
 
 
 def measure_ceilings(framework: Framework, device: str, dtype: str, brief: bool = False) -> Ceilings:
-    """Return the best rates over a fraction of a second, of a large product and a large copy.
+    """Return the best rates of a large product and a large copy within a fraction of a second.
 
-    `brief` takes a quarter of the time and a smaller copy: enough to tell whether stored ceilings can be true.
+    `brief` takes a quarter of the time and a smaller copy, which is enough to confirm stored ceilings.
     """
     size = CEILING_MATMUL.get(device, CEILING_MATMUL_ACCELERATOR)
     seconds = CEILING_SECONDS / 4 if brief else CEILING_SECONDS
@@ -165,7 +165,7 @@ def _best_s(framework: Framework, program: Program, device: str, seconds: float)
 
 
 def _cache_bytes(device: str) -> int:
-    """Size of the last-level cache of a CPU; an accelerator's is flushed before each call, so 0."""
+    """Return the size of a CPU's last-level cache; 0 for an accelerator, whose cache is flushed before each call."""
     if device != "cpu":
         return 0
     try:

@@ -1,8 +1,8 @@
 """`ab.MemoryProfiler`: extra bytes at the peak of any block of code.
 
-On an accelerator torch's allocator counts exactly. On a CPU the kernel's high-water mark of resident memory is used,
-which sees every library's pages; large blocks are made to come from and go back to the system, so that freed memory is
-not counted again.
+On an accelerator torch's allocator counts exactly. On a CPU the high-water mark of resident memory is used, which
+covers every library's pages; malloc is set to take large blocks from the system and return them at once, so that freed
+memory is not counted again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ THRESHOLD_BYTES = 1 << 16
 
 
 class MemoryProfiler:
-    """`with MemoryProfiler() as m: ...` then `m.get_peak_memory()`; None and `m.reason` where it cannot be had.
+    """Context that measures peak memory: `with MemoryProfiler() as m: ...`, then `m.get_peak_memory()`.
 
-    device: "cuda", "cpu" or a torch.device; by default the GPU where torch is loaded and has one, else the CPU. Blocks
-    do not nest: the inner one resets the counter. On a CPU malloc gives freed memory back at once from the first block
-    on, which cannot be undone: time in another process what should pay as it usually does.
+    device: "cuda", "cpu" or a torch.device; by default the GPU if torch is loaded and has one, else the CPU. If the
+    peak cannot be measured, it is None and `m.reason` says why. Blocks do not nest: the inner one resets the counter.
+    On a CPU malloc returns freed memory at once from the first block on, which cannot be undone: measure times in
+    another process.
     """
 
     def __init__(self, device: Any = None) -> None:
@@ -32,7 +33,7 @@ class MemoryProfiler:
         self.method = ""
         self._device = None if device is None else str(device).partition(":")[0]
         self._torch: Any = None
-        """torch, where its CUDA allocator is what counts."""
+        """The torch module if its CUDA allocator counts, else None."""
         self._before = 0
         self._peak: int | None = None
 
@@ -62,13 +63,13 @@ class MemoryProfiler:
             self._peak = max(0, status_bytes("VmHWM") - self._before)
 
     def get_peak_memory(self) -> int | None:
-        """Extra bytes at the peak of the block, or None with `reason`."""
+        """Return the extra bytes at the peak of the block, or None with `reason`."""
         if self._peak is None and self.reason is None:
             self.reason = "the block has not been run"
         return self._peak
 
     def _torch_with_cuda(self) -> Any:
-        """torch when it is loaded and has a GPU that is meant; initialised now, so that counting can start."""
+        """Return torch if it is loaded and a GPU is meant, with CUDA initialised; else None."""
         torch = sys.modules.get("torch")
         if torch is None or self._device not in (None, "cuda") or not torch.cuda.is_available():
             return None

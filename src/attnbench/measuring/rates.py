@@ -1,11 +1,17 @@
-"""Time and demand -> rates: TFLOP/s, GB/s, share of the measured roofline, tokens per second."""
+"""Figures that follow from a time: TFLOP/s, GB/s, share of the measured roofline, tokens per second, limit by the host.
+
+Whether the device waited for the host is not stored: every reader derives it from the clocks in a record, of older
+files too.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 from msgspec import Struct
 
-from attnbench.spec import Cost, Throughput, Workload
+from attnbench.spec import Cost, Ok, Record, Throughput, Workload
 from attnbench.workloads.cost import demand
 
 IMPLAUSIBLE = 1.10
@@ -13,20 +19,20 @@ IMPLAUSIBLE = 1.10
 
 
 class Ceilings(Struct, frozen=True):
-    """What this device reached in a large matrix product and a large copy, measured, not read off a data sheet."""
+    """Rates that this device reached in a large matrix product and a large copy, measured here."""
 
     flops_per_s: float
     bytes_per_s: float
     cache_bytes: int = 0
-    """Data up to this size may be served from cache, where the copy ceiling does not hold."""
+    """Size of data that may be served from cache, for which the copy ceiling does not hold."""
 
 
 def cost_of(
     workload: Workload, time_ns: float | None, ceilings: Ceilings | None, work: float = 1.0, devices: int = 1
 ) -> Cost:
-    """The demand of a workload and, when it was timed, the rates it was met with; ceilings are those of one device.
+    """Return the demand of a workload and, if it was timed, its rates; the ceilings are those of one device.
 
-    `work` is the share of the products that an implementation which leaves some out really computes.
+    `work` is the share of the products that an implementation computes if it leaves some out.
     """
     need = demand(workload)
     flops = round(need.flops * work)
@@ -49,7 +55,7 @@ def cost_of(
 
 
 def implausible(cost: Cost) -> str | None:
-    """Why a figure cannot be true, or None."""
+    """Return why a rate cannot be true, or None."""
     if cost.roofline is None or cost.roofline <= IMPLAUSIBLE:
         return None
     return (
@@ -59,7 +65,7 @@ def implausible(cost: Cost) -> str | None:
 
 
 def above_roofline(cost: Cost) -> tuple[str, ...]:
-    """A note where a figure that is published lies above what was measured to be the limit."""
+    """Return a note if a published rate lies above the measured ceiling."""
     if cost.roofline is None or cost.roofline <= 1:
         return ()
     other = "it is a copy's, and reading alone is quicker; or that" if cost.bound == "memory" else "that"
@@ -67,8 +73,75 @@ def above_roofline(cost: Cost) -> tuple[str, ...]:
 
 
 def throughput_of(workload: Workload, time_ns: float) -> Throughput:
-    """Query tokens, calls and batch rows per second."""
+    """Return query tokens, calls and batch rows per second."""
     per_s = 1e9 / time_ns
     return Throughput(
         tokens_per_s=workload.batch * workload.q_len * per_s, calls_per_s=per_s, samples_per_s=workload.batch * per_s
     )
+
+
+BOUND = {"wall": 2.0, "events": 1.5}
+"""Ratio of call time to kernel time from which on the host is the limit, by the clock of the whole call. A wall time
+contains the kernels and then the host: twice means that the host takes longer. Events begin when the host is ahead:
+what they contain beyond the kernels and the gaps between them is a device that waited."""
+HOST_LIMITED = "host-limited"
+"""Beginning of the note in such a record."""
+
+
+class CallTime(Struct, frozen=True):
+    """Time of the kernels, and of the whole call by the clock named."""
+
+    kernel_ns: float
+    call_ns: float
+    clock: str
+
+    @property
+    def ratio(self) -> float:
+        """Time of the call divided by the time of its kernels."""
+        return self.call_ns / self.kernel_ns
+
+    @property
+    def bound(self) -> bool:
+        """Whether the host takes longer than the kernels."""
+        return self.ratio >= BOUND[self.clock]
+
+
+def call_time(record: Ok) -> CallTime | None:
+    """Return the times of kernels and call in a record, by the clock that shows a wait if one does; None if it lacks
+    either."""
+    kernel = _median(record, "kernel")
+    known = [(name, ns) for name in BOUND if (ns := _median(record, name)) is not None]
+    if kernel is None or not known:
+        return None
+    found = [CallTime(kernel, ns, clock) for clock, ns in known]
+    return next((one for one in found if one.bound), found[0])
+
+
+def host_limit(record: Record) -> float | None:
+    """Return the ratio of call time to kernel time if the host is the limit; else None."""
+    found = call_time(record) if isinstance(record, Ok) else None
+    return found.ratio if found is not None and found.bound else None
+
+
+def notes_of(record: Ok) -> tuple[str, ...]:
+    """Return the notes of a record, including one if the host is the limit."""
+    ratio = host_limit(record)
+    own = () if ratio is None else (f"{HOST_LIMITED}: the call takes {ratio:.1f}x its kernel time",)
+    return (*record.notes, *own)
+
+
+def told_host_limit(records: Iterable[Ok]) -> str:
+    """Return the words to add to a recommendation of these records; empty if their devices never wait for the host."""
+    every = list(records)
+    ratios = [ratio for one in every if (ratio := host_limit(one)) is not None]
+    if not ratios:
+        return ""
+    where = "" if len(ratios) == len(every) else f" on {len(ratios)} of {len(every)} shapes"
+    most = "" if len(ratios) == 1 else "up to "
+    return f"{HOST_LIMITED}{where}: the call takes {most}{max(ratios):.1f}x its kernel time"
+
+
+def _median(record: Ok, clock: str) -> float | None:
+    if record.time is not None and record.time.clock == clock:
+        return record.time.median_ns
+    return record.also[clock].median_ns if clock in record.also else None

@@ -1,4 +1,4 @@
-"""Samples -> Time, the rule that says when there are enough of them, and the interleaving loop. Pure arithmetic."""
+"""Sampling: the summary of samples as a Time, the stop rule, and the loop that interleaves cells. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ import numpy as np
 from attnbench.spec import Time
 
 ESTIMATOR = 2
-"""Goes up with every change of what a published time is: what a clock counts, warm-up, visits, summaries. Times of two
-versions are not compared."""
+"""Version of the estimate of a published time: what a clock counts, warm-up, visits, summaries. Times of two versions
+are not compared."""
 VISIT_NS = 10e6
-"""How long one implementation is sampled before the next one has its turn."""
+"""Time for which one implementation is sampled before the next has its turn."""
 SLOW_VISIT_NS, MOST_BY_SLOW_CLOCK, FEWEST_BY_SLOW_CLOCK = 50e6, 20, 3
-"""The same by a profiler, which costs about as much as these calls."""
+"""Length of a visit by a profiler, which costs about as much as these calls, and its fewest and most calls."""
 SHORTEST_SAMPLE_NS = 50e3
-"""Shorter calls are timed several at a time: the clock and the wait around a call cost about a microsecond."""
+"""Length below which several calls make one sample: the clock and the wait around a call cost about a microsecond."""
 MIN_ROUNDS = 8
-"""Below this two names for one function may seem to differ."""
+"""Fewest rounds; with fewer, one function under two names may seem to differ."""
 FEW = 6
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""97.5 % quantile of Student's t for that many values."""
+"""97.5 % quantiles of Student's t by number of values."""
 FEW_ROUNDS = 3
-"""A call so slow that the budget is spent three times over gets no more than this many."""
+"""Fewest rounds of a cell so slow that it has used three times its budget."""
 MOST_SAMPLES_PER_VISIT = 50
 VARIED = 0.3
-"""Visits are longer or shorter than that by up to this share, at random: which call is the last cannot be known."""
+"""Share by which visits are longer or shorter at random, so that a kernel cannot know which call is the last."""
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Interval of the median of independent values: order statistics, which assume nothing of the noise, from 6 values
-    on; Student's t of the logarithms for 2 to 5, where no order statistic reaches 95 %; None for one value."""
+    """Return the confidence interval of the median of independent values; None for a single value.
+
+    From 6 values on it consists of order statistics, which assume nothing about the noise. For 2 to 5 values, of which
+    no order statistic reaches 95 %, it is Student's t of the logarithms.
+    """
     ordered, n = sorted(values), len(values)
     if n < 2:
         return None
@@ -51,7 +54,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 def summarise(rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: int) -> Time:
-    """Everything a Time carries, from the samples of each round. The interval is that of the rounds' medians."""
+    """Return the Time of the samples of all rounds; its interval is that of the rounds' medians."""
     samples = np.array([sample for visit in rounds for sample in visit])
     q1, q3 = np.percentile(samples, [25, 75])
     fence = 1.5 * (q3 - q1)
@@ -77,7 +80,7 @@ def summarise(rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: i
 
 
 def round_medians(time: Time) -> np.ndarray:
-    """Median of each interleaving round, in order; empty when the samples do not come in rounds."""
+    """Return the median of each interleaving round, in order; empty if the samples do not come in rounds."""
     if not time.rounds or sum(time.rounds) != len(time.samples_ns):
         return np.empty(0)
     samples = np.asarray(time.samples_ns)
@@ -90,20 +93,20 @@ def round_medians(time: Time) -> np.ndarray:
 
 
 class Dropped(Exception):
-    """A source found out that it cannot be sampled any more; the others go on."""
+    """A source that cannot be sampled any more; the others go on."""
 
 
 class Source(Protocol):
-    """Something that can be sampled: a cell in a worker, or an anchor."""
+    """A cell in a worker or an anchor, which can be sampled."""
 
     @property
     def call_ns(self) -> float:
-        """Estimate from the warm-up."""
+        """Time of one call, estimated in the warm-up."""
         ...
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is sampled at each visit: "main", and for a train pass "forward" and "backward"."""
+        """Parts sampled at each visit: "main", and for a train pass "forward" and "backward"."""
         ...
 
     @property
@@ -112,13 +115,13 @@ class Source(Protocol):
         ...
 
     def sample(self, part: str, count: int, calls: int) -> list[float]:
-        """ns per call."""
+        """Return nanoseconds per call of each sample."""
         ...
 
 
 @dataclass
 class Series:
-    """Samples gathered from one source."""
+    """Samples of one source."""
 
     source: Source
     rounds: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -136,14 +139,14 @@ class Series:
         self.count = min(max(1, per_visit), MOST_SAMPLES_PER_VISIT)
 
     def visit(self, count: int) -> None:
-        """One turn: sample every part."""
+        """Sample every part once."""
         start = time.perf_counter()
         for part in self.source.parts:
             self.rounds.setdefault(part, []).append(self.source.sample(part, count, self.calls))
         self.spent_s += time.perf_counter() - start
 
     def tight(self, precision: float) -> bool:
-        """Whether the 95 % interval of the median is within +-precision of it."""
+        """Return whether the 95 % interval of the median is within +-precision of it."""
         rounds = self.rounds["main"]
         if len(rounds) < MIN_ROUNDS:
             return False
@@ -154,14 +157,14 @@ class Series:
 
 @dataclass(frozen=True)
 class StopRule:
-    """When a source has been sampled enough."""
+    """The rule for when a source has enough samples."""
 
     budget_s: float
     precision: float
     trials: int | None = None
 
     def enough(self, series: Series) -> bool:
-        """Fixed number of samples, or tight enough, or the budget spent (never before a few rounds)."""
+        """Return whether the number of samples, the precision or the budget is reached, never before a few rounds."""
         rounds = series.rounds.get("main", [])
         if self.trials is not None:
             return sum(len(visit) for visit in rounds) >= self.trials
@@ -172,7 +175,7 @@ class StopRule:
 
 
 def varied(count: int, rng: random.Random) -> int:
-    """Draw a number around this one, at least 1."""
+    """Draw a number near this one, at least 1."""
     return max(1, round(count * rng.uniform(1 - VARIED, 1 + VARIED)))
 
 
@@ -182,8 +185,10 @@ def interleave(
     rng: random.Random,
     always: Sequence[Source] = (),
 ) -> list[Series]:
-    """Visit all sources in a fresh random order each round until each has had enough; `always` ones join each round.
-    Visits of a source differ in length."""
+    """Visit all sources in a fresh random order each round until each has enough samples; `always` join each round.
+
+    Visits of a source differ in length at random.
+    """
     series = [Series(source) for source in sources]
     companions = [Series(source) for source in always]
     while any(not one.done for one in series):

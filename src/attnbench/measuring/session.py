@@ -1,4 +1,4 @@
-"""One cell, from build to samples: open (build, compile, verify, prove the path, weigh), warm up, then sample.
+"""One cell, from build to samples: open (build, compile, verify, list kernels, measure memory), warm up, then sample.
 
 A worker holds several sessions of one workload open at once, so that its parent can interleave them.
 """
@@ -25,66 +25,65 @@ from attnbench.measuring.block import take_block
 from attnbench.measuring.rates import cost_of
 from attnbench.registry import HERE, origin
 from attnbench.spec import (
-    Array,
     Call,
     Cell,
     Environment,
     Implementation,
     Memory,
     Ok,
+    Partial,
     Ranks,
     VerifiedAt,
     Workload,
 )
-from attnbench.verifying import partial_form, prefill_and_decode
 from attnbench.verifying.checks import examine, examine_after, examine_again
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.input_transforms import CallInputs, Transforms
-from attnbench.verifying.overwrites import require_kept
+from attnbench.verifying.invariants import require_result_kept
 from attnbench.verifying.sparse_quality import quality_of
 from attnbench.verifying.subject import Subject, Wrong
-from attnbench.verifying.timed_calls import Boxes, TimedCalls
-from attnbench.verifying.timed_checks import TimedChecks
+from attnbench.verifying.timed_calls import Boxes, TimedCalls, TimedChecks
 from attnbench.workloads.cost import demand
 from attnbench.workloads.suites import shrink
 
 SHORT_NS = 1e6
-"""Calls below this are published by kernel time: events also count the gaps around and between kernels, a few us for
-one kernel and up to a tenth of an eager chain (results/h200/agreement.json)."""
+"""Time of a call below which kernel time is published: events also count the gaps around and between kernels, a few us
+for one kernel and up to a tenth of an eager chain (results/h200/agreement.json)."""
 WARM_UP_S = {"cpu": 0.05}
 WARM_UP_GPU_S = 0.1
 WARM_UP_LIMIT_S = 2.0
 RECHECKS, SLOW_NS = 4, 1e9
 SAMPLES_PER_KNOWN = 8
-"""A visit of so many samples or more has one of a known result in every second case, a shorter one less often."""
+"""Samples of a visit from which on every second visit has one of a known result; shorter visits have it less often."""
 SEEN_BEFORE = "taken in the first launch"
 ONLY_LATER = "right when checked, wrong after"
 UNSEEN_SHARE, UNSEEN_BYTES = 0.25, 1 << 24
-"""By how much the process may grow beyond a peak that was counted, and what it must hold more to count as kept."""
+"""Growth of the process beyond a counted peak (share of the peak, bytes) above which the peak is not published; the
+bytes are also the least growth that counts as kept between calls."""
 LEAST_KEPT = 1 << 20
-"""The same of an accelerator, whose allocator counts exactly."""
+"""Least bytes that count as kept between calls on an accelerator, whose allocator counts exactly."""
 PARTS = {"forward": OUTPUTS["forward"], "backward": OUTPUTS["backward"]}
-"""What the halves of a training step return."""
+"""Outputs of the halves of a training step."""
 
 
 class FellBack(Exception):
-    """The path that was asked for is not the one that ran."""
+    """Another path ran than the one that was asked for."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a cell is opened."""
+    """Options for opening a cell."""
 
     thorough: bool = False
     measure: bool = True
     clock: str | None = None
     seed: int = 0
     again: bool = False
-    """Examined, weighed and profiled before, in another process: only check that its outputs are right here too."""
+    """Whether another process has examined the cell, so that only its outputs are checked here."""
 
 
 class Stages:
-    """Wall time by stage."""
+    """Clock of the wall time of each stage."""
 
     def __init__(self) -> None:
         self.spent_ns: dict[str, int] = {}
@@ -100,7 +99,7 @@ class Stages:
 
 
 class Session:
-    """One implementation on one workload, alive on a device."""
+    """An open cell: one implementation on one workload, on one device."""
 
     slow_clock: bool
     parts: tuple[str, ...]
@@ -121,18 +120,21 @@ class Session:
         self._rng = np.random.default_rng([options.seed, 1])
         self._transforms = Transforms(framework, self._device, cell.workload, implementation.layout, self._rng)
         self._compared_whole: set[str] = set()
-        """Parts of which a timed call was compared whole."""
+        """Parts of which a timed call has been compared as a whole."""
         self._kept_bytes = 0
-        """What the implementation holds between calls."""
+        """Bytes that the implementation holds between calls."""
         self._calls = 0
-        """Calls that were made with inputs of their own."""
+        """Number of calls with inputs of their own."""
         self.clock_ns = 0
-        """What the clock took for the last samples: the part of a visit that is sampling."""
+        """Time that the clock took for the last samples."""
         self.check_ns = 0
-        """What checking some of their calls took."""
+        """Time that checking some of the last samples' calls took."""
 
     def open(self, draws: Draws) -> Ok:
-        """Everything before timing; raises Unsupported, Wrong, FellBack, or what the implementation raises."""
+        """Build, check and profile the cell, and return its record without times.
+
+        Raises Unsupported, Wrong, FellBack, or whatever the implementation raises.
+        """
         self._draws = draws
         stages = Stages()
         with stages.timed("build"):
@@ -146,14 +148,14 @@ class Session:
         with stages.timed("verify"), self._framework.precision(self.cell.workload.dtype):
             subject = self._examined = self._subject(self.cell.workload, self.programs, draws, call_lse)
             again = self._options.again
-            self.findings = examine_again(subject) if again else examine(subject, self._options.thorough)
+            if again:
+                self.findings = examine_again(subject)
+            else:
+                self.findings = examine(subject, self._options.thorough, self._call_for, self._partial)
             verified_at = self.findings.verified_at if again else self._verify_gradients_smaller()
-            if self._options.thorough and not again:
-                self._add_properties(prefill_and_decode.check(subject, *self._verified_output(), self._call_for))
-                self._add_properties(self._check_partial(subject))
             figures = {} if again else quality_of(subject, self._implementation, self.cell.config, self.findings.errors)
             for program in (self.programs.main, *self.programs.parts.values()):
-                require_kept(subject, program)
+                require_result_kept(subject, program)
         with stages.timed("profile"):
             kernels, kernels_reason = (None, SEEN_BEFORE) if again else self._profiled()
             memory = Memory(peak_bytes=None, reason=SEEN_BEFORE) if again else self._weigh()
@@ -184,7 +186,7 @@ class Session:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """What the main program returns."""
+        """Names of the main program's outputs."""
         return OUTPUTS[self.cell.workload.pass_]
 
     @property
@@ -194,20 +196,23 @@ class Session:
 
     @property
     def repeats(self) -> bool:
-        """Whether every call that was compared whole so far gave the same bits."""
+        """Whether every call that was compared as a whole gave the same bits so far."""
         return self._checks.repeats
 
     def sample(self, part: str, count: int, calls: int) -> list[float]:
-        """Samples of one part, then a check that timed calls drawn at random really computed their answers."""
+        """Return samples of one part, and check that timed calls drawn at random computed the right results."""
         return self._visit(self._clock, part, count, calls)
 
     def sample_other(self, clock: str, count: int) -> list[float]:
-        """Samples of the main program by another clock, to lay beside the published one."""
+        """Return samples of the main program by another clock than the published one."""
         return self._visit(self._framework.clock(clock, self._device), "main", count, 1)
 
     def _visit(self, clock: Clock, part: str, count: int, calls: int) -> list[float]:
-        """Some visits have a sample more, whose calls have a known result that can be compared whole: anywhere between
-        the others, and left out of what is returned, since an implementation could know that result too."""
+        """Return the samples of a visit and check some of its calls.
+
+        Some visits have an extra sample at a random place, whose calls have a known result and are compared as a whole.
+        It is left out of the returned samples, since an implementation could know that result too.
+        """
         start = time.perf_counter_ns()
         program, names = self.programs.main, self.output_names
         if part != "main":
@@ -225,7 +230,8 @@ class Session:
         return ns[:at] + ns[at + 1 :] if samples > count else ns
 
     def _wants_known(self, part: str, count: int) -> bool:
-        """The first visit of each part, and then so rarely that visits take little longer for it."""
+        """Return whether a visit has calls of a known result: the first visit of each part, and then few enough for
+        their cost."""
         first = part not in self._compared_whole
         self._compared_whole.add(part)
         return first or self._rng.random() < min(0.5, count / SAMPLES_PER_KNOWN)
@@ -243,8 +249,10 @@ class Session:
         return TimedCalls(self._checks.boxes, names, inputs, samples, several, self._rng)
 
     def block(self, calls: int) -> Block:
-        """One turn in a comparison: so many calls by every metric, then the same checks as after samples. A call of
-        known result comes right before or after the turn, at random."""
+        """Return one turn in a comparison: a number of calls by every metric, checked like samples.
+
+        A call of a known result comes before or after the turn, at random.
+        """
         known, first = self._wants_known("main", calls), self._rng.random() < 0.5
         if known and first:
             self._compare_known()
@@ -258,8 +266,11 @@ class Session:
         return block
 
     def examine_after(self) -> None:
-        """Check again what was verified, when all samples are taken; raises Wrong. A kernel may change its path after
-        some calls (by calibration or tuning), and timed calls are only held to a multiple of what is allowed here."""
+        """Check the verified properties again after the last sample; raises Wrong.
+
+        A kernel may change its path after some calls (by calibration or tuning), and timed calls are only held to a
+        multiple of what is allowed here.
+        """
         try:
             with self._framework.precision(self.cell.workload.dtype):
                 self._examine_outputs_again()
@@ -270,7 +281,7 @@ class Session:
         examine_after(self._examined)
 
     def trace(self, folder: Path) -> Path:
-        """Hand one call to the framework's profiler."""
+        """Write a trace of one call with the framework's profiler, and return its path."""
         folder.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^\w.-]+", "_", self.cell.id)
         inputs = self._call_inputs(1)[0]
@@ -283,7 +294,7 @@ class Session:
 
     @property
     def other_clocks(self) -> tuple[str, ...]:
-        """Clocks worth laying beside it."""
+        """Clocks whose times are shown beside the published one."""
         names = self._framework.clocks(self._device)
         return tuple(name for name in names if name not in (self._clock.name, "graph"))
 
@@ -304,33 +315,24 @@ class Session:
         layout, gradient = self._implementation.layout, self._implementation.lse_gradient
         return Subject(self._framework, self._device, workload, layout, programs, draws, lse, declared, gradient)
 
-    def _verified_output(self) -> tuple[Array, float]:
-        """On the first input set, and its allowed error; of a backward pass there is none, and nothing asks for it."""
-        return self.findings.good[0][0], self.findings.limits("out", self.cell.workload.dtype).relative
-
     def _call_for(self, workload: Workload) -> Call | None:
-        """The same implementation on another workload, where it claims that one. What somebody tries out is judged by
-        what it was given to do, an installed one by what it claims."""
+        """Return the implementation's call for another workload; None if it does not claim to support that one.
+
+        A function that is being tried out need not support other workloads than the one it was given, so it has none.
+        """
         if origin(self.cell.implementation) == HERE or self._implementation.approximate:
             return None
         if refusal(self._implementation, workload, self._environment) is not None:
             return None
         return self._implementation.build(workload, self.cell.config)
 
-    def _check_partial(self, subject: Subject) -> tuple[str, ...]:
-        """Check the form on a part of a larger whole, of an implementation that is exact and has one."""
-        if self._implementation.approximate:
-            return ()
-        partial = self._implementation.partial(self.cell.workload, self.cell.config)
-        return partial_form.check(subject, partial, self.findings.limits("out", self.cell.workload.dtype).relative)
-
-    def _add_properties(self, held: tuple[str, ...]) -> None:
-        errors = self.findings.errors
-        errors = msgspec.structs.replace(errors, properties=(*errors.properties, *held))
-        self.findings = replace(self.findings, errors=errors)
+    def _partial(self) -> Partial | None:
+        """Return the partial form of an exact implementation, if it has one."""
+        approximate = self._implementation.approximate
+        return None if approximate else self._implementation.partial(self.cell.workload, self.cell.config)
 
     def _copied(self, inputs: Inputs) -> Inputs:
-        """What a call gets that is not watched, such as the first one: it could change its inputs."""
+        """Return copies of inputs, for calls that are not watched and could change them, such as the first."""
         return Inputs(*self._framework.snapshot(tuple(inputs))) if self._framework.overwrites else inputs
 
     def _require_unchanged(self, copied: Inputs, inputs: Inputs) -> None:
@@ -351,7 +353,8 @@ class Session:
         return kernels, reason
 
     def _verify_gradients_smaller(self) -> VerifiedAt:
-        """Where no head's gradients fit the reference's budget, prove them on the same problem made small."""
+        """Return the verified shape; if no head's gradients fit the reference's budget, check them on a smaller
+        shape."""
         workload, verified_at = self.cell.workload, self.findings.verified_at
         if not workload.needs_gradients or self._draws.gradient_heads:
             return verified_at
@@ -378,7 +381,8 @@ class Session:
             raise FellBack(f"fell back: nothing like {' or '.join(wanted)} ran, but {seen}")
 
     def _held(self) -> int | None:
-        """Return what the process holds when the inputs are drawn and libraries have made their own workspaces."""
+        """Return the bytes that the process holds after the inputs are drawn and libraries have made their
+        workspaces."""
         self._framework.wait(tuple(self._inputs[0]))
         if self._device != "cpu" and self._framework.held(self._device) is not None:
             product = self._framework.matmul(64, self.cell.workload.dtype, self._device)
@@ -387,15 +391,18 @@ class Session:
         return self._framework.held(self._device)
 
     def _kept_since(self, before: int | None) -> int:
-        """Return the bytes that the implementation holds between calls: what is held more than before it was built."""
+        """Return the bytes that the implementation keeps between calls: the growth since before it was built."""
         gc.collect()
         after = self._framework.held(self._device)
         kept = 0 if before is None or after is None else after - before
         return kept if kept >= (UNSEEN_BYTES if self._device == "cpu" else LEAST_KEPT) else 0
 
     def _peak(self) -> Peak:
-        """Weigh one call, and add what is kept between calls. On a CPU the figure is held against the growth of the
-        process, which sees the memory of every library: if it is known to be too small, there is none."""
+        """Return the peak memory of one call, including what is kept between calls.
+
+        On a CPU the figure is compared with the growth of the process, which covers the memory of every library: if the
+        figure is known to be too small, none is returned.
+        """
         program, inputs = self.programs.main, self._inputs[0]
         peak = self._framework.peak(program, inputs, self._device, self.programs.temp_bytes)
         if peak.bytes is None:
@@ -434,10 +441,11 @@ class Session:
         return notes if ranks is None or ranks.reason is None else (*notes, ranks.reason)
 
     def warm_up(self, clock: str | None = None, brief: bool = False) -> None:
-        """Until two successive windows agree within 2 %, and for the least time the device needs; `brief`: it is warm,
-        only the clock is another one.
+        """Call until two successive windows agree within 2 % and the device had its least time; `brief` only sets the
+        clock.
 
-        The clock is the one named, the one asked of the run, or the framework's first, kernel times for short calls.
+        The clock is the one named, the one requested for the run, or the framework's first; short calls are timed by
+        kernel time.
         """
         names = self._framework.clocks(self._device)
         chosen = clock or self._options.clock
@@ -461,12 +469,12 @@ class Session:
         self.parts = ("main", *self.programs.parts)
 
     def _recheck(self) -> None:
-        """A few calls whose inputs lie where the last ones lay: an answer stored under an address is stale here."""
+        """Check a few calls whose inputs lie where the last ones lay, so that a result stored by address is found."""
         for _ in range(RECHECKS if self.call_ns < SLOW_NS else 1):
             self._compare_known()
 
     def _compare_known(self) -> None:
-        """One call that is not timed, of known result."""
+        """Make one untimed call with a known result and compare its whole output."""
         inputs = self._call_inputs(1)
         inputs.known = range(1)
         output = self.programs.main.run(self.programs.main.prepare(inputs[0]))
@@ -475,7 +483,7 @@ class Session:
 
 
 def refusal(implementation: Implementation, workload: Workload, environment: Environment) -> str | None:
-    """Why a cell will not run here: another step, not available, or not supported."""
+    """Return why a cell will not run here (another step, not available, not supported), or None."""
     if workload.step != implementation.step:
         mine = f"the step {implementation.step}" if implementation.step else "attention alone"
         return f"computes {mine}, not {f'the step {workload.step}' if workload.step else 'attention alone'}"

@@ -1,4 +1,4 @@
-"""A cell whose workload is a step around attention: drawn, checked and timed as its kind says."""
+"""A cell whose workload is a training or inference step around attention: drawn, checked and timed as its kind says."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NOTHING = np.ones(1, np.float32)
 
 
 class Unchanged(Transforms):
-    """Leaves inputs as they were drawn: nothing is known of what a step would make of others."""
+    """Transforms that leave inputs as they were drawn, since the result of a step on other inputs is not known."""
 
     def fresh(self) -> Transform:
-        """Draw nothing."""
+        """Return the transform that changes nothing."""
         return Transform(NOTHING, NOTHING, NOTHING, NOTHING, known=True)
 
     known = fresh
@@ -42,14 +42,14 @@ class Unchanged(Transforms):
 
 
 class Checked(NamedTuple):
-    """What the outputs showed, and what the forward ones and the gradients were allowed."""
+    """Errors of the outputs, and the limits for forward outputs and gradients."""
 
     errors: Errors
     limits: tuple[Limits | None, Mapping[str, Limits] | None]
 
 
 class StepSession(Session):
-    """One implementation of a step, alive on a device."""
+    """An open cell of a step."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class StepSession(Session):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """What the step returns."""
+        """Names of the step's outputs."""
         return self._kind.outputs(self.cell.workload)
 
     @property
@@ -73,7 +73,10 @@ class StepSession(Session):
         return self._states
 
     def open(self, draws: Draws | None = None) -> Ok:
-        """Everything before timing; raises Unsupported, Wrong, FellBack, or what the implementation raises."""
+        """Build, check and profile the cell, and return its record without times.
+
+        Raises Unsupported, Wrong, FellBack, or whatever the implementation raises.
+        """
         del draws
         stages, workload = Stages(), self.cell.workload
         with stages.timed("build"):
@@ -115,7 +118,7 @@ class StepSession(Session):
         )
 
     def _examine_outputs_again(self) -> None:
-        """Compare the step on both input sets with what was verified."""
+        """Compare the step on both input sets with its verified outputs."""
         for which, state in enumerate(self._states):
             outputs = dict(zip(self.output_names, self._finished(self.programs, state)))
             self._checks.compare_whole(which, self._transforms.known(), outputs)
@@ -132,7 +135,7 @@ class StepSession(Session):
         return self._framework.compiled(self._maker.function(workload, self.cell.config), state)
 
     def _finished(self, programs: Programs, state: Any) -> tuple[Array, ...]:
-        """One call's outputs, which must be all there and finite."""
+        """Return the outputs of one call; raises Wrong unless all are there and finite."""
         output = programs.main.run(programs.main.prepare(state))
         self._framework.wait(output)
         if len(output) != len(self.output_names):
@@ -144,7 +147,10 @@ class StepSession(Session):
         return self._framework.snapshot(output)
 
     def _check(self, workload: Workload, values: list[Values], programs: Programs, states: list[Any]) -> Checked:
-        """Every output on every input set against the reference, by the error that plain rounding makes."""
+        """Compare every output on every input set with the reference, and return errors and limits.
+
+        The allowed error is a multiple of what plain rounding causes.
+        """
         worst: dict[str, Compared] = {}
         for drawn, state in zip(values, states):
             held = {name: self._rounded(one, workload.dtype) for name, one in drawn.items()}
@@ -182,7 +188,7 @@ class StepSession(Session):
         return result
 
     def _rounded(self, values: np.ndarray, dtype: str) -> np.ndarray:
-        """Whole numbers, such as tokens, are what they are."""
+        """Return values rounded to the dtype, as float64; whole numbers, such as tokens, are returned unchanged."""
         if values.dtype.kind != "f":
             return values
         return self._framework.numpy(self._framework.array(values, dtype, self._device)).astype(np.float64)

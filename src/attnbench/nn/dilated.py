@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.frameworks.torch_autocast import is_autocast, under_autocast, without_autocast
+from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls._arguments import check_causal, check_mix_grad, check_scale, check_tensors, workload_of
 from attnbench.kernels.dilated.conditions import problem_of
 from attnbench.kernels.dilated.task import Task

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnbench.measuring.host_limit import notes_of
+from attnbench.measuring.rates import notes_of
 from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.results.records import label

@@ -16,7 +16,7 @@ from attnbench.analyse.memory_limit import fits_until
 from attnbench.analyse.recommend import compared_families
 from attnbench.analyse.scaling import compute_bound, exponent, memory_points, time_points
 from attnbench.analyse.speedup import speedups
-from attnbench.measuring.host_limit import host_limit, notes_of
+from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.results.records import baseline, label
 from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from attnbench.analyse.summary import count_notes, format_ratio, not_run
-from attnbench.measuring.host_limit import HOST_LIMITED, host_limit
+from attnbench.measuring.rates import HOST_LIMITED, host_limit
 from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.units import DASH

@@ -1,6 +1,6 @@
 """Who is fastest on a workload: the order, the ties, the names of one kernel, and which of several runs decides.
 
-Every output reads this file: terminal, `--json`, report page, Markdown, summaries, advice, gallery and `choose`.
+All outputs read this file: terminal, `--json`, report page, Markdown, summaries, advice, gallery and `choose`.
 docs/method.md ("Who is faster?") describes the rules.
 """
 
@@ -49,10 +49,12 @@ class Row(Struct, frozen=True, kw_only=True):
     record: Record
     rank: int | None = None
     tied: bool = False
-    """Whether it shares its rank with the row above: the row, or one below it that is certainly not slower, cannot be
-    told from all rows of that rank."""
+    """Whether the row shares its rank with the row above.
+
+    The row, or one below it that is not significantly slower, does not differ significantly from all rows of that rank.
+    """
     behind: bool = False
-    """Whether it is certainly slower than the first row of its rank, which it shares only through another row."""
+    """Whether the row is significantly slower than the first row of its rank, which it shares through another row."""
     speedup: Ratio | None = None
     """Time of the baseline / time of this row, at 95 %."""
     reason: str = ""
@@ -103,7 +105,7 @@ class Standing:
 
     @cached_property
     def unbeaten(self) -> tuple[str, ...]:
-        """Names of the first rank without those that are certainly slower than its first row."""
+        """Names of the first rank without those that are significantly slower than its first row."""
         return tuple(row.implementation for row in self.rows if row.rank == 1 and not row.behind)
 
     @cached_property
@@ -133,7 +135,7 @@ class Standing:
 
     def one_kernel(self, a: str, b: str) -> bool:
         """Return whether two ranked names are one kernel here: both launched the same kernels, share a rank, and
-        neither is certainly faster."""
+        neither is significantly faster."""
         if a == b or not same_kernel(self.ranked[a], self.ranked[b]):
             return a == b
         ranks = {row.rank for row in self.rows if row.implementation in (a, b)}
@@ -212,10 +214,11 @@ def _why_no_time(record: Record) -> str:
 def _places(timed: Sequence[Ok], ratios: Ratios) -> Iterator[tuple[Ok, dict[str, Any]]]:
     """Yield each record with its rank, in order of time.
 
-    A new rank opens with a record that is certainly slower than every record of the rank before, and than none after
-    it. Being too close to tell is not transitive: a ~ b and b ~ c with a certainly ahead of c. All three share a rank
-    then, since any line between them would part two that nobody can tell apart; c is `behind`. On a machine that drifts
-    medians and rounds may contradict each other: no line is drawn above what a later record certainly beats.
+    A new rank opens with a record that is significantly slower than every record of the rank before, and than none
+    after it. "Not significantly different" is not transitive: a ~ b and b ~ c, with a significantly ahead of c. All
+    three share a rank then, since any line between them would part two that do not differ significantly; c is `behind`.
+    On a machine that drifts, medians and rounds may contradict each other: no line is drawn above a record that a later
+    one significantly beats.
     """
 
     def slower(record: Ok, than: Ok) -> bool:
@@ -274,15 +277,15 @@ def supersedes(new: Standing, old: Standing) -> bool:
 
 
 class Position(Struct, frozen=True):
-    """Where a ranked row stands among all rows of its workload that are shown together."""
+    """Place of a ranked row among all rows of its workload that are shown together."""
 
     row: Row
     place: int
     """Place in the order, from 0 on."""
     tie: int
-    """Number that kernels share if they cannot be told apart; of two that are unbeaten it is the same."""
+    """Number that kernels share if they do not differ significantly; of two that are unbeaten it is the same."""
     within: int
-    """Number that kernels share if they cannot be told apart among those of their framework alone."""
+    """Number that kernels share if they do not differ significantly among those of their framework alone."""
     kernel: int
     """Number that names of one kernel share."""
     group: int
@@ -351,8 +354,8 @@ class Standings:
 
     @cached_property
     def overall(self) -> dict[str, Standing]:
-        """Workload id -> standing of all frameworks that one run decides for; of a workload that nobody was ranked on,
-        the newest standing, which has the reasons."""
+        """Workload id -> standing of all frameworks that one run decides for; of a workload without ranked rows, the
+        newest standing, which has the reasons."""
         return {key: standing for key, (_, standing) in self._overall.items()}
 
     def apart(self, key: str) -> list[Standing]:

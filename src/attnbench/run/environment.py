@@ -1,4 +1,4 @@
-"""Where a run takes place: the device, the libraries really loaded (and those they hide), clocks, variables, commit."""
+"""The environment of a run: device, libraries really loaded and the copies they hide, clocks, variables, commit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import psutil
 from msgspec import Struct
 
 from attnbench.frameworks import Framework
-from attnbench.measuring.gpu_state import nvml_handle
+from attnbench.measuring.block import nvml_handle
 from attnbench.measuring.sampling import ESTIMATOR
+from attnbench.processes import mapped_files
 from attnbench.spec import DIRTY, Environment, Library
 
 LIBRARIES = re.compile(
@@ -34,7 +35,7 @@ SEARCHED = (
 
 
 class ImplementationState(Struct, frozen=True, kw_only=True):
-    """Whether an implementation can run on this machine at all."""
+    """Whether an implementation can run on this machine."""
 
     name: str
     framework: str
@@ -47,18 +48,18 @@ class ImplementationState(Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(Struct, frozen=True, kw_only=True):
-    """What `attnbench doctor` knows."""
+    """The results of `attnbench doctor`."""
 
     environments: dict[str, Environment]
     frameworks: dict[str, str | None]
-    """Name -> None when usable, else why not."""
+    """Reason by framework why it cannot be used, or None."""
     implementations: list[ImplementationState]
 
 
 def describe(framework: Framework, device: str, folder: Path | None = None) -> Environment:
-    """The full environment of this process; call it after the framework has been used.
+    """Return the full environment of this process; call it after the framework has been used.
 
-    `folder`: where the code lies that is measured, if that is known; else the commit is that of the working folder.
+    The commit is that of `folder`, the folder of the measured code if known; else that of the working folder.
     """
     light = framework.environment(device)
     return msgspec.structs.replace(
@@ -73,15 +74,8 @@ def describe(framework: Framework, device: str, folder: Path | None = None) -> E
 
 
 def loaded_libraries() -> tuple[Library, ...]:
-    """Shared libraries of interest mapped into this process, with other copies that the loader could have found."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return ()
-    paths = sorted(
-        {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6 and LIBRARIES.search(line)}
-    )
-    return tuple(_library(path) for path in paths)
+    """Return the shared libraries of interest in this process, with other copies that the loader could have found."""
+    return tuple(_library(path) for path in mapped_files() if LIBRARIES.search(path))
 
 
 def _library(path: str) -> Library:
@@ -99,7 +93,7 @@ def _library(path: str) -> Library:
 
 
 def without_home(text: str) -> str:
-    """Paths cut to what follows the environment's or the package's folder: where those lie is nobody's business."""
+    """Return a text whose paths begin at the environment's or the package's folder, without folders of the user."""
     return re.sub(r"(?:/[^\s/\"':;,]+)+/(?=site-packages/|attnbench/)", "", text)
 
 
@@ -144,9 +138,9 @@ def _driver(device: str) -> str:
 
 
 def commit_of(folder: Path | None = None) -> str:
-    """Return the commit of the tree that a folder (the working folder) lies in, with a mark if it holds other code.
+    """Return the commit of the tree around a folder, by default the working folder, with a mark if it holds other code.
 
-    Changes of files that git knows count, and files that it does not know and Python could import.
+    Other code means changed files that git knows, and unknown files that Python could import.
     """
 
     def ask(*words: str) -> str | None:

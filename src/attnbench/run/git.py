@@ -1,4 +1,4 @@
-"""Questions to git: refs, merge bases, the commits between two; what it cannot answer is one sentence with a remedy."""
+"""Questions to git about refs and commits; an error is one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FIELD = "\x1f"
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, without those by which a git hook would send every git command to its repository."""
+    """Return the variables of this process, without those that a git hook sets to bind git to its repository."""
     return {name: value for name, value in os.environ.items() if name not in HOOK_VARIABLES}
 
 
 def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run git in a folder, without hooks; its exit code is the caller's to judge."""
+    """Run git in a folder, without hooks, and return the finished process whatever its exit code."""
     try:
         return subprocess.run(
             ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *arguments],
@@ -36,7 +36,7 @@ def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def answer(folder: Path, *arguments: str) -> str:
-    """What git prints; a UsageError with its own last line when it fails."""
+    """Return git's output; raises UsageError with the last line of its error message."""
     done = ask(folder, *arguments)
     if done.returncode:
         raise UsageError(f"`git {' '.join(arguments[:2])}` failed in {folder}: {last_line(done)}.")
@@ -44,13 +44,13 @@ def answer(folder: Path, *arguments: str) -> str:
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """What a failed command said last."""
+    """Return the last line of a failed command's output."""
     lines = (done.stderr or done.stdout or "").strip().splitlines()
     return lines[-1].removeprefix("fatal: ").removeprefix("error: ").rstrip(".") if lines else "it said nothing"
 
 
 def is_repository(folder: Path = HERE) -> bool:
-    """Whether refs can be asked for there at all."""
+    """Return whether a folder lies in a git repository."""
     try:
         root(folder)
     except UsageError:
@@ -59,7 +59,7 @@ def is_repository(folder: Path = HERE) -> bool:
 
 
 def root(folder: Path = HERE) -> Path:
-    """Top folder of the working tree."""
+    """Return the top folder of the working tree; raises UsageError if there is none."""
     done = ask(folder, "rev-parse", "--show-toplevel")
     if done.returncode == 0 and done.stdout.strip():
         return Path(done.stdout.strip())
@@ -74,7 +74,7 @@ def root(folder: Path = HERE) -> Path:
 
 
 def resolve(ref: str, folder: Path = HERE) -> str:
-    """The full commit that a ref names."""
+    """Return the full commit id of a ref; raises UsageError if there is none."""
     done = None if ref.startswith("-") else ask(folder, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
     if done is not None and done.returncode == 0:
         return done.stdout.strip()
@@ -83,7 +83,7 @@ def resolve(ref: str, folder: Path = HERE) -> str:
 
 
 def is_ref(ref: str, folder: Path = HERE) -> bool:
-    """Whether git knows a commit by that name there."""
+    """Return whether git knows a commit by that name."""
     try:
         return bool(resolve(ref, folder))
     except UsageError:
@@ -91,7 +91,7 @@ def is_ref(ref: str, folder: Path = HERE) -> bool:
 
 
 def head(folder: Path = HERE) -> str:
-    """The commit that is checked out; empty before the first one."""
+    """Return the commit that is checked out; empty before the first commit."""
     return ask(folder, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip()
 
 
@@ -107,17 +107,18 @@ def _unknown_ref(ref: str, folder: Path) -> UsageError:
 
 
 def is_shallow(folder: Path = HERE) -> bool:
-    """Whether the clone ends somewhere before the first commit."""
+    """Return whether the clone lacks the beginning of the history."""
     return ask(folder, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
 
 
 def subject(commit: str, folder: Path = HERE) -> str:
-    """First line of a commit's message."""
+    """Return the first line of a commit's message."""
     return answer(folder, "log", "-1", "--format=%s", commit)
 
 
 def changes(folder: Path = HERE, *, untracked: bool = True) -> list[str]:
-    """Files that differ from HEAD, with those that git does not know and does not ignore: Python imports these too."""
+    """Return the files that differ from HEAD, including unknown ones that are not ignored, which Python could
+    import."""
     kind = "all" if untracked else "no"
     found = ask(folder, "status", "--porcelain", "-z", "--no-renames", f"--untracked-files={kind}")
     if found.returncode:
@@ -127,12 +128,12 @@ def changes(folder: Path = HERE, *, untracked: bool = True) -> list[str]:
 
 
 def is_dirty(folder: Path = HERE) -> bool:
-    """Whether the working tree holds anything that HEAD does not."""
+    """Return whether the working tree differs from HEAD."""
     return bool(changes(folder))
 
 
 def merge_base(a: str, b: str, folder: Path = HERE) -> str:
-    """The commit where two refs parted."""
+    """Return the last common commit of two refs; raises UsageError if there is none."""
     done = ask(folder, "merge-base", resolve(a, folder), resolve(b, folder))
     if done.returncode == 0:
         return done.stdout.split()[0]
@@ -141,7 +142,8 @@ def merge_base(a: str, b: str, folder: Path = HERE) -> str:
 
 
 def commits_between(old: str, new: str, folder: Path = HERE, *, first_parent: bool = False) -> list[tuple[str, str]]:
-    """(commit, subject) of what is in `new` and not in `old`, oldest first; `first_parent` leaves out merged ones."""
+    """Return (commit, subject) of what is in `new` but not in `old`, oldest first; `first_parent` leaves out merged
+    commits."""
     only = ["--first-parent"] if first_parent else []
     span = f"{resolve(old, folder)}..{resolve(new, folder)}"
     lines = answer(folder, "log", "--reverse", "--topo-order", *only, f"--format=%H{FIELD}%s", span).splitlines()
@@ -149,7 +151,7 @@ def commits_between(old: str, new: str, folder: Path = HERE, *, first_parent: bo
 
 
 def commit_order(commits: Iterable[str], folder: Path = HERE) -> dict[str, int]:
-    """Place of each commit in the history, parents first; one that this clone does not have is left out."""
+    """Return the position of each commit in the history, parents first; commits that this clone lacks are left out."""
     found = {}
     for commit in set(commits):
         done = ask(folder, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")

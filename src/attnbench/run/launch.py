@@ -1,4 +1,4 @@
-"""Carry out a request: plan, then workload by workload open all cells, interleave them, and hand over the records."""
+"""The entry to a run: the request, the plan, and the loop over workloads that hands over their records."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from msgspec import Struct
 
 from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
-from attnbench.run.crew import Crew
 from attnbench.run.environment import Diagnosis, ImplementationState
-from attnbench.run.lock import RUN_PATIENCE_S, measuring
-from attnbench.run.naming import free_name, is_reference, name_references
+from attnbench.run.machine import RUN_PATIENCE_S, measuring
 from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
-from attnbench.run.travel import Traveller, from_object, from_reference
+from attnbench.run.pool import Pool
+from attnbench.run.user_functions import (
+    CannotSend,
+    UserFunction,
+    free_name,
+    from_object,
+    from_reference,
+    is_reference,
+    name_references,
+)
 from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Failed, Implementation, Record, Unsupported, Workload
 
@@ -31,17 +38,17 @@ Sink = Callable[[Sequence[Record]], None]
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """What is asked of a run."""
+    """The parameters of a run."""
 
     workloads: tuple[Workload, ...]
     implementations: tuple[Any, ...]
     """Names, `file.py:function` or `module:function` references, functions, or Implementations."""
     framework: str = "torch"
-    """Of bare functions."""
+    """Framework of bare functions."""
     device: str | None = None
-    """None: the best of each framework."""
+    """Device kind; None takes the best one of each framework."""
     measure: bool = True
-    """False: verify only."""
+    """Whether cells are timed; False verifies them only."""
     budget_s: float = 1.0
     """Sampling time per cell."""
     trials: int | None = None
@@ -49,43 +56,44 @@ class Request(Struct, frozen=True, kw_only=True):
     precision: float = 0.01
     """Stop when the 95 % interval of the median is within this share of it."""
     timeout_s: float = 300.0
-    """For each stage of a cell."""
+    """Time limit of each question to a worker, such as opening a cell."""
     threads: int | None = None
     seed: int | None = None
     clock: str | None = None
     trace: Path | None = None
     thorough: bool = False
     in_process: bool = False
-    """Without isolation, for functions that cannot travel."""
+    """Whether everything runs in the calling process, for functions that cannot be sent to a worker."""
     every_config: bool = False
-    """Where a name alone means none of its settings (a pair of what?), take all that are worth trying here."""
+    """Whether an implementation that needs a setting (a pair needs its two halves) runs with every setting worth trying
+    if the request names none."""
     strict: bool = False
-    """A dtype that nothing takes is a wrong request, not a run of refusals."""
+    """Whether a run in which every cell is refused for its dtype raises UsageError."""
 
 
 class Listener:
-    """Told of progress; each method may be overridden."""
+    """Receiver of progress messages; each method may be overridden."""
 
     def environment(self, framework: str, environment: Environment) -> None:
-        """A framework's worker is up."""
+        """Receive the environment of a framework when its first worker has started."""
 
     def planned(self, cells: Sequence[Planned]) -> None:
-        """The plan is made."""
+        """Receive all planned cells before anything runs."""
 
     def stage(self, cell: Cell, stage: str) -> None:
-        """A cell enters "verify" or "measure"."""
+        """Report that a cell enters the stage "verify" or "measure"."""
 
     def verified(self, cell: Cell, ok: bool) -> None:
-        """A cell was examined."""
+        """Report whether a cell passed its checks."""
 
     def finished(self, record: Record) -> None:
-        """A cell is over."""
+        """Receive the final record of a cell."""
 
     def warning(self, text: str) -> None:
-        """Something the user should know."""
+        """Receive a warning for the user."""
 
     def waiting(self, text: str) -> None:
-        """Another process is measuring, and the run waits for it: nobody should have to guess why nothing happens."""
+        """Report that the run waits because another process is measuring; by default, log it as a warning."""
         logging.getLogger("attnbench").warning(text)
 
 
@@ -94,88 +102,88 @@ def launch(
     sink: Sink,
     listener: Listener,
     done: frozenset[str] = frozenset(),
-    crew: Crew | None = None,
+    pool: Pool | None = None,
     patience_s: float = RUN_PATIENCE_S,
 ) -> None:
-    """Run every cell that is not in `done` (Cell.id); the sink gets the records of each workload as soon as it ends.
+    """Run every cell whose id is not in `done`, and pass the records of each workload to `sink` when it ends.
 
-    A standing `crew` is used and left alive; otherwise the run has workers of its own. What is timed is timed under the
-    machine's lock, which is waited for `patience_s` seconds: a UsageError if another process measures for longer.
+    A given `pool` is used and left alive; otherwise the run starts workers of its own and ends them. Timing needs the
+    machine's lock: raises UsageError if another process holds it for longer than `patience_s` seconds.
     """
     refuse_distortion()
     _check_clock(request)
-    wanted, travellers = _recruit(request)
+    wanted, user_functions = _recruit(request)
     with ExitStack() as held:
         if request.measure:
             for note in held.enter_context(measuring("run", patience_s, listener.waiting)):
                 listener.warning(note)
-        if crew is None:
-            crew = held.enter_context(Crew(travellers, request.device, request.threads, request.in_process))
-            crew.on_environment = listener.environment
-        _run_all(request, wanted, sink, listener, done, crew)
+        if pool is None:
+            pool = held.enter_context(Pool(user_functions, request.device, request.threads, request.in_process))
+            pool.on_environment = listener.environment
+        _run_all(request, wanted, sink, listener, done, pool)
 
 
 def _run_all(
-    request: Request, wanted: Sequence[Asked], sink: Sink, listener: Listener, done: frozenset[str], crew: Crew
+    request: Request, wanted: Sequence[Asked], sink: Sink, listener: Listener, done: frozenset[str], pool: Pool
 ) -> None:
     seed = secrets.randbits(31) if request.seed is None else request.seed
     rng = random.Random(seed)
     workloads = distinct(request.workloads)
-    crew.clock = request.clock
-    cells = cells_of(workloads, wanted, crew.configs if request.every_config else as_asked)
-    planned = _planned(request, crew, [cell for cell in cells if cell.id not in done])
+    pool.clock = request.clock
+    cells = cells_of(workloads, wanted, pool.configs if request.every_config else as_asked)
+    planned = _planned(request, pool, [cell for cell in cells if cell.id not in done])
     if request.strict and not done:
         require_dtype(planned)
     listener.planned(planned)
     if request.measure:
         _warn_of_load(listener)
-    crew.spread([one.cell.implementation for one in planned if one.reason is None])
+    pool.spread([one.cell.implementation for one in planned if one.reason is None])
     for number, workload in enumerate(workloads):
         mine = [one for one in planned if one.cell.workload == workload]
         if not mine:
             continue
         left = frozenset(workloads[number:])
-        crew.keep_only(one.cell.implementation for one in planned if one.reason is None and one.cell.workload in left)
-        refused = [_not_run(one, crew) for one in mine if one.reason is not None]
+        pool.keep_only(one.cell.implementation for one in planned if one.reason is None and one.cell.workload in left)
+        refused = [_not_run(one, pool) for one in mine if one.reason is not None]
         for record in refused:
             listener.finished(record)
         todo = [one.cell for one in mine if one.reason is None]
-        run = WorkloadRun(request, workload, crew, listener, rng, seed + 7919 * number)
+        run = WorkloadRun(request, workload, pool, listener, rng, seed + 7919 * number)
         place = {one.cell.id: turn for turn, one in enumerate(mine)}
         made = [*refused, *run.records(todo)]
         sink(sorted(made, key=lambda one: place.get(one.cell.id, len(mine))))  # in the order asked, the anchors last
 
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:
-    """The cells, and the reason of each that would not run."""
+    """Return the cells of a request, each with the reason if it would not run."""
     _check_clock(request)
-    wanted, travellers = _recruit(request)
-    with Crew(travellers, request.device, request.threads, request.in_process) as crew:
-        crew.on_environment = listener.environment
-        crew.clock = request.clock
-        configs = crew.configs if request.every_config else as_asked
-        return _planned(request, crew, cells_of(distinct(request.workloads), wanted, configs))
+    wanted, user_functions = _recruit(request)
+    with Pool(user_functions, request.device, request.threads, request.in_process) as pool:
+        pool.on_environment = listener.environment
+        pool.clock = request.clock
+        configs = pool.configs if request.every_config else as_asked
+        return _planned(request, pool, cells_of(distinct(request.workloads), wanted, configs))
 
 
-def _planned(request: Request, crew: Crew, cells: Sequence[Cell]) -> list[Planned]:
-    """The cells with their refusals; what is timed together is timed on one kind of device."""
-    planned = crew.refusals(cells)
-    _require_device(request, crew)
-    accelerator = next((found.device for found in crew.environments.values() if found.device != "cpu"), None)
+def _planned(request: Request, pool: Pool, cells: Sequence[Cell]) -> list[Planned]:
+    """Return the cells with their refusals; a timed run refuses the CPU if another framework uses an accelerator."""
+    planned = pool.refusals(cells)
+    _require_device(request, pool)
+    accelerator = next((found.device for found in pool.environments.values() if found.device != "cpu"), None)
     if accelerator is None or not request.measure:
         return planned
-    return [one if one.reason is not None else _on_accelerator(one, crew, accelerator) for one in planned]
+    return [one if one.reason is not None else _on_accelerator(one, pool, accelerator) for one in planned]
 
 
-def _on_accelerator(planned: Planned, crew: Crew, accelerator: str) -> Planned:
-    framework = crew.group(planned.cell.implementation).framework
-    if crew.accelerated(framework):
+def _on_accelerator(planned: Planned, pool: Pool, accelerator: str) -> Planned:
+    framework = pool.group(planned.cell.implementation).framework
+    if pool.accelerated(framework):
         return planned
     return Planned(planned.cell, f"{framework} runs on the cpu here, this run is on {accelerator}: use --device cpu")
 
 
 def diagnose(listener: Listener) -> Diagnosis:
-    """Start one worker per framework and ask what can run."""
+    """Start one worker per framework and return which implementations can run here."""
     states: list[ImplementationState] = []
     broken: list[ImplementationState] = []
     known: list[Implementation] = []
@@ -185,21 +193,21 @@ def diagnose(listener: Listener) -> Diagnosis:
         except UsageError as error:
             facts: dict[str, Any] = {"name": name, "framework": name.partition(".")[0], "origin": registry.origin(name)}
             broken.append(ImplementationState(**facts, approximate=False, reason=str(error), timed=False))
-    with Crew((), None, None) as crew:
-        crew.on_environment = listener.environment
-        crew.start([Group(name) for name in frameworks.NAMES])
+    with Pool((), None, None) as pool:
+        pool.on_environment = listener.environment
+        pool.start([Group(name) for name in frameworks.NAMES])
         for implementation in known:
-            states.append(_state(implementation, crew))
-        usable = {name: crew.unusable.get(name) for name in frameworks.NAMES}
-        environments = {group.framework: environment for group, environment in crew.environments.items()}
+            states.append(_state(implementation, pool))
+        usable = {name: pool.unusable.get(name) for name in frameworks.NAMES}
+        environments = {group.framework: environment for group, environment in pool.environments.items()}
     return Diagnosis(environments=environments, frameworks=usable, implementations=states + broken)
 
 
-def _state(implementation: Implementation, crew: Crew) -> ImplementationState:
+def _state(implementation: Implementation, pool: Pool) -> ImplementationState:
     framework = implementation.framework
-    environment = crew.environments.get(Group(framework))
-    reason = crew.unusable.get(framework) if environment is None else implementation.available(environment)
-    interpreted = "" if environment is None else crew.verify_only(implementation)
+    environment = pool.environments.get(Group(framework))
+    reason = pool.unusable.get(framework) if environment is None else implementation.available(environment)
+    interpreted = "" if environment is None else pool.verify_only(implementation)
     return ImplementationState(
         name=implementation.name,
         framework=framework,
@@ -212,25 +220,25 @@ def _state(implementation: Implementation, crew: Crew) -> ImplementationState:
     )
 
 
-def _recruit(request: Request) -> tuple[list[Asked], list[Traveller]]:
-    """What is wanted in the order asked, and the travellers among it."""
+def _recruit(request: Request) -> tuple[list[Asked], list[UserFunction]]:
+    """Return the requested implementations in order, and those of them that are user functions."""
     wanted: list[Asked] = []
-    travellers: list[Traveller] = []
+    user_functions: list[UserFunction] = []
     # What an earlier in-process run registered may be replaced; a rival of this run may not.
     known = () if request.in_process else registry.names()
     called = name_references(request.implementations, known)
     for what in request.implementations:
-        traveller = _traveller(what, request, {*known, *(one.name for one in wanted)}, called)
-        if traveller is not None:
-            travellers.append(traveller)
-            wanted.append(Asked(traveller.name))
+        user_function = _user_function(what, request, {*known, *(one.name for one in wanted)}, called)
+        if user_function is not None:
+            user_functions.append(user_function)
+            wanted.append(Asked(user_function.name))
         elif isinstance(what, str):
             name, config = registry.asked(what)
             wanted.append(Asked(name, config, registry.get(name).step))
-    return [one for n, one in enumerate(wanted) if one not in wanted[:n]], travellers
+    return [one for n, one in enumerate(wanted) if one not in wanted[:n]], user_functions
 
 
-def _traveller(what: Any, request: Request, taken: set[str], called: dict[str, str]) -> Traveller | None:
+def _user_function(what: Any, request: Request, taken: set[str], called: dict[str, str]) -> UserFunction | None:
     if isinstance(what, str):
         if is_reference(what):
             return from_reference(what, request.framework, taken, called[what])
@@ -241,21 +249,17 @@ def _traveller(what: Any, request: Request, taken: set[str], called: dict[str, s
         implementation = registry.resolve(what, request.framework)
         implementation.name = free_name(implementation.name, taken)
         registry.register(implementation)
-        return Traveller(
+        return UserFunction(
             name=implementation.name,
             framework=implementation.framework,
             process=implementation.process,
             label="",
             pickled=None,
         )
-    traveller = from_object(what, request.framework, taken)
-    if traveller is None:
-        raise CannotTravel(f"{getattr(what, '__name__', what)!r} cannot be sent to a worker process.")
-    return traveller
-
-
-class CannotTravel(UsageError):
-    """A function that holds something no other process can have."""
+    user_function = from_object(what, request.framework, taken)
+    if user_function is None:
+        raise CannotSend(f"{getattr(what, '__name__', what)!r} cannot be sent to a worker process.")
+    return user_function
 
 
 def _check_clock(request: Request) -> None:
@@ -264,7 +268,7 @@ def _check_clock(request: Request) -> None:
 
 
 def _warn_of_load(listener: Listener) -> None:
-    """A busy machine spoils times on its CPU more than any method can mend."""
+    """Warn if other programs keep the CPU busy, since times then vary."""
     cores = os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > BUSY_SHARE * cores:
@@ -272,33 +276,33 @@ def _warn_of_load(listener: Listener) -> None:
 
 
 def refuse_distortion() -> None:
-    """Some settings make every time wrong."""
+    """Raise UsageError if an environment variable is set that makes every time wrong."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise UsageError("CUDA_LAUNCH_BLOCKING is set: it times launches, not kernels. Unset it and run again.")
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """A time must be a finite number above 0."""
+    """Raise UsageError unless a duration is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and isfinite(value)):
         raise UsageError(f"{name} must be positive, a finite number of seconds, not {value!r}.")
 
 
-def _require_device(request: Request, crew: Crew) -> None:
-    """A device nobody has is a wrong request, not a sweep of refusals."""
-    if request.device is not None and crew.unusable and not crew.environments:
-        reasons = "; ".join(dict.fromkeys(crew.unusable.values()))
+def _require_device(request: Request, pool: Pool) -> None:
+    """Raise UsageError if no framework has the requested device."""
+    if request.device is not None and pool.unusable and not pool.environments:
+        reasons = "; ".join(dict.fromkeys(pool.unusable.values()))
         raise UsageError(f'nothing can run on device "{request.device}": {reasons}. See `attnbench doctor`.')
 
 
-def _not_run(planned: Planned, crew: Crew) -> Record:
-    """Return the record of a cell that is refused, or for which no process could be started."""
+def _not_run(planned: Planned, pool: Pool) -> Record:
+    """Return the record of a cell that is refused or whose worker could not be started."""
     cell = planned.cell
-    group = crew.group(cell.implementation)
+    group = pool.group(cell.implementation)
     facts: dict[str, Any] = {
         "implementation": cell.implementation,
         "workload": cell.workload,
         "config": cell.config,
-        "environment": crew.environments.get(group) or crew.environments.get(Group(group.framework)),
+        "environment": pool.environments.get(group) or pool.environments.get(Group(group.framework)),
         "reason": planned.reason,
     }
     return Failed(**facts, unstarted=True) if planned.unstarted else Unsupported(**facts)

@@ -1,4 +1,4 @@
-"""Whether the code that runs as a git ref is that ref's: no editable install, no installed copy, no working tree."""
+"""Proof that the code which runs as a git ref is that ref's, not an editable install, a copy or a working tree."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from msgspec import Struct
 
 from attnbench import registry
 from attnbench.errors import UsageError
+from attnbench.processes import mapped_files
 from attnbench.run import git
-from attnbench.run.ceilings import cache_folder
+from attnbench.run.machine import cache_folder
 
 COARSE_NS = 20_000_000
-"""File systems write times of a clock that lags behind by up to a tick."""
+"""Nanoseconds by which the clock of a file system may lag behind."""
 COMMON = ("tests", "test", "docs", "doc", "examples", "benchmarks", "scripts", "tools", "setup", "conftest", "noxfile")
-"""Names that many repositories have, and some distributions install by mistake: they make none a copy of another."""
+"""Names of top-level modules that many repositories have: a distribution that installs one is no copy for it."""
 WATCHED = {"open": 0, "ctypes.dlopen": 0, "import": 1, "exec": 0, "compile": 1}
-"""Audit events of reading or executing files, and which of their arguments is the file."""
+"""Audit events of reading or executing files, with the index of the argument that is the file."""
 REMEDY = (
     "set pythonpath in [tool.attnbench] to the folder of the repository in which its packages lie, or uninstall the "
     "copy that Python finds first"
@@ -38,33 +39,34 @@ REMEDY = (
 
 
 class NotInRef(UsageError):
-    """What would be measured as a git ref is other code."""
+    """Measured code that lies outside of the git ref it should come from."""
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """Where the code of a git ref lies, and where other code of the same repository does."""
+    """The places of a git ref's code, and of other code of the same repository."""
 
     tree: str = ""
     """Root of the ref's checkout; empty if no ref is meant."""
     within: tuple[str, ...] = ()
-    """Folders of it in which the measured object itself must be found."""
+    """Folders of the checkout in which the measured object itself must be found."""
     others: tuple[str, ...] = ()
-    """Files and folders that hold the repository's code as another ref or an installation has it."""
+    """Files and folders with the repository's code in another version: of another ref, or installed."""
     unequal: tuple[str, ...] = ()
-    """Files of the tree that git ignores and the other ref lacks: a working tree's alone."""
+    """Files of the tree that git ignores and the other ref lacks."""
     built_ns: tuple[int, int] = (0, 0)
-    """When the builds of all refs began and ended; what they wrote outside of the tree, the last one has written."""
+    """Times at which the builds of all refs began and ended; files outside of the tree that changed meanwhile hold what
+    the last build wrote."""
 
 
 _expected = Origin()
 _noticed: list[str] = []
-"""What was read from other places of the repository; the first is told."""
+"""Files that were read from other places of the repository; messages name the first."""
 _watching = False
 
 
 def expect(origin: Origin) -> None:
-    """From now on this process stands for a ref: forget folders on the import path that hold other code of it, and
-    notice every file that is read from there."""
+    """Run as the code of a git ref from now on: drop import folders with other code of its repository, and note every
+    file that is read from there."""
     global _expected, _watching
     registry.names()  # entry points may be declared in a folder that is about to be hidden
     _expected = origin
@@ -75,7 +77,7 @@ def expect(origin: Origin) -> None:
 
 
 def _watch(event: str, given: tuple[Any, ...]) -> None:
-    """Note files that are read, loaded or executed, whatever Python function does it."""
+    """Note files of other code that are read, loaded or executed by any Python function."""
     if event not in WATCHED or _noticed or not _expected.tree:
         return
     if event == "open":
@@ -97,7 +99,7 @@ def _watch(event: str, given: tuple[Any, ...]) -> None:
 
 
 def _is_exempt(file: str) -> bool:
-    """Whether a file belongs to git, to the metadata of a package, to a virtual environment or to attnbench's cache."""
+    """Return whether a file belongs to git, package metadata, a virtual environment or attnbench's cache."""
     if any(part == ".git" or part.endswith((".egg-info", ".dist-info")) for part in file.split(os.sep)):
         return True
     prefix = os.path.realpath(sys.prefix)
@@ -108,7 +110,8 @@ def _is_exempt(file: str) -> bool:
 
 
 def noticed() -> str:
-    """Say which file was read from another place of the repository so far; empty if there is none."""
+    """Return a sentence about the first file that was read from another place of the repository; empty if there is
+    none."""
     return f"{_noticed[0]} was read, {_why(_noticed[0])}." if _noticed else ""
 
 
@@ -127,7 +130,7 @@ def _why(file: str) -> str:
 
 
 def require(name: str) -> None:
-    """Raise NotInRef if the module that brings an implementation is not in the expected ref."""
+    """Raise NotInRef if the module of an implementation is not in the expected ref."""
     if not _expected.tree:
         return
     module = registry.module_of(name)
@@ -140,8 +143,7 @@ def require(name: str) -> None:
 
 
 def require_module(module: str, within: Sequence[str]) -> None:
-    """Raise NotInRef if a loaded module comes from elsewhere although the ref has one of that name, and a plain
-    UsageError if the ref has none."""
+    """Raise NotInRef if a loaded module comes from elsewhere; UsageError if the ref has no module of that name."""
     if _is_within(module, within):
         return
     found = getattr(sys.modules.get(module), "__file__", None)
@@ -151,7 +153,7 @@ def require_module(module: str, within: Sequence[str]) -> None:
 
 
 def require_file(file: str, within: Sequence[str]) -> None:
-    """Raise NotInRef if a file lies outside of the ref: it is the same for all refs."""
+    """Raise NotInRef if a file lies outside of the ref, since it is then the same for all refs."""
     if not any(_lies_in(file, folder) for folder in within):
         raise NotInRef(f"{file} is not in this ref: name it relative to the root of the repository.")
 
@@ -163,25 +165,20 @@ def _is_within(module: str, within: Sequence[str]) -> bool:
 
 def loaded_libraries() -> Iterator[str]:
     """Yield the files of shared libraries that this process has mapped, however they were loaded."""
-    try:
-        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    except OSError:  # only Linux tells
-        return
-    names = {parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6}
-    for name in sorted(names):
-        file = name.removesuffix(" (deleted)")
-        if file.startswith(os.sep) and (".so" in os.path.basename(file) or file.endswith((".dylib", ".pyd"))):
+    for file in mapped_files():
+        if ".so" in os.path.basename(file) or file.endswith((".dylib", ".pyd")):
             yield file
 
 
 def _holds(tree: Path, module: str) -> bool:
-    """Whether a checkout has a file for a module, in whatever folder."""
+    """Return whether a checkout has a file of a module, in any folder."""
     place = module.replace(".", "/")
     return any(next(tree.rglob(form), None) for form in (f"{place}.py", f"{place}/__init__.py", f"{place}.*so"))
 
 
 def other_code() -> str:
-    """Say which loaded module belongs to the repository but not to the expected ref; empty if there is none."""
+    """Return a sentence about a loaded module of the repository that is not in the expected ref; empty if there is
+    none."""
     if not _expected.tree:
         return ""
     for name, module in list(sys.modules.items()):
@@ -199,9 +196,9 @@ def other_code() -> str:
 
 @cache
 def other_places(tree: Path, repository: Path, folders: tuple[str, ...] = (".", "src")) -> tuple[str, ...]:
-    """Where else code of a repository may be imported from: its working trees, and copies that were installed of it.
+    """Return where else a repository's code may be imported from: its working trees and its installed copies.
 
-    `folders` of a tree hold its packages: a distribution that brings one of these names is a copy.
+    `folders` of a tree hold its packages: a distribution that installs one of these names is a copy.
     """
     trees = _working_trees(repository)
     copies = _installed_copies(
@@ -211,7 +208,7 @@ def other_places(tree: Path, repository: Path, folders: tuple[str, ...] = (".", 
 
 
 def _working_trees(repository: Path) -> list[Path]:
-    """Return the repository's folder and those of all other working trees of it that exist."""
+    """Return the repository's folder and those of its other working trees."""
     told = git.ask(repository, "worktree", "list", "--porcelain").stdout.splitlines()
     listed = [Path(line.removeprefix("worktree ")) for line in told if line.startswith("worktree ")]
     found = [Path(os.path.realpath(one)) for one in (repository, *listed) if one.is_dir()]
@@ -219,7 +216,7 @@ def _working_trees(repository: Path) -> list[Path]:
 
 
 def _was_built_outside(file: str) -> bool:
-    """Whether a file outside of the tree was written while the refs were built."""
+    """Return whether a file outside of the tree was written while the refs were built."""
     began, ended = _expected.built_ns
     if not ended or _lies_in(file, _expected.tree):
         return False
@@ -260,7 +257,7 @@ def _real(file: str) -> str:
 
 
 def _installed_copies(repository: Path, trees: Sequence[Path], folders: Sequence[Path]) -> list[str]:
-    """Top-level packages and modules of distributions that were made from the repository and copied somewhere else."""
+    """Return the installed top-level packages and modules of distributions that were made from the repository."""
     names, found = _project_names(repository), set()
     for one in distributions():
         place, tops = os.path.realpath(str(one.locate_file(""))), _top_levels(one)
@@ -272,7 +269,7 @@ def _installed_copies(repository: Path, trees: Sequence[Path], folders: Sequence
 
 
 def _top_levels(one: Distribution) -> set[str]:
-    """Return the first parts of the paths of a distribution's code."""
+    """Return the top-level names of a distribution's code."""
     listed = one.read_text("RECORD")  # parsed here: `files` makes an object of every line, and some have thousands
     names = [str(file) for file in one.files or ()] if listed is None else re.findall(r'^"?([^",\n]+)', listed, re.M)
     code = {name.partition("/")[0] for name in names if name.endswith((".py", ".so", ".pyd"))}
@@ -280,7 +277,7 @@ def _top_levels(one: Distribution) -> set[str]:
 
 
 def _has(folders: Sequence[Path], top: str) -> bool:
-    """Whether one of the folders has a package or a module of that name."""
+    """Return whether one of the folders has a package or a module of that name."""
     name = top.partition(".")[0]
     return any((folder / form).is_file() for folder in folders for form in (f"{name}.py", f"{name}/__init__.py", top))
 
@@ -296,7 +293,7 @@ def _made_from(one: Distribution, trees: Sequence[Path]) -> bool:
 
 
 def _project_names(repository: Path) -> set[str]:
-    """Return what the repository calls its distribution, in pyproject.toml, setup.cfg and setup.py."""
+    """Return the distribution names in the repository's pyproject.toml, setup.cfg and setup.py."""
 
     def text(name: str) -> str:
         try:

@@ -1,4 +1,4 @@
-"""Which cells there are, in which workers they go, and why some of them will not run. Deterministic."""
+"""The plan of a run: its cells, the worker of each, and whether its arrays fit into memory. Deterministic."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from msgspec import Struct
 
 from attnbench import registry
 from attnbench.errors import UsageError
-from attnbench.spec import Cell, Config, Implementation, Workload
+from attnbench.spec import DTYPE_BYTES, Cell, Config, Environment, Implementation, Workload
+from attnbench.verifying.draws import SETS
+from attnbench.workloads.cost import demand
 
 TOLD_REASONS = 3
 USER_CODE = "user function "
 
 
 class Group(NamedTuple):
-    """Cells with the same group share a worker."""
+    """Key of a worker: cells with the same group share one."""
 
     framework: str
     process: str = ""
-    """Set by libraries that need a process of their own, and for every user function."""
+    """Name of a separate process, for libraries that need one and for every user function; else empty."""
     lane: int = 0
-    """On an accelerator, where workers open side by side, each implementation of a framework has its own."""
+    """Number of the worker among those of one framework: on an accelerator each implementation has its own."""
 
     @property
     def has_user_code(self) -> bool:
@@ -31,33 +33,33 @@ class Group(NamedTuple):
 
 
 class Planned(Struct, frozen=True):
-    """A cell, and why it will not run."""
+    """A cell, and the reason if it will not run."""
 
     cell: Cell
     reason: str | None = None
     unstarted: bool = False
-    """Whether the reason is that no process could be started, which says nothing about the cell."""
+    """Whether no worker could be started, which says nothing about the cell itself."""
 
 
 def process_of(name: str) -> str:
-    """Return the process of a user function: its own, so that whatever its code changes changes nobody else's time."""
+    """Return the process name of a user function: each has its own, so that it cannot change the times of others."""
     return f"{USER_CODE}{name}"
 
 
 def group_of(implementation: Implementation) -> Group:
-    """Return the worker of an implementation; those of other distributions than attnbench each have their own."""
+    """Return the worker of an implementation; each one from another distribution than attnbench has its own."""
     ours = registry.origin(implementation.name) == registry.OURS
     process = implementation.process if ours else process_of(implementation.name)
     return Group(implementation.framework, process)
 
 
 def distinct(workloads: Sequence[Workload]) -> list[Workload]:
-    """Each problem once, in order."""
+    """Return each workload once, in order."""
     return list({workload.id: workload for workload in workloads}.values())
 
 
 class Asked(NamedTuple):
-    """An implementation, and what it is set to beyond its defaults."""
+    """A requested implementation with its settings."""
 
     name: str
     config: dict[str, int | float | str | bool] = {}
@@ -65,7 +67,7 @@ class Asked(NamedTuple):
 
 
 def as_asked(one: Asked, workload: Workload) -> Sequence[Config]:
-    """One setting for all workloads."""
+    """Return the requested setting alone, for every workload."""
     del workload
     return (one.config,)
 
@@ -75,9 +77,10 @@ def cells_of(
     wanted: Sequence[Asked],
     configs: Callable[[Asked, Workload], Sequence[Config]] = as_asked,
 ) -> list[Cell]:
-    """All cells, workload by workload: what ratios are taken over stays together.
+    """Return all cells, workload by workload.
 
-    Who computes one step has no cell on another, unless that is all there is: then it says so.
+    An implementation of one training step gets no cell of another step, unless no requested implementation computes
+    that step: then its refusal is recorded.
     """
     steps = {workload.step for workload in workloads}
     cells = [
@@ -91,7 +94,7 @@ def cells_of(
 
 
 def require_dtype(planned: Sequence[Planned]) -> None:
-    """Raise where every cell is refused for its dtype: that is a wrong request, not something that failed."""
+    """Raise UsageError if every cell is refused for its dtype."""
     refused: dict[str, dict[str, None]] = {}
     for one in planned:
         if one.reason is None or one.cell.workload.dtype not in one.reason:
@@ -104,5 +107,47 @@ def require_dtype(planned: Sequence[Planned]) -> None:
 
 
 def shard(workloads: Sequence[Workload], index: int, count: int) -> list[Workload]:
-    """Part `index` (from 1) of `count`: whole workloads, dealt out in turn."""
+    """Return part `index` (from 1) of `count` parts: whole workloads, dealt out in turn."""
     return list(workloads[index - 1 :: count])
+
+
+SCORE_COPIES = {"forward": 2, "backward": 3, "train": 3}
+"""Number of arrays of the scores' size (logits, probabilities, their gradient) that an implementation which stores them
+holds at once, by pass."""
+GB = 1e9
+
+
+def least_bytes(implementation: Implementation, workload: Workload) -> int:
+    """Return the bytes that a cell needs at least: input sets, outputs and stored scores."""
+    need = demand(workload)
+    scores = need.scores_bytes * SCORE_COPIES[workload.pass_] if implementation.materialises_scores else 0
+    return SETS * need.io_bytes + need.output_bytes + scores
+
+
+def inputs_do_not_fit(workload: Workload, environment: Environment) -> str | None:
+    """Return why Q, K and V do not fit into memory, or None; computed from the shape, without the mask."""
+    w = workload
+    keys = w.kv_len * w.kv_heads * (w.head_dim + w.value_dim)
+    need = SETS * w.batch * (w.q_len * w.heads * w.head_dim + keys) * DTYPE_BYTES[w.dtype]
+    return _too_much(need, environment)
+
+
+def does_not_fit(implementation: Implementation, workload: Workload, environment: Environment) -> str | None:
+    """Return why a cell does not fit into memory, such as `needs 38 GB, 24 GB here`, or None."""
+    return _too_much(least_bytes(implementation, workload), environment)
+
+
+def _too_much(need: int, environment: Environment) -> str | None:
+    have = environment.memory_bytes
+    if have is None or need <= have:
+        return None
+    return f"needs {_size_text(need)}, {_size_text(have)} here"
+
+
+def _size_text(size: int) -> str:
+    return f"{_rounded(size / GB)} GB" if size < 1000 * GB else f"{_rounded(size / GB / 1000)} TB"
+
+
+def _rounded(value: float) -> str:
+    """Format a number with three significant digits and no exponent."""
+    return f"{float(f'{value:.3g}'):.10g}"

@@ -1,7 +1,7 @@
-"""What a parent may ask of a worker, and what it answers: msgpack messages over a socket pair.
+"""The protocol between a parent and its workers: questions and answers as msgpack messages over a socket pair.
 
 The kernel under test lives in the worker's process and may write to the socket too, by accident or on purpose. So every
-question has a number that cannot be guessed, its answer carries the same one, and `fault` says what is wrong with an
+question has a number that cannot be guessed, its answer carries the same one, and `fault` returns what is wrong with an
 answer that no honest worker gives.
 """
 
@@ -25,46 +25,46 @@ from attnbench.spec import Cell, Environment, Failed, Incorrect, Ok, OutOfMemory
 NotOk = Unsupported | Incorrect | OutOfMemory | Failed | Timeout
 Message = TypeVar("Message")
 LONGEST = 1 << 28
-"""Bytes of a message; whoever announces more is not speaking this protocol."""
+"""Most bytes of a message; a longer announced length is an error."""
 _HEADER, _CHUNK = Layout("!Q"), 1 << 20
 
 
 class Describe(Struct, tag="describe"):
-    """Tell the environment. `path` are the parent's import folders."""
+    """Question for the environment; `path` are the parent's import folders."""
 
     path: list[str]
     origin: Origin | None = None
-    """The git ref whose code this process stands for."""
+    """Git ref whose code the process must run as, if any."""
     name: str = ""
-    """An implementation of that ref, to be loaded and found in it."""
+    """Name of an implementation to load from that ref."""
 
 
-class Enlist(Struct, tag="enlist"):
-    """Make a function or object from outside the registry known under a name."""
+class Load(Struct, tag="load"):
+    """Order to load a function or object from outside the registry under a name."""
 
     name: str
     framework: str
     reference: str | None = None
     pickled: bytes | None = None
     within: list[str] = []
-    """Folders in which a reference must be found, where a git ref's code is meant and no other."""
+    """Folders in which a reference must be found if the code of a git ref is meant."""
 
 
 class Refusals(Struct, tag="refusals"):
-    """Say for each cell why it would not run (with that clock)."""
+    """Question for the reason why each cell would not run, if it would not (with that clock)."""
 
     cells: list[Cell]
     clock: str | None = None
 
 
 class VerifyOnly(Struct, tag="verify_only"):
-    """Say why an implementation may be checked but not timed here."""
+    """Question for the reason why an implementation may be checked but not timed here."""
 
     implementation: str
 
 
 class Open(Struct, tag="open"):
-    """Build and verify a cell."""
+    """Order to build and verify a cell."""
 
     cell: Cell
     thorough: bool
@@ -72,13 +72,13 @@ class Open(Struct, tag="open"):
     clock: str | None
     seed: int
     shared: str | None = None
-    """Folder in which the workers of a workload find each other's truths."""
+    """Folder in which the workers of a workload share computed truths."""
     again: bool = False
-    """Examined before, in another process."""
+    """Whether the cell was examined before, in another process."""
 
 
 class WarmUp(Struct, tag="warm_up"):
-    """Run an open cell until it is steady, and choose its clock or take the one named; brief: it is steady already."""
+    """Order to run an open cell until its times are steady and set its clock; `brief` if it is steady already."""
 
     cell: str
     clock: str | None = None
@@ -86,7 +86,7 @@ class WarmUp(Struct, tag="warm_up"):
 
 
 class Sample(Struct, tag="sample"):
-    """Time a part of an open cell by its clock, which the warm-up told."""
+    """Order to time a part of an open cell by the clock that the warm-up returned."""
 
     cell: str
     part: str
@@ -96,14 +96,14 @@ class Sample(Struct, tag="sample"):
 
 
 class TakeBlock(Struct, tag="take_block"):
-    """Time so many calls of an open cell by every metric at once."""
+    """Order to time a number of calls of an open cell by every metric at once."""
 
     cell: str
     calls: int
 
 
 class SampleOther(Struct, tag="sample_other"):
-    """Time the main part of an open cell by another clock."""
+    """Order to time the main program of an open cell by another clock."""
 
     cell: str
     clock: str
@@ -111,32 +111,32 @@ class SampleOther(Struct, tag="sample_other"):
 
 
 class ExamineAfter(Struct, tag="examine_after"):
-    """Check an open cell once more when its sampling is over: is it still what was verified?"""
+    """Order to check an open cell again after its last sample."""
 
     cell: str
 
 
 class Trace(Struct, tag="trace"):
-    """Profile one call of an open cell into a folder."""
+    """Order to write a trace of one call of an open cell into a folder."""
 
     cell: str
     folder: str
 
 
 class MeasureCeilings(Struct, tag="ceilings"):
-    """Measure matmul and copy ceilings; `brief`: only well enough to tell whether stored ones can be true."""
+    """Order to measure the ceilings of product and copy; `brief` only to confirm stored ones."""
 
     dtype: str
     brief: bool = False
 
 
 class Release(Struct, tag="release"):
-    """Close all cells and forget their arrays and compiled code."""
+    """Order to close all cells and forget their arrays and compiled code."""
 
 
 Question = (
     Describe
-    | Enlist
+    | Load
     | Refusals
     | VerifyOnly
     | Open
@@ -152,26 +152,26 @@ Question = (
 
 
 class Described(Struct, tag="described"):
-    """The environment of this worker."""
+    """Environment of the worker."""
 
     environment: Environment
 
 
 class Reasons(Struct, tag="reasons"):
-    """One entry per cell: None, or why not."""
+    """One entry per cell: None, or the reason."""
 
     reasons: list[str | None]
 
 
 class Opened(Struct, tag="opened"):
-    """The cell is right; `record` lacks its times."""
+    """A right cell; its record lacks the times. `timed`: whether it may be timed."""
 
     record: Ok
     timed: bool
 
 
 class Warm(Struct, tag="warm"):
-    """The cell is steady and can be sampled."""
+    """A steady cell that can be sampled."""
 
     call_ns: float
     parts: tuple[str, ...]
@@ -182,61 +182,61 @@ class Warm(Struct, tag="warm"):
 
 
 class Closed(Struct, tag="closed"):
-    """The cell is over. `poisoned`: this process can no longer be trusted."""
+    """Final record of a cell. `poisoned`: the process can no longer be trusted."""
 
     record: NotOk
     poisoned: bool = False
 
 
 class Sampled(Struct, tag="sampled"):
-    """ns per call of each sample, and whether the cell has given the same bits so far."""
+    """Nanoseconds per call of each sample; `repeats`: whether all compared calls gave the same bits so far."""
 
     ns: list[float]
     repeats: bool = True
     clock_ns: int = 0
-    """What the clock itself took, without messages and checks."""
+    """Time that the clock took, without messages and checks."""
     check_ns: int = 0
-    """What the checks took."""
+    """Time that the checks took."""
     began_ns: int = 0
-    """Reading of the system's monotonic clock before the first sample; the parent reads the same clock."""
+    """Time of the monotonic system clock, which the parent shares, before the first sample."""
     ended_ns: int = 0
     changed: tuple[str, ...] = ()
-    """What the cell changed in its process, in words; nothing of it spoils the samples."""
+    """Changes that the cell made in its process, in words; none of them affects the samples."""
 
 
 class BlockTaken(Struct, tag="block_taken"):
-    """One arm's turn in a comparison."""
+    """Times of one side's turn in a comparison."""
 
     block: Block
     began_ns: int = 0
-    """See Sampled."""
+    """Time of the monotonic system clock before the first call."""
     ended_ns: int = 0
 
 
 class Traced(Struct, tag="traced"):
-    """Where the trace was written."""
+    """Path of the written trace."""
 
     path: str
 
 
 class Measured(Struct, tag="measured"):
-    """Ceilings of the device."""
+    """Measured ceilings of the device."""
 
     ceilings: Ceilings
 
 
 class Done(Struct, tag="done"):
-    """Nothing to tell."""
+    """Confirmation without a result."""
 
 
 class Refused(Struct, tag="refused"):
-    """The question itself could not be answered."""
+    """A question that could not be answered, with the reason."""
 
     reason: str
     not_in_ref: bool = False
-    """Because what would be measured is not the code of the git ref that was asked for."""
+    """Whether the code to be measured is not that of the expected git ref."""
     not_open: bool = False
-    """Because the cell is not open in this process: the one that had it open is gone."""
+    """Whether the cell is not open in this process, because the process that had it open is gone."""
 
 
 Answer = Described | Reasons | Opened | Warm | Closed | Sampled | BlockTaken | Traced | Measured | Done | Refused
@@ -244,7 +244,7 @@ Answer = Described | Reasons | Opened | Warm | Closed | Sampled | BlockTaken | T
 
 ANSWERS: dict[type, tuple[type, ...]] = {
     Describe: (Described,),
-    Enlist: (Done,),
+    Load: (Done,),
     Refusals: (Reasons,),
     VerifyOnly: (Reasons,),
     Open: (Opened, Closed),
@@ -257,11 +257,11 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     MeasureCeilings: (Measured,),
     Release: (Done,),
 }
-"""The kinds of answer that each question can have, beside Refused."""
+"""Possible kinds of answer by question, besides Refused."""
 
 
 class Numbered(Struct, Generic[Message], array_like=True):
-    """A question or an answer with the number that makes them a pair."""
+    """A question or its answer, with a number that both share."""
 
     number: int
     message: Message
@@ -273,18 +273,18 @@ decode_answer = msgspec.msgpack.Decoder(Numbered[Answer]).decode
 
 
 class Garbled(Exception):
-    """What came over the connection is no message of this protocol."""
+    """Bytes from the connection that are no message of this protocol."""
 
 
 def send(connection: Connection, message: bytes) -> None:
-    """Write a message with its length before it."""
+    """Write a message, preceded by its length."""
     rest = memoryview(_HEADER.pack(len(message)) + message)
     while rest:
         rest = rest[write(connection.fileno(), rest) :]
 
 
 def receive(connection: Connection, wait: Callable[[], object] = lambda: None) -> bytes:
-    """Read one message; `wait` is called before each read and may raise. Raises EOFError, Garbled."""
+    """Return one message; `wait` is called before each read and may raise. Raises EOFError or Garbled."""
     (length,) = _HEADER.unpack(_exactly(_HEADER.size, connection, wait))
     if length > LONGEST:
         raise Garbled(f"a message of {length} bytes was announced")
@@ -303,7 +303,7 @@ def _exactly(count: int, connection: Connection, wait: Callable[[], object]) -> 
 
 
 def fault(question: Question, answer: Answer, sent_ns: int, received_ns: int) -> str | None:
-    """Say why an answer cannot be true; `sent_ns` and `received_ns` are the parent's own readings of the clock."""
+    """Return why an answer cannot be true, or None; `sent_ns` and `received_ns` are the parent's own clock readings."""
     if not isinstance(answer, (*ANSWERS[type(question)], Refused)):
         return f"the answer to {_tag(question)} was {_tag(answer)}"
     if isinstance(question, Open) and isinstance(answer, Opened | Closed) and answer.record.cell != question.cell:

@@ -1,4 +1,4 @@
-"""The parent's end of a worker: start it, ask it, and turn its death into a cause."""
+"""The parent's end of a worker: start it, ask it, and find the cause if it is lost."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from typing import IO, Any, Protocol
 import psutil
 
 from attnbench.frameworks.host_memory import host_memory
+from attnbench.processes import ProcessTree
 from attnbench.run import protocol as p
 from attnbench.run.environment import without_home
-from attnbench.run.instructions import isa_cap
-from attnbench.run.process_tree import ProcessTree
+from attnbench.run.machine import isa_cap
 from attnbench.run.worker import Worker
 from attnbench.spec import Failed, OutOfMemory, Timeout
 
 POLL_S = 0.02
 FAMILY_S = 0.5
-"""How often the memory of the processes that a worker started is added up: finding them takes milliseconds."""
+"""Seconds between two sums of the memory of a worker and its child processes, since finding them takes milliseconds."""
 SPARE_BYTES = 1 << 30
-"""What a worker must leave of the memory that was free when it started."""
+"""Bytes that a worker must leave of the memory that was free when it started."""
 STEADY_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""For comparisons: memory that is freed is kept and used again, in huge pages where the system has them. Otherwise it
-depends on a process's history whether each call pays for fresh pages, and two processes of the same code differ by
-10 % (measured: the spread between launches falls from 5.4 % to 1.1 %)."""
+"""Variables of the workers of comparisons: freed memory is kept and used again, in huge pages if the system has them.
+Otherwise it depends on a process's history whether each call pays for fresh pages, and two processes of the same code
+differ by 10 % (measured: the spread between launches falls from 5.4 % to 1.1 %)."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 TAIL = 4000
-"""Characters that are kept of what a lost process wrote last."""
+"""Characters of a lost process's last output that are kept."""
 
 
 class WorkerDied(Exception):
-    """The process is gone. `kind` is the status of the record it leaves: timeout, out_of_memory or failed.
+    """The loss of a worker process. `kind` is the status of the record it leaves: timeout, out_of_memory or failed.
 
-    `unstarted`: it never got so far as to be asked anything about a cell. `idle`: it ended after its last answer and
+    `unstarted`: the worker was lost before it was asked anything about a cell. `idle`: it ended after its last answer,
     before it was asked anything else.
     """
 
@@ -55,7 +55,7 @@ class WorkerDied(Exception):
         self.kind, self.reason, self.detail, self.unstarted, self.idle = kind, reason, detail, unstarted, idle
 
     def record(self, **facts: Any) -> Failed | OutOfMemory | Timeout:
-        """What is left of the cell that it was busy with."""
+        """Return the record of the cell that the worker was busy with."""
         if self.unstarted:
             return Failed(reason=self.reason, detail=self.detail, unstarted=True, **facts)
         kind = {"timeout": Timeout, "out_of_memory": OutOfMemory, "failed": Failed}[self.kind]
@@ -63,19 +63,19 @@ class WorkerDied(Exception):
 
 
 class Process(Protocol):
-    """What is needed of a running process: subprocess.Popen, or a fork of another process."""
+    """The needed part of a running process: subprocess.Popen has it, and a fork of another process."""
 
     @property
     def pid(self) -> int:
-        """Its number; it leads a process group of the same number."""
+        """Process id; also the id of the process group that it leads."""
         ...
 
     def poll(self) -> int | None:
-        """Exit code, None while it runs."""
+        """Return the exit code, or None while the process runs."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Exit code, when it has ended."""
+        """Wait until the process has ended, and return its exit code."""
         ...
 
 
@@ -89,8 +89,11 @@ def start(
     variables: Mapping[str, str] | None = None,
     cwd: str = "",
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process that serves one of our modules over a socket; `path` goes before all else that it imports from,
-    `variables` are set where the user has not set them, and it runs in `cwd`, if given."""
+    """Start a process that serves one of our modules over a socket, and return it with the parent's end.
+
+    `path` goes before all other import folders, `variables` are defaults that the user's environment overrides, and
+    `cwd` is the folder in which the process runs.
+    """
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(theirs.fileno()), framework, device or ""],
@@ -108,13 +111,13 @@ def start(
 
 
 def _pin(pid: int, threads: int | None) -> None:
-    """XLA takes as many threads as it may use cores, so a thread count is an affinity too."""
+    """Limit a process to as many cores as threads were asked for, since XLA starts a thread per core."""
     if threads is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(pid, sorted(os.sched_getaffinity(0))[:threads])
 
 
 class Remote:
-    """One worker process."""
+    """A worker process."""
 
     def __init__(self, framework: str, process: Process, connection: Connection, output: IO[bytes]) -> None:
         self.framework, self._process, self._connection, self._stderr = framework, process, connection, output
@@ -125,12 +128,12 @@ class Remote:
 
     @classmethod
     def start(cls, framework: str, device: str | None, threads: int | None) -> Remote:
-        """A worker of its own interpreter."""
+        """Start a worker with an interpreter of its own."""
         output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
         return cls(framework, *start("attnbench.run.worker", framework, device, threads, output), output)
 
     def ask(self, question: p.Question, timeout_s: float) -> p.Answer:
-        """One question, one answer; raises WorkerDied."""
+        """Return the worker's answer; raises WorkerDied."""
         sent_ns = time.monotonic_ns()
         answer = self.exchange(question, timeout_s, p.decode_answer)
         if (wrong := p.fault(question, answer, sent_ns, time.monotonic_ns())) is not None:
@@ -144,7 +147,7 @@ class Remote:
         decode: Callable[[bytes], p.Numbered[Any]],
         passing: Callable[[], object] = lambda: None,
     ) -> Any:
-        """Send a message and receive the one that carries its number; raises WorkerDied for whatever else comes.
+        """Send a message and return the one that answers its number; raises WorkerDied for any other.
 
         `passing` is called when the question has been sent.
         """
@@ -168,7 +171,7 @@ class Remote:
             passing()
             message = p.receive(self._connection, wait)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise self.autopsy(idle) from error
+            raise self.lost(idle) from error
         except (p.Garbled, OSError, MemoryError) as error:
             raise self._not_believed(str(error) or type(error).__name__) from error
         try:
@@ -180,7 +183,7 @@ class Remote:
         return answer.message
 
     def _not_believed(self, why: str) -> WorkerDied:
-        """End a process whose answers are not those of a worker of ours."""
+        """End a process that answered what no worker of ours answers, and return its loss."""
         self.kill()
         reason = f"its process sent what no worker sends: {why}; its code wrote to the connection, or changed attnbench"
         return WorkerDied("failed", reason, self._tail())
@@ -205,8 +208,8 @@ class Remote:
                 "out_of_memory", f"{by} more than the {limit:.3g} GB of memory that were free", self._tail()
             )
 
-    def autopsy(self, idle: bool = False) -> WorkerDied:
-        """Return what became of it; `idle` as in WorkerDied."""
+    def lost(self, idle: bool = False) -> WorkerDied:
+        """Return the cause if the process has closed its connection; `idle` as in WorkerDied."""
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -223,7 +226,7 @@ class Remote:
         return WorkerDied(kind, reason, detail, idle=idle)
 
     def _tail(self) -> str:
-        """Return the end of what the process wrote, without the list of modules that hides the reason of a crash."""
+        """Return the end of the process's output, without the list of modules that hides the reason of a crash."""
         size = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, size - 4 * TAIL))
         lines = self._stderr.read().decode(errors="replace").splitlines(keepends=True)
@@ -243,11 +246,11 @@ class Remote:
         self._tree.resume()
 
     def abort(self) -> None:
-        """End its processes, so that whoever waits for its answer learns of it; `kill` is still to come."""
+        """End the worker's processes, so that a thread which waits for its answer gets an error; `kill` must follow."""
         self._tree.kill()
 
     def kill(self) -> None:
-        """End it at once, with everything it started."""
+        """End the worker at once, with everything it started."""
         if self._process.poll() is None:
             self._tree.kill()
         self._process.wait()
@@ -255,34 +258,34 @@ class Remote:
 
 
 class Local:
-    """The same questions answered in the calling process."""
+    """A worker inside the calling process."""
 
     def __init__(self, framework: str, device: str | None) -> None:
         self.framework = framework
         self._worker = Worker(framework, device)
 
     def ask(self, question: p.Question, timeout_s: float) -> p.Answer:
-        """One question, one answer; nothing guards against a hang or a crash here."""
+        """Return the answer, without protection against a hang or a crash."""
         return self._worker.answer(question)
 
     alive = True
 
     def pause(self) -> None:
-        """Do nothing: the calling process cannot be stopped."""
+        """Leave the calling process running."""
 
     def resume(self) -> None:
-        """Do nothing: `pause` stopped nothing."""
+        """Leave the calling process running, as `pause` did."""
 
     def abort(self) -> None:
-        """Nothing can be ended here."""
+        """Leave the process alone, since it is the caller's own."""
 
     def kill(self) -> None:
-        """Let go of arrays."""
+        """Release the worker's arrays and compiled code."""
         self._worker.answer(p.Release())
 
 
 def _own_bytes(process: psutil.Process) -> int:
-    """Memory of one process of a family: pages that several of them share are divided among them."""
+    """Return the memory of a process; pages that several processes share count in equal parts."""
     try:
         return process.memory_full_info().pss
     except (AttributeError, psutil.AccessDenied):  # only Linux tells

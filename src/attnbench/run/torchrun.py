@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node N -m attnbench.run.torchrun`: ring cells over the ranks that torchrun started.
+"""`torchrun --nproc-per-node N -m attnbench.run.torchrun`: measure ring cells over the ranks that torchrun started.
 
 Each workload is one cell over all ranks. Rank 0 checks, times and records it, in this process; the others compute.
 """
@@ -16,14 +16,14 @@ from attnbench.errors import UsageError
 from attnbench.kernels.ring import pool
 from attnbench.kernels.ring.group_ranks import GroupRanks, started_by_torchrun
 from attnbench.printable import printable_json
-from attnbench.run.instructions import isa_cap
 from attnbench.run.launch import Listener, Request, launch
+from attnbench.run.machine import isa_cap
 from attnbench.spec import Record
 from attnbench.workloads.suite_file import grid
 
 
 def main() -> None:
-    """Rank 0 prints one record a line, as JSON, and writes them to --out."""
+    """Serve as a rank; rank 0 measures, prints one JSON record per line, and writes the records to --out."""
     options = _parser().parse_args()
     if not started_by_torchrun():
         raise UsageError("start this with torchrun, or run `attnbench run --impl torch.ring[world=4]` without it.")

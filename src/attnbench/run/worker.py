@@ -1,7 +1,8 @@
-"""A worker, `python -m attnbench.run.worker FD FRAMEWORK DEVICE`: answers questions about cells until its parent ends.
+"""A worker process, `python -m attnbench.run.worker FD FRAMEWORK DEVICE`: answers questions about cells until its
+parent ends.
 
-The same `Worker` also serves in the calling process, for a function that cannot travel. After every turn of a cell it
-looks at what was changed in the process: a cell that changed what its time or its checks rely on is `failed`.
+The same `Worker` also serves in the calling process, for a function that cannot be sent. After every turn of a cell it
+looks for changes in the process: a cell that changed what its time or its checks rely on is `failed`.
 """
 
 from __future__ import annotations
@@ -22,18 +23,16 @@ import msgspec
 
 from attnbench import errors, frameworks, registry
 from attnbench.frameworks.base import Untrusted
-from attnbench.lifeline import die_with_parent, keep_children_together
 from attnbench.measuring import anchors
 from attnbench.measuring.session import FellBack, Options, Session, refusal
 from attnbench.measuring.step_session import StepSession
+from attnbench.processes import die_with_parent, keep_children_together, kill_descendants
 from attnbench.run import origin
 from attnbench.run import protocol as p
 from attnbench.run.environment import commit_of, describe, without_home
-from attnbench.run.frozen import frozen
-from attnbench.run.memory_need import does_not_fit, inputs_do_not_fit
-from attnbench.run.process_state import Change, ProcessState
-from attnbench.run.process_tree import kill_descendants
-from attnbench.run.travel import unpack
+from attnbench.run.integrity import Change, ProcessState, frozen
+from attnbench.run.plan import does_not_fit, inputs_do_not_fit
+from attnbench.run.user_functions import unpack
 from attnbench.spec import Cell, Failed, Implementation, Incorrect, OutOfMemory, Unsupported
 from attnbench.steps import StepImplementation
 from attnbench.verifying.draws import Draws
@@ -41,7 +40,7 @@ from attnbench.verifying.subject import Wrong
 
 LOADED, ASKED = "while it was loaded", "when it was asked what it supports"
 WHEN: dict[type, str] = {
-    p.Enlist: LOADED,
+    p.Load: LOADED,
     p.Refusals: ASKED,
     p.VerifyOnly: ASKED,
     p.Open: "while it was built and checked",
@@ -51,13 +50,13 @@ WHEN: dict[type, str] = {
     p.TakeBlock: "while it was timed",
     p.ExamineAfter: "while it was checked after sampling",
 }
-"""Questions that run code under test, and how a message says when that was."""
+"""When the code under test ran, in the words of messages, by the question that runs it."""
 _encode = p.encode  # bound before any kernel is loaded
 _measured: Path | None = None
-"""Folder of the function that was enlisted last; one process measures one."""
+"""Folder of the user function that was loaded last; a process measures one."""
 
 
-def enlist(question: p.Enlist) -> p.Answer:
+def load_user_function(question: p.Load) -> p.Answer:
     """Load a function or object from outside the registry and make it known to this process."""
     global _measured
     try:
@@ -87,13 +86,13 @@ def _folder_of(found: Any) -> Path | None:
 
 
 def refused(error: BaseException) -> p.Refused:
-    """Turn what went wrong while code was loaded into an answer."""
+    """Return the answer to a question that failed while code was loaded."""
     reason = str(error) if isinstance(error, errors.UsageError) else f"{type(error).__name__}: {error}"
     return p.Refused(reason, not_in_ref=isinstance(error, origin.NotInRef))
 
 
 def load_from_ref(question: p.Describe) -> p.Done | p.Refused:
-    """Stand for a git ref from now on, and load the implementation that is asked for by name from it."""
+    """Run as the code of a git ref from now on, and load the implementation that the question names from it."""
     if question.origin is None:
         return p.Done()
     origin.expect(question.origin)
@@ -108,8 +107,8 @@ def load_from_ref(question: p.Describe) -> p.Done | p.Refused:
     return p.Refused(reason, not_in_ref=True) if reason else p.Done()
 
 
-def _require_within(question: p.Enlist) -> None:
-    """The code of another tree (an editable install, say) must not pass for that of a git ref."""
+def _require_within(question: p.Load) -> None:
+    """Raise NotInRef if a reference's code lies outside the git ref, such as in an editable install."""
     assert question.reference is not None
     where = question.reference.rpartition(":")[0]
     if question.within and where.endswith(".py"):
@@ -119,10 +118,11 @@ def _require_within(question: p.Enlist) -> None:
 
 
 class Worker:
-    """Sessions of one framework on one device."""
+    """Open cells of one framework on one device."""
 
     def __init__(self, framework: str, device: str | None, state: ProcessState | None = None) -> None:
-        """`state` was taken before the code under test was loaded, if that has happened already."""
+        """Start with the `state` of the process that was taken before the code under test was loaded; by default, take
+        it now."""
         self._pid = os.getpid()
         self._framework = frameworks.get(framework)
         devices = self._framework.devices()
@@ -132,16 +132,16 @@ class Worker:
         self._environment = self._framework.environment(self._device)
         self._implementations: dict[str, Implementation] = {}
         self._early: dict[str, tuple[str, bool]] = {}
-        """Changes from before any cell was opened, in words, and whether they are refused: of a user function."""
+        """Changes that a user function made before a cell was opened: text and whether it is refused, by name."""
         self._noted: dict[str, set[str]] = {}
         self._pending_notes: list[str] = []
-        """Notes that wait for an answer which can carry them."""
+        """Notes for the next answer that can carry notes."""
         self._sessions: dict[str, Session | anchors.AnchorSession] = {}
         self._cells: dict[str, Cell] = {}
         self._draws: dict[str, Draws] = {}
         self._answers: dict[type, Callable[[Any], p.Answer]] = {
             p.Describe: self._describe,
-            p.Enlist: self._enlist,
+            p.Load: self._load,
             p.Refusals: self._refusals,
             p.VerifyOnly: lambda q: p.Reasons([self._implementation(q.implementation).verify_only or None]),
             p.Open: self._open,
@@ -160,7 +160,7 @@ class Worker:
             self._remember_changes(LOADED)
 
     def answer(self, question: p.Question) -> p.Answer:
-        """One question, one answer; what a cell does wrong comes back as its record."""
+        """Return the answer to a question; errors of a cell become its record."""
         timed = isinstance(question, p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.ExamineAfter | p.Trace)
         if timed and question.cell not in self._sessions:
             return p.Refused(f"{question.cell} is not open in this process", not_open=True)
@@ -170,10 +170,10 @@ class Worker:
         return self._checked(question, found) if type(question) in WHEN else found
 
     def _checked(self, question: p.Question, answer: p.Answer) -> p.Answer:
-        """Return the answer, or the end of the cell if it changed what its time or its checks rely on."""
+        """Return the answer, or the cell's failure if the cell changed what its time or its checks rely on."""
         when = WHEN[type(question)]
-        if isinstance(question, p.Enlist | p.Refusals | p.VerifyOnly):
-            if isinstance(question, p.Enlist) or not _all_ours(question):
+        if isinstance(question, p.Load | p.Refusals | p.VerifyOnly):
+            if isinstance(question, p.Load) or not _all_ours(question):
                 self._remember_changes(when)
             return answer
         assert isinstance(question, p.Open | p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.ExamineAfter)
@@ -198,15 +198,15 @@ class Worker:
         return msgspec.structs.replace(answer, record=record)
 
     def _remember_changes(self, when: str) -> None:
-        """Keep what loading a user function, or asking what it supports, has changed: it concerns all its cells."""
+        """Store the changes made by loading a user function or asking what it supports: they concern all its cells."""
         for change in self._changes():
             refused = _is_refused(change, when, ours=False)
             self._early.setdefault(change.what, (_change_text(change, when, refused), refused))
 
     def _judged(self, cell: Cell, when: str) -> tuple[list[str], list[str]]:
-        """Return why a cell cannot be measured any more, and what is to be told of it.
+        """Return the changes for which a cell is refused, and the changes to note in its record.
 
-        A worker that is shared tells of a change once, with the cell that made it.
+        A shared worker notes a change once, with the cell that made it.
         """
         ours = _is_ours(cell)
         earlier = {} if ours else self._early
@@ -224,7 +224,7 @@ class Worker:
         return refused, notes
 
     def _implementation(self, name: str) -> Implementation:
-        """Return the implementation of that name; of a user's one what it declares is read here, once."""
+        """Return the implementation of that name; a user's implementation is frozen."""
         if name not in self._implementations:
             found = registry.get(name)
             self._implementations[name] = found if registry.origin(name) == registry.OURS else frozen(found)
@@ -238,9 +238,9 @@ class Worker:
             "environment": self._environment,
         }
 
-    def _enlist(self, question: p.Enlist) -> p.Answer:
-        """Make a function known; from now on the commit is that of its file."""
-        answer = enlist(question)
+    def _load(self, question: p.Load) -> p.Answer:
+        """Load a user function; from now on the commit is that of its file."""
+        answer = load_user_function(question)
         if self._environment.harness and isinstance(answer, p.Done):  # it was described before
             self._environment = msgspec.structs.replace(self._environment, commit=commit_of(_measured))
         return answer
@@ -359,10 +359,9 @@ class Worker:
         return self._guarded(session.cell, take)
 
     def _guarded(self, cell: Cell, action: Callable[[], p.Answer], opening: bool = False) -> p.Answer:
-        """Run an action of a cell; anything it raises becomes the cell's record.
+        """Run an action of a cell and return its answer; an exception becomes the cell's record.
 
-        Only while it is opened can a cell say that it is not supported: one that was verified and then says so has
-        failed.
+        Only while a cell is opened may it say that it is not supported; after its verification that is a failure.
         """
         facts = self._facts(cell)
         try:
@@ -388,8 +387,8 @@ class Worker:
         return p.Closed(record, poisoned=not self._healthy(record))
 
     def _healthy(self, record: p.NotOk) -> bool:
-        """Whether the others can go on here: the device still answers (an illegal memory access poisons a CUDA context
-        for good), and the inputs that all share are still what was drawn (too dear to ask where memory ran out)."""
+        """Return whether other cells can go on in this process: the device still answers (an illegal memory access ends
+        a CUDA context), and the shared inputs are unchanged (not checked if memory ran out)."""
         try:
             small = self._framework.copy(1024, self._device)
             self._framework.wait(small.run(None))
@@ -427,7 +426,7 @@ class Worker:
 
 
 def _is_refused(change: Change, when: str, ours: bool) -> bool:
-    """Whether a cell cannot be measured after a change."""
+    """Return whether a cell cannot be measured after a change."""
     if not change.refused or (change.set_again and when in (LOADED, ASKED)):
         return False
     # A library that one of ours needs may wrap functions of its framework; no user's code need do so.
@@ -459,7 +458,7 @@ def main() -> None:
 
 
 def serve(connection: Connection, framework: str, device: str | None, state: ProcessState | None = None) -> None:
-    """Answer the questions of one parent until it hangs up; `state` as in Worker."""
+    """Answer the questions of one parent until it closes the socket; `state` as in Worker."""
     os.environ["ATTNBENCH_WORKER"] = "1"
     os.set_inheritable(connection.fileno(), False)
     keep_children_together()

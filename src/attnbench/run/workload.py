@@ -1,8 +1,8 @@
 """All cells of one workload: opened in their workers, sampled in turn, finished into records.
 
-A cell that dies takes its worker along; the others of that worker are opened again and everything is sampled anew. So
-are the cells of a worker that ended between two questions, whoever ended it; if that happens twice, each is measured in
-a worker of its own.
+If a cell brings its worker down, the other cells of that worker are opened again and everything is sampled anew. The
+same happens if a worker ends between two questions; if it happens twice, each of its cells is measured in a worker of
+its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,12 +21,10 @@ from attnbench.measuring import anchors
 from attnbench.measuring.rates import Ceilings, above_roofline, cost_of, implausible, throughput_of
 from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, summarise
 from attnbench.run import protocol as p
-from attnbench.run.crew import Crew
-from attnbench.run.memory_need import least_bytes
-from attnbench.run.plan import Group
+from attnbench.run.machine import scratch
+from attnbench.run.plan import Group, least_bytes
+from attnbench.run.pool import Pool
 from attnbench.run.remote import WorkerDied
-from attnbench.run.remote_cell import CellDied, RemoteCell, SessionsLost, last_words
-from attnbench.run.scratch import scratch
 from attnbench.spec import Cell, Cost, Failed, Ok, OutOfMemory, Record, Time, Workload
 
 if TYPE_CHECKING:
@@ -33,35 +33,35 @@ if TYPE_CHECKING:
 APART = "measured apart from others of its workload: device memory would not hold them all at once"
 ALONE = "measured apart from others of its workload: the worker that they shared ended twice between two questions"
 HEAVY_SHARE, CROWD_SHARE, BATCH_SHARE = 1 / 12, 1 / 2, 2 / 3
-"""Of device memory, by the least that cells need: one above the first comes after the others where all together need
-more than the second, with as many of its kind as need no more than the third."""
+"""Shares of device memory, by what cells need at least: a cell above the first is measured after the others if all
+together need more than the second; such cells are batched up to the third."""
 UNSTABLE = 0.05
-"""Half-width of the interval, as a share of the median, above which a record says so."""
+"""Half-width of the interval, as a share of the median, above which a record carries a warning."""
 
 
 class WorkloadRun:
-    """One workload of one run."""
+    """The measurement of one workload of a run."""
 
     def __init__(
-        self, request: Request, workload: Workload, crew: Crew, listener: Listener, rng: random.Random, seed: int
+        self, request: Request, workload: Workload, pool: Pool, listener: Listener, rng: random.Random, seed: int
     ) -> None:
-        self._request, self._workload, self._crew, self._listener = request, workload, crew, listener
+        self._request, self._workload, self._pool, self._listener = request, workload, pool, listener
         self._rng, self._seed = rng, seed
         self._records: dict[str, Record] = {}
         self._traced: set[str] = set()
         self._crowded_out: list[Cell] = []
         self._suspects: list[Cell] = []
-        """Cells of a worker that ended twice between two questions."""
+        """Cells of workers that ended twice between two questions."""
         self._lost_once: set[Group] = set()
-        """Groups whose worker ended between two questions."""
+        """Groups whose worker ended once between two questions."""
         self._in_company = False
         self._by_kernel = False
         self._began, self._turn = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}", -1
         self._abandoned = False
 
     def records(self, cells: Sequence[Cell]) -> list[Record]:
-        """A record for every cell, and for the anchors when something was timed."""
-        groups = {self._crew.group(cell.implementation) for cell in cells}
+        """Return a record of every cell, and of the anchors if something was timed."""
+        groups = {self._pool.group(cell.implementation) for cell in cells}
         self._in_company = len(groups) > 1
         heavy = self._heavy(cells) if self._in_company else []
         light = [cell for cell in cells if cell not in heavy]
@@ -71,28 +71,28 @@ class WorkloadRun:
                 self._run_apart(few)
             crowded = self._take_crowded()
             if 1 < len(crowded) < len(cells):
-                self._crew.dismiss_all()
+                self._pool.dismiss_all()
                 self._run_apart(crowded)
                 crowded = self._take_crowded()
             self._in_company = False
             for cell in crowded:
-                self._crew.dismiss_all()
+                self._pool.dismiss_all()
                 self._run_apart([cell])
             suspects, self._suspects = self._suspects, []
             for cell in suspects:
-                self._crew.dismiss(self._crew.group(cell.implementation))
+                self._pool.dismiss(self._pool.group(cell.implementation))
                 self._run_apart([cell], ALONE)
         return list(self._records.values())
 
     def _heavy(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those that need so much of a device that does not hold them all that they had better come after the rest."""
+        """Return the cells to measure after the others, if the device's memory does not hold all at once."""
         shares = [self._share(cell) for cell in cells]
         if sum(shares) <= CROWD_SHARE:
             return []
         return [cell for cell, share in zip(cells, shares, strict=True) if share > HEAVY_SHARE]
 
     def _that_fit_together(self, heavy: Sequence[Cell]) -> Iterator[list[Cell]]:
-        """As many at a time as the memory holds, at least one."""
+        """Yield batches of cells that the device's memory holds at once, at least one cell each."""
         few: list[Cell] = []
         for cell in heavy:
             if few and sum(map(self._share, [*few, cell])) > BATCH_SHARE:
@@ -103,11 +103,11 @@ class WorkloadRun:
             yield few
 
     def _share(self, cell: Cell) -> float:
-        """Of an accelerator's memory, what a cell needs at least."""
-        environment = self._crew.environment(self._crew.group(cell.implementation).framework)
+        """Return the share of an accelerator's memory that a cell needs at least; 0 on a CPU."""
+        environment = self._pool.environment(self._pool.group(cell.implementation).framework)
         if environment is None or environment.device == "cpu" or environment.memory_bytes is None:
             return 0.0
-        implementation = self._crew.registered(cell.implementation)
+        implementation = self._pool.registered(cell.implementation)
         need = 0 if implementation is None else least_bytes(implementation.configured(cell.config), self._workload)
         return need / environment.memory_bytes
 
@@ -116,10 +116,10 @@ class WorkloadRun:
         return crowded
 
     def _run_apart(self, cells: Sequence[Cell], why: str = APART) -> None:
-        """Measure these cells only; `why` is noted."""
+        """Measure these cells without the others, and add `why` to the notes of their records."""
         self._run_together(cells)
-        groups = [self._crew.group(cell.implementation) for cell in cells]
-        self._crew.give_memory_back({*groups, *(self._crew.clean(group.framework) for group in groups)})
+        groups = [self._pool.group(cell.implementation) for cell in cells]
+        self._pool.give_memory_back({*groups, *(self._pool.clean(group.framework) for group in groups)})
         for cell in cells:
             if isinstance(record := self._records.get(cell.id), Ok):
                 self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, why))
@@ -129,7 +129,7 @@ class WorkloadRun:
             return
         groups: dict[Group, list[Cell]] = {}
         for cell in cells:
-            groups.setdefault(self._crew.group(cell.implementation), []).append(cell)
+            groups.setdefault(self._pool.group(cell.implementation), []).append(cell)
         self._anchored: set[Group] = set()
         # Before anything is open: measuring them may cost a worker its life.
         self._ceilings = self._measure_ceilings(groups) if self._request.measure else {}
@@ -141,21 +141,21 @@ class WorkloadRun:
                 break
             except CellDied as dead:
                 self._finish_lost(timed)
-                self._bury(dead)
+                self._record_lost(dead)
                 survivors = [one.cell for one in timed if one.group == dead.group and self._is_open(one.cell)]
                 others = [one for one in timed if one.group != dead.group and self._is_open(one.cell)]
                 timed = [*others, *(one for one in self._open_group(dead.group, survivors) if one.opened.timed)]
             except SessionsLost as lost:
                 timed = self._open_again(lost, timed)
         used = [*groups, *(group for group in self._anchored if group not in groups)]
-        with ThreadPoolExecutor(len(used) or 1) as pool:
-            list(pool.map(self._quietly_release, used))
+        with ThreadPoolExecutor(len(used) or 1) as threads:
+            list(threads.map(self._quietly_release, used))
 
     def _open_again(self, lost: SessionsLost, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
-        """Return what is to be measured after a worker ended between two questions.
+        """Return the cells to measure after a worker ended between two questions.
 
-        The first time its cells are opened again. If it happens again, each comes by itself later; one that was by
-        itself has failed, and so has an anchor.
+        The first time, its cells are opened again. The second time, each of them is put off to be measured alone; a
+        cell that was alone already has failed, and so has an anchor.
         """
         self._finish_lost(timed)
         mine = [one.cell for one in timed if one.group == lost.group and self._is_open(one.cell)]
@@ -165,53 +165,53 @@ class WorkloadRun:
             mine = []
         elif lost.group in self._lost_once:
             died = WorkerDied("failed", "its process ended between two questions, twice")
-            self._bury(last_words(lost.cell, lost.group, self._crew, died))
+            self._record_lost(cell_died(lost.cell, lost.group, self._pool, died))
             mine = [cell for cell in mine if self._is_open(cell)]
         self._lost_once.add(lost.group)
         self._listener.warning(f"a {lost.group.framework} worker ended between two questions: its cells start again")
         return [*others, *(one for one in self._open_group(lost.group, mine) if one.opened.timed)]
 
     def _finish_lost(self, timed: Sequence[RemoteCell]) -> None:
-        """Keep what is known of cells that turned out wrong before the others have to start again."""
+        """Store the records of cells that turned out wrong before the other cells start again."""
         for one in timed:
             if one.lost is not None and self._is_open(one.cell):
                 self._finish(one.lost)
 
     def _is_open(self, cell: Cell) -> bool:
-        """Whether nothing final is known of it yet."""
+        """Return whether a cell has no final record yet and is not put off."""
         return cell.id not in self._records and cell not in (*self._crowded_out, *self._suspects)
 
     def _measure_ceilings(self, groups: dict[Group, list[Cell]]) -> dict[str, Ceilings | None]:
-        environments = [self._crew.environment(group.framework) for group in groups]
+        environments = [self._pool.environment(group.framework) for group in groups]
         devices = dict.fromkeys(environment.device for environment in environments if environment is not None)
-        return {device: self._crew.ceilings(self._workload.dtype, device) for device in devices}
+        return {device: self._pool.ceilings(self._workload.dtype, device) for device in devices}
 
     def _open_all(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
-        """Open every cell: on an accelerator group by group side by side, since compiling on the host is what takes the
-        time there; one after the other on a CPU, where each would slow the others down."""
-        beside = {group: mine for group, mine in groups.items() if self._crew.accelerated(group.framework)}
+        """Open every cell: in parallel by worker on an accelerator, where compiling on the host takes the time; one
+        after the other on a CPU, where they would slow each other down."""
+        beside = {group: mine for group, mine in groups.items() if self._pool.accelerated(group.framework)}
         opened = self._open_beside(beside) if beside else []
         alone = [(group, mine) for group, mine in groups.items() if group not in beside]
         return [*opened, *(one for group, mine in alone for one in self._open_group(group, mine))]
 
     def _open_beside(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
-        with ThreadPoolExecutor(len(groups)) as pool:
+        with ThreadPoolExecutor(len(groups)) as threads:
             try:
-                return [one for opened in pool.map(self._open_group, groups, groups.values()) for one in opened]
+                return [one for opened in threads.map(self._open_group, groups, groups.values()) for one in opened]
             except BaseException:
                 self._abandoned = True
                 for group in groups:
-                    self._crew.dismiss(group)  # or the pool would wait for whatever its threads are waiting for
+                    self._pool.dismiss(group)  # or the pool would wait for whatever its threads are waiting for
                 raise
 
     def _open_group(self, group: Group, cells: Sequence[Cell]) -> list[RemoteCell]:
-        """Open cells one by one; when one brings the worker down, those opened before are opened again."""
+        """Open the cells of a worker one by one; if one brings it down, those opened before are opened again."""
         todo = list(cells)
         while True:
             try:
                 return [one for cell in todo if (one := self._open(cell, group)) is not None]
             except CellDied as dead:
-                self._bury(dead)
+                self._record_lost(dead)
                 todo = [cell for cell in todo if self._is_open(cell)]
 
     def _open(self, cell: Cell, group: Group) -> RemoteCell | None:
@@ -223,24 +223,24 @@ class WorkloadRun:
         shared = None if group.has_user_code else str(self._shared)
         question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed, shared)
         try:
-            answer = self._crew.ask(group, question, request.timeout_s)
+            answer = self._pool.ask(group, question, request.timeout_s)
         except WorkerDied as died:
-            raise last_words(cell, group, self._crew, died) from died
+            raise cell_died(cell, group, self._pool, died) from died
         if isinstance(answer, p.Refused):
-            raise last_words(cell, group, self._crew, WorkerDied("failed", answer.reason))
+            raise cell_died(cell, group, self._pool, WorkerDied("failed", answer.reason))
         self._listener.verified(cell, isinstance(answer, p.Opened))
         if isinstance(answer, p.Closed):
             if answer.poisoned:
-                self._crew.dismiss(group)
+                self._pool.dismiss(group)
                 raise CellDied(cell, group, answer.record)
             self._finish(answer.record)
             return None
         assert isinstance(answer, p.Opened)
         if not answer.timed:
             self._finish(answer.record)
-        return RemoteCell(cell, group, answer, self._crew, request.timeout_s)
+        return RemoteCell(cell, group, answer, self._pool, request.timeout_s)
 
-    def _bury(self, dead: CellDied) -> None:
+    def _record_lost(self, dead: CellDied) -> None:
         if self._is_open(dead.cell):
             self._finish(dead.record)
 
@@ -255,14 +255,14 @@ class WorkloadRun:
             self._listener.finished(record)
 
     def _shares_memory(self, record: Record) -> bool:
-        """Whether other workers held memory of the device it ran out of; on a CPU the limit is each worker's own."""
-        return record.implementation not in anchors.NAMES and self._crew.accelerated(
-            self._crew.group(record.implementation).framework
+        """Return whether other workers held memory of the device on which a cell ran out of memory."""
+        return record.implementation not in anchors.NAMES and self._pool.accelerated(
+            self._pool.group(record.implementation).framework
         )
 
     def _measure(self, timed: Sequence[RemoteCell]) -> None:
-        """Sample all in turn, then finish all: a worker that dies meanwhile leaves nothing half done behind, and the
-        next attempt is a sitting of its own."""
+        """Sample all cells in turn, then finish all. If a worker dies meanwhile, no cell is finished, and the next
+        attempt counts as a sitting of its own."""
         request = self._request
         self._turn += 1
         for one in timed:
@@ -287,8 +287,7 @@ class WorkloadRun:
             self._finish(record)
 
     def _doubt_ceilings(self, gathered: Sequence[Series]) -> None:
-        """One that a cell exceeds may have been measured in a bad moment: look again before accusing anyone, and before
-        anything is divided by it."""
+        """Measure the ceilings again if a cell exceeds them, since they may have been measured in a bad moment."""
         for series in gathered:
             one = series.source
             assert isinstance(one, RemoteCell)
@@ -298,11 +297,11 @@ class WorkloadRun:
             times = _summaries(one, series)
             if self._implausible(ok, times) is not None:
                 device = ok.environment.device
-                self._ceilings[device] = self._crew.ceilings(self._workload.dtype, device, again=True)
+                self._ceilings[device] = self._pool.ceilings(self._workload.dtype, device, again=True)
                 return
 
     def _sample_other_clocks(self, one: RemoteCell) -> None:
-        """Time a cell by the clocks whose figures lie beside the published one; it may turn out wrong (`lost`)."""
+        """Time a cell by the other clocks that its record shows; the cell may turn out wrong (`lost`)."""
         if one.lost is not None:
             return
         try:
@@ -312,7 +311,7 @@ class WorkloadRun:
             assert one.lost is not None
 
     def _examine_after(self, one: RemoteCell) -> None:
-        """Check a cell again after its last sample: what it computes may have changed with the number of calls."""
+        """Check a cell again after its last sample, since its result may have changed with the number of calls."""
         if one.lost is not None:
             return
         try:
@@ -321,7 +320,7 @@ class WorkloadRun:
             assert one.lost is not None
 
     def _on_one_clock(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
-        """Cells of one workload are ranked by one clock: where some are published by kernel time, all are that can."""
+        """Return the cells ready for sampling by one clock: if one is published by kernel time, all are that can be."""
         self._by_kernel = self._by_kernel or any(one.steady.clock == "kernel" for one in timed)
         if not self._by_kernel:
             return list(timed)
@@ -336,9 +335,11 @@ class WorkloadRun:
         return one.lost is None
 
     def _anchors(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
-        """Open the two anchors in the clean worker of the first cell's framework: one process is enough to tell how
-        fast the machine is, and no user code may make it look slower."""
-        group = self._crew.clean(timed[0].group.framework)
+        """Return the two anchors, opened in the clean worker of the first cell's framework.
+
+        One process is enough to tell how fast the machine is, and no user code runs there that could slow it down.
+        """
+        group = self._pool.clean(timed[0].group.framework)
         self._anchored.add(group)
         cells = [msgspec.structs.replace(one, implementation=name) for one in [timed[0].cell] for name in anchors.NAMES]
         # One that has brought a worker down before is not tried again; every turn has times of its own of the others.
@@ -348,17 +349,17 @@ class WorkloadRun:
     def _open_anchor(self, cell: Cell, group: Group) -> RemoteCell | None:
         question = p.Open(cell, False, True, None, self._seed)
         try:
-            answer = self._crew.ask(group, question, self._request.timeout_s)
+            answer = self._pool.ask(group, question, self._request.timeout_s)
         except WorkerDied as died:
-            raise last_words(cell, group, self._crew, died) from died
+            raise cell_died(cell, group, self._pool, died) from died
         if not isinstance(answer, p.Opened):
             reason = getattr(getattr(answer, "record", answer), "reason", type(answer).__name__)
             self._listener.warning(f"{cell.implementation} could not be opened: {reason}")
             return None
-        return RemoteCell(cell, group, answer, self._crew, self._request.timeout_s)
+        return RemoteCell(cell, group, answer, self._pool, self._request.timeout_s)
 
     def _cost(self, ok: Ok, median_ns: float, part: str = "") -> Cost:
-        """Of the workload's pass, or of a part of it."""
+        """Return the cost of the workload's pass, or of a part of it, at a median time."""
         assert ok.environment is not None
         ceilings = self._ceilings.get(ok.environment.device)
         devices = 1 if ok.ranks is None else ok.ranks.devices
@@ -366,7 +367,7 @@ class WorkloadRun:
         return cost_of(workload, median_ns, ceilings, ok.quality.get("work", 1.0), devices)
 
     def _implausible(self, ok: Ok, times: Mapping[str, Time]) -> str | None:
-        """Why the time of the whole (`main`) or of a part cannot be true, or None."""
+        """Return why a time cannot be true, of the whole pass (`main`) or of a part; None if all may be."""
         for name, time in times.items():
             part = "" if name == "main" else name
             if (reason := implausible(self._cost(ok, time.median_ns, part))) is not None:
@@ -408,9 +409,9 @@ class WorkloadRun:
                 continue
             question = p.Trace(one.cell.id, str(self._request.trace))
             try:
-                answer = self._crew.ask(one.group, question, self._request.timeout_s)
+                answer = self._pool.ask(one.group, question, self._request.timeout_s)
             except WorkerDied as died:
-                raise last_words(one.cell, one.group, self._crew, died) from died
+                raise cell_died(one.cell, one.group, self._pool, died) from died
             if isinstance(answer, p.Refused) and answer.not_open:
                 raise SessionsLost(one.cell, one.group)
             self._traced.add(one.cell.id)
@@ -420,21 +421,21 @@ class WorkloadRun:
                 self._listener.warning(f"no trace of {one.cell.id}: {answer.reason}")
 
     def _quietly_release(self, group: Group) -> None:
-        """Let the worker drop this workload's arrays; one that dies now has already given its records."""
+        """Let a worker drop this workload's arrays; a failure is a warning, since its records are complete."""
         try:
-            self._crew.ask(group, p.Release(), self._request.timeout_s)
+            self._pool.ask(group, p.Release(), self._request.timeout_s)
         except WorkerDied as died:
             self._listener.warning(f"a {group[0]} worker ended between workloads: {died.reason}")
 
 
 def _key(record: Record) -> str:
-    """Return the cell's id; of a timed anchor also its sitting, because each turn is judged by anchors of its own."""
+    """Return the cell's id; for a timed anchor with its sitting, because each sitting has anchors of its own."""
     sitting = record.time.sitting if record.implementation in anchors.NAMES and record.time is not None else ""
     return f"{record.cell.id} {sitting}" if sitting else record.cell.id
 
 
 def _summaries(one: RemoteCell, series: Series) -> dict[str, Time]:
-    """Of the whole and of each part."""
+    """Return the summary of the main program's samples and of each part's."""
     clock = one.steady.clock
     return {part: summarise(rounds, clock, series.calls) for part, rounds in series.rounds.items()}
 
@@ -444,3 +445,117 @@ def _warnings(time: Time) -> tuple[str, ...]:
         return ("unstable samples: one round says nothing of the spread",)
     half = (time.ci95_ns[1] - time.ci95_ns[0]) / 2 / time.median_ns
     return (f"unstable samples: the median is known to ±{half:.0%} only",) if half > UNSTABLE else ()
+
+
+OTHER_CLOCK_SAMPLES, FEWEST_BY_OTHER_CLOCK = 20, 5
+OTHER_CLOCK_NS = 3e8
+
+
+class CellDied(Exception):
+    """A cell that brought its worker down; `record` is its final record."""
+
+    def __init__(self, cell: Cell, group: Group, record: Record) -> None:
+        super().__init__(record.reason)
+        self.cell, self.group, self.record = cell, group, record
+
+
+class SessionsLost(Exception):
+    """A worker that ended between two questions: its open cells are gone, and no cell is known to be the cause."""
+
+    def __init__(self, cell: Cell, group: Group) -> None:
+        super().__init__(cell.id)
+        self.cell, self.group = cell, group
+
+
+def cell_died(cell: Cell, group: Group, pool: Pool, died: WorkerDied) -> CellDied:
+    """Return the loss of a worker as the error of the cell it was working on."""
+    facts = {"implementation": cell.implementation, "workload": cell.workload, "config": cell.config}
+    return CellDied(cell, group, died.record(environment=pool.environments.get(group), **facts))
+
+
+@dataclass
+class RemoteCell:
+    """A cell that is open in a worker; a Source for `interleave`."""
+
+    cell: Cell
+    group: Group
+    opened: p.Opened
+    pool: Pool
+    timeout_s: float
+    warm: p.Warm | None = None
+    lost: Record | None = None
+    repeats: bool = True
+    clock_ns: int = 0
+    check_ns: int = 0
+    changed: tuple[str, ...] = ()
+    """Changes that the cell made in its process while it was timed, in words."""
+    by_other_clocks: dict[str, Time] = field(default_factory=dict)
+
+    @property
+    def call_ns(self) -> float:
+        """Time of one call, estimated in the warm-up."""
+        return self.steady.call_ns
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Parts of the pass that are sampled."""
+        return self.steady.parts
+
+    @property
+    def slow_clock(self) -> bool:
+        """Whether each visit has a large fixed cost."""
+        return self.steady.slow_clock
+
+    @property
+    def steady(self) -> p.Warm:
+        """Facts that the warm-up found."""
+        assert self.warm is not None
+        return self.warm
+
+    def warm_up(self, clock: str | None = None) -> None:
+        """Run the cell until its times are steady; if they are, only change its clock. Raises like `sample`."""
+        answer = self._ask(p.WarmUp(self.cell.id, clock, brief=self.warm is not None))
+        assert isinstance(answer, p.Warm)
+        self.warm = answer
+
+    def sample(self, part: str, count: int, calls: int) -> list[float]:
+        """Return nanoseconds per call; raises Dropped if the cell turned out wrong, CellDied if it ended its worker,
+        and SessionsLost if the worker had ended before."""
+        return self._sampled(p.Sample(self.cell.id, part, count, calls, self.steady.clock))
+
+    def sample_other(self, clock: str) -> list[float]:
+        """Return nanoseconds per call of the main program by another clock."""
+        count = min(OTHER_CLOCK_SAMPLES, max(FEWEST_BY_OTHER_CLOCK, int(OTHER_CLOCK_NS / max(self.call_ns, 1.0))))
+        return self._sampled(p.SampleOther(self.cell.id, clock, count))
+
+    def examine_after(self) -> None:
+        """Check the cell again after its last sample; raises like `sample`."""
+        start = perf_counter_ns()
+        self._ask(p.ExamineAfter(self.cell.id))
+        self.check_ns += perf_counter_ns() - start
+
+    def _sampled(self, question: p.Question) -> list[float]:
+        answer = self._ask(question)
+        assert isinstance(answer, p.Sampled)
+        self.repeats = self.repeats and answer.repeats
+        self.clock_ns += answer.clock_ns
+        self.check_ns += answer.check_ns
+        self.changed += answer.changed
+        return answer.ns
+
+    def _ask(self, question: p.Question) -> p.Answer:
+        try:
+            answer = self.pool.ask(self.group, question, self.timeout_s)
+        except WorkerDied as died:
+            raise cell_died(self.cell, self.group, self.pool, died) from died
+        if isinstance(answer, p.Refused) and answer.not_open:
+            raise SessionsLost(self.cell, self.group)
+        if isinstance(answer, p.Refused):
+            raise cell_died(self.cell, self.group, self.pool, WorkerDied("failed", answer.reason))
+        if not isinstance(answer, p.Closed):
+            return answer
+        if answer.poisoned:
+            self.pool.dismiss(self.group)
+            raise CellDied(self.cell, self.group, answer.record)
+        self.lost = answer.record
+        raise Dropped

@@ -1,43 +1,46 @@
-"""Is it right? Everything a call must pass before it may be timed.
+"""Verification: everything a call must pass before it may be timed, as a list of named checks with their cost.
 
-A subject is one built call with its compiled programs; `examine` returns what it saw, or raises Wrong with the reason.
+A subject is one built call with its compiled programs. `examine` compares its outputs with the reference, makes all
+CHECKS, and returns the findings, or raises Wrong with the reason.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Inputs
-from attnbench.spec import Array, Errors, VerifiedAt, Workload
-from attnbench.verifying import (
-    batch_and_heads,
-    lse,
-    magnitudes,
-    overwrites,
-    probes,
-    properties,
-    scale_and_softcap,
-    whole_output,
+from attnbench.spec import Array, Errors, Partial, VerifiedAt, Workload
+from attnbench.verifying import probes, whole_output
+from attnbench.verifying.error_location import RowPlaces, describe
+from attnbench.verifying.invariants import (
+    Build,
+    check_one_value,
+    check_overwritten_inputs,
+    check_places,
+    check_prefill_and_decode,
+    check_unseen_key,
+    hidden_nan,
 )
-from attnbench.verifying.error_location import Compass, describe
+from attnbench.verifying.lse_and_partial import check_lse, check_partial_form
+from attnbench.verifying.scales import check_magnitudes, check_scale_and_softcap
 from attnbench.verifying.subject import Subject, Wrong, run
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 
 SETTLE_S = 0.004
-"""How long an output is watched for changes after its call has returned."""
+"""Seconds for which an output is watched for changes after its call has returned."""
 UNLIKE = 4
-"""An error of so many times the allowed one belongs to another result, not to a worse one."""
+"""Multiple of the allowed error from which on an output is called another result, not a less exact one."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a right subject showed. `good` are its outputs on each input set, for checks between timings."""
+    """Results of a right subject; `good` are its outputs on each input set, for checks between timings."""
 
     errors: Errors
     verified_at: VerifiedAt
@@ -45,39 +48,89 @@ class Findings:
     good: list[tuple[Array, ...]]
     forward: Limits | None
     backward: Mapping[str, Limits] | None
-    """What the output and each gradient were allowed; None when they were not compared."""
+    """Allowed errors of each gradient; as those of `forward`, None if they were not compared."""
 
     def limits(self, name: str, dtype: str) -> Limits:
-        """Of an output; gradients that were too large to compare are held to what the output's error lets them be."""
+        """Return the allowed errors of an output.
+
+        Gradients that were too large to compare are allowed what follows from the output's limits.
+        """
         known = (self.backward or {}).get(name) if name.startswith("d") else self.forward
         if known is not None:
             return known
         return Limits.of_rounding(dtype) if self.forward is None else self.forward.widened(BACKWARD_FACTOR)
 
 
-def examine(subject: Subject, thorough: bool) -> Findings:
-    """All checks in order of cost; raises Wrong at the first that fails."""
-    found = examine_again(subject)
-    dtype, names = subject.workload.dtype, OUTPUTS[subject.workload.pass_]
-    limits = {name: found.limits(name, dtype) for name in names}
-    written = overwrites.check(subject, found.good[1], limits)
-    moved = _check_places(subject, found)
-    probed = _check_probes(subject, found)
-    lse_found = lse.check(subject, found.good, found.limits("out", dtype))
-    scales, powers = magnitudes.check(subject, _named(subject.workload, found.good[0]), limits, thorough)
-    held = (*properties.check(subject, thorough), *moved, *written, *probed, *([powers] if powers else []))
+@dataclass
+class Examination:
+    """A subject whose outputs are right on the drawn inputs, and the results of further checks."""
+
+    subject: Subject
+    found: Findings
+    thorough: bool
+    build: Build | None
+    """Function that returns the implementation's call for another workload, or None."""
+    partial: Callable[[], Partial | None] | None
+    """Function that returns the implementation's partial form, or None."""
+    lse: float | None = None
+    """Error of the LSE."""
+    stability: str = ""
+    """Scales of the inputs at which results are finite and right."""
+    hidden_nan: str = ""
+    """Reach of a NaN that the mask hides: contained or leaks."""
+
+    @property
+    def outputs(self) -> dict[str, Array]:
+        """Verified outputs on the first input set, by name."""
+        return _named(self.subject.workload, self.found.good[0])
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """Allowed errors of each output."""
+        dtype = self.subject.workload.dtype
+        return {name: self.found.limits(name, dtype) for name in OUTPUTS[self.subject.workload.pass_]}
+
+
+class Check(NamedTuple):
+    """A check of `examine`."""
+
+    name: str
+    cost: str
+    run: Callable[[Examination], Sequence[str]]
+    """Function that raises Wrong, or returns the properties that hold, for the record."""
+    exact: bool = False
+    """Whether it is left out for an implementation that declares an error of its own."""
+    thorough: bool = False
+    """Whether it is made in thorough examinations only."""
+
+
+def examine(
+    subject: Subject,
+    thorough: bool,
+    build: Build | None = None,
+    partial: Callable[[], Partial | None] | None = None,
+) -> Findings:
+    """Compare the outputs with the reference, then make all CHECKS in order; raises Wrong at the first that fails.
+
+    `build` and `partial` are as in Examination; without them the checks that need them are left out.
+    """
+    examination = Examination(subject, examine_again(subject), thorough, build, partial)
+    held: list[str] = []
+    for check in CHECKS:
+        if (thorough or not check.thorough) and not (check.exact and subject.declared_error is not None):
+            held += check.run(examination)
     errors = msgspec.structs.replace(
-        found.errors,
-        lse=lse_found and lse_found.error,
-        stability=scales,
-        properties=held,
-        hidden_nan=properties.hidden_nan(subject),
+        examination.found.errors,
+        lse=examination.lse,
+        stability=examination.stability,
+        properties=tuple(held),
+        hidden_nan=examination.hidden_nan,
     )
-    return replace(found, errors=errors)
+    return replace(examination.found, errors=errors)
 
 
 def examine_again(subject: Subject) -> Findings:
-    """In another process of what was examined before: are its outputs right here too?"""
+    """Compare the outputs with the reference only, for a subject that another process has examined."""
     good, forward, gradients = _check_outputs(subject)
     backward = max(gradients.values(), key=lambda one: one.error, default=None)
     main = forward or backward
@@ -94,19 +147,21 @@ def examine_again(subject: Subject) -> Findings:
 
 
 def examine_after(subject: Subject) -> None:
-    """Check again, when a cell has been timed, what shows a path that is coarser than the verified one or another: its
-    outputs, keys and pairs counted, scale and soft cap. The truths are those of the first examination."""
+    """Check outputs, keys and pairs counted, scale and soft cap again after the last sample.
+
+    These checks show a path that differs from the verified one or is coarser. The truths are those of the first
+    examination.
+    """
     good, *_ = _check_outputs(subject)
     if subject.declared_error is not None:
         return
     whole_output.check_counted(subject)
     whole_output.check_counted_pairs(subject)
-    first = _named(subject.workload, good[0]).items()
-    scale_and_softcap.check(subject, {name: _sampled(subject, name, array) for name, array in first}, _sampled)
+    _check_parameters(subject, _named(subject.workload, good[0]))
 
 
 def _check_outputs(subject: Subject) -> tuple[list[tuple[Array, ...]], Compared | None, dict[str, Compared]]:
-    """What it returned for each input set, its forward and each of its gradients compared with the truth."""
+    """Return the outputs on each input set, with the comparison of the forward result and of each gradient."""
     good = [_honest_call(subject, inputs) for inputs in subject.draws.inputs(subject.layout)]
     outputs = [_named(subject.workload, arrays) for arrays in good]
     forward = _check_forward(subject, outputs) if "out" in outputs[0] else None
@@ -115,7 +170,8 @@ def _check_outputs(subject: Subject) -> tuple[list[tuple[Array, ...]], Compared 
 
 
 def _honest_call(subject: Subject, inputs: Inputs) -> tuple[Array, ...]:
-    """One call that must return the right kind of arrays, finished, with its inputs untouched."""
+    """Return the outputs of one call; raises Wrong unless they are finished arrays of the right kind and the inputs are
+    unchanged."""
     fw, w = subject.framework, subject.workload
     before = fw.snapshot(tuple(inputs))
     output = run(subject.programs.main, inputs)
@@ -173,7 +229,7 @@ def _check_forward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared:
             typical=0.0 if subject.workload.inputs == "sincostan" else subject.workload.kv_len**-0.5,
         )  # fmt: skip
         _require(
-            result, which, got, [t.out for t in truths], Compass(sample.heads, sample.rows, subject.workload.group)
+            result, which, got, [t.out for t in truths], RowPlaces(sample.heads, sample.rows, subject.workload.group)
         )
         worst = result.worse(worst)
     assert worst is not None
@@ -181,7 +237,7 @@ def _check_forward(subject: Subject, outputs: list[dict[str, Any]]) -> Compared:
 
 
 def _check_backward(subject: Subject, outputs: list[dict[str, Any]]) -> dict[str, Compared]:
-    """dq, dk and dv of whole heads at this shape; none when not one fits the budget (a smaller shape is used then)."""
+    """Return the comparison of dq, dk and dv over whole heads; empty if no head fits the reference's budget."""
     heads, worst = subject.draws.gradient_heads, dict[str, Compared]()
     for which, named in enumerate(outputs):
         truths = subject.draws.truths(which, gradients=True) if heads else []
@@ -198,7 +254,7 @@ def _check_backward(subject: Subject, outputs: list[dict[str, Any]]) -> dict[str
                 subject.summed,
             )  # fmt: skip
             members = subject.workload.group if n == 0 else 1
-            _require(result, which, got, exact, Compass(heads, np.arange(exact[0].shape[1]), members))
+            _require(result, which, got, exact, RowPlaces(heads, np.arange(exact[0].shape[1]), members))
             worst[name] = result.worse(worst.get(name))
     return worst
 
@@ -213,26 +269,21 @@ def _require(
     which: int,
     got: Sequence[np.ndarray] = (),
     exact: Sequence[np.ndarray] = (),
-    compass: Compass | None = None,
+    places: RowPlaces | None = None,
 ) -> None:
     if not result.fault:
         return
     where, detail = "", ""
-    if compass is not None and result.first_row is not None:
-        batch, head = compass.head(result.first_row)
+    if places is not None and result.first_row is not None:
+        batch, head = places.head(result.first_row)
         kind = "key/value head" if result.fault.startswith(("gradient of K", "gradient of V")) else "head"
-        where = f", first at batch {batch}, {kind} {head}, row {compass.row(result.first_row)}"
+        where = f", first at batch {batch}, {kind} {head}, row {places.row(result.first_row)}"
         if result.bad is not None:
-            detail = describe(got, exact, result.bad, result.first_row, compass)
+            detail = describe(got, exact, result.bad, result.first_row, places)
     stored = which and result.error > UNLIKE * result.allowed
     stale = " (on the second input set only: a stored result?)" if stored else ""
     errors = Errors(forward=result.error, forward_allowed=result.allowed, max_abs=result.max_abs)
     raise Wrong(result.fault + where + stale, errors, detail)
-
-
-def _check_places(subject: Subject, found: Findings) -> tuple[str, ...]:
-    named, dtype = _named(subject.workload, found.good[0]), subject.workload.dtype
-    return batch_and_heads.check(subject, named, {name: found.limits(name, dtype).relative for name in named})
 
 
 def _repeats(subject: Subject, first: tuple[Array, ...]) -> bool:
@@ -241,27 +292,8 @@ def _repeats(subject: Subject, first: tuple[Array, ...]) -> bool:
     return all(subject.framework.same_bits(a, b) for a, b in zip(first, again))
 
 
-def _check_probes(subject: Subject, found: Findings) -> tuple[str, ...]:
-    """Whole outputs, inputs made to show a wrong kernel, and the parameters: what samples and norms may miss. An error
-    that was declared is not looked into."""
-    if subject.declared_error is not None:
-        return ()
-    dtype, good = subject.workload.dtype, _named(subject.workload, found.good[0])
-    whole_output.check_first(subject, good, {name: found.limits(name, dtype) for name in good})
-    held = (
-        *whole_output.check_counted(subject),
-        *whole_output.check_steep(subject),
-        *whole_output.check_counted_pairs(subject),
-        *whole_output.check_pointed(subject),
-    )
-    if subject.workload.pass_ == "forward":
-        _check_pointed_rows(subject)
-    scale_and_softcap.check(subject, {name: _sampled(subject, name, array) for name, array in good.items()}, _sampled)
-    return held
-
-
 def _sampled(subject: Subject, name: str, array: Array) -> list[np.ndarray]:
-    """[members, rows, width] of each head whose truth is known in float64."""
+    """Return rows [members, rows, width] of each head whose truth is known in float64."""
     sample, draws = subject.draws.sample, subject.draws
     if name == "out":
         return [subject.head_rows(array, at[0], _groups(subject, at)[0], sample.rows) for at in sample.heads]
@@ -269,8 +301,10 @@ def _sampled(subject: Subject, name: str, array: Array) -> list[np.ndarray]:
     return [subject.head_rows(array, at[0], _groups(subject, at)[part], None) for at in draws.gradient_heads]
 
 
-def _check_pointed_rows(subject: Subject) -> None:
-    """Sampled rows where logits are far from 0 and few keys take all the weight, so that none may be clamped."""
+def _check_pointed_rows(subject: Subject) -> tuple[str, ...]:
+    """Compare sampled rows in which few keys have all the weight by large logits, so that a clamp shows."""
+    if subject.workload.pass_ != "forward":
+        return ()
     sample, draws = subject.draws.sample, subject.draws
     out = run(subject.programs.main, draws.probe("pointed", subject.layout))[0]
     subject.framework.wait(out)
@@ -280,11 +314,12 @@ def _check_pointed_rows(subject: Subject) -> None:
     w, what = subject.workload, "output (queries that point at edges)"
     logit = int(probes.pointed_logit(w))
     result = compare(what, got, exact, plain, w.dtype, FORWARD_FACTOR, summed=max(subject.summed, logit * logit))
-    _require(result, 0, got, exact, Compass(sample.heads, sample.rows, w.group))
+    _require(result, 0, got, exact, RowPlaces(sample.heads, sample.rows, w.group))
+    return ()
 
 
 def _verified_at(subject: Subject) -> VerifiedAt:
-    """Shares of rows compared with the reference: in float64, or of whole heads in float32."""
+    """Return the shares of rows that are compared with the reference, in float64 or as whole heads in float32."""
     w, draws = subject.workload, subject.draws
     shape = {name: value for name, value in w.axes.items() if isinstance(value, int)}
     exact = subject.declared_error is None
@@ -293,3 +328,75 @@ def _verified_at(subject: Subject) -> VerifiedAt:
         return VerifiedAt(shape=shape, share=share)
     backward = max(len(draws.gradient_heads) / (w.batch * w.kv_heads), draws.covered(True).share if exact else 0.0)
     return VerifiedAt(shape=shape, share=share, backward_shape=shape, backward_share=backward)
+
+
+def _check_parameters(subject: Subject, outputs: Mapping[str, Array]) -> tuple[str, ...]:
+    sampled = {name: _sampled(subject, name, array) for name, array in outputs.items()}
+    check_scale_and_softcap(subject, sampled, _sampled)
+    return ()
+
+
+def _check_lse(examination: Examination) -> tuple[str, ...]:
+    found = examination.found
+    result = check_lse(examination.subject, found.good, found.limits("out", examination.subject.workload.dtype))
+    examination.lse = result and result.error
+    return ()
+
+
+def _check_magnitudes(examination: Examination) -> tuple[str, ...]:
+    scales, powers = check_magnitudes(
+        examination.subject, examination.outputs, examination.limits, examination.thorough
+    )
+    examination.stability = scales
+    return (powers,) if powers else ()
+
+
+def _check_prefill_and_decode(examination: Examination) -> tuple[str, ...]:
+    if examination.build is None or examination.subject.workload.pass_ == "backward":
+        return ()
+    good, relative = examination.outputs["out"], examination.limits["out"].relative
+    return check_prefill_and_decode(examination.subject, good, relative, examination.build)
+
+
+def _check_partial_form(examination: Examination) -> tuple[str, ...]:
+    if examination.partial is None:
+        return ()
+    relative = examination.found.limits("out", examination.subject.workload.dtype).relative
+    return check_partial_form(examination.subject, examination.partial(), relative)
+
+
+def _check_hidden_nan(examination: Examination) -> tuple[str, ...]:
+    examination.hidden_nan = hidden_nan(examination.subject)
+    return ()
+
+
+CHECKS = (
+    Check("one value in all of V", "1 call", lambda e: check_one_value(e.subject)),
+    Check("a key that is not seen", "2 calls", lambda e: check_unseen_key(e.subject), thorough=True),
+    Check(
+        "other batch rows and heads", "1 call",
+        lambda e: check_places(e.subject, e.outputs, {name: limits.relative for name, limits in e.limits.items()}),
+    ),
+    Check("other values in the same memory", "2 calls",
+          lambda e: check_overwritten_inputs(e.subject, e.found.good[1], e.limits)),
+    Check("every row", "the reference of all rows",
+          lambda e: whole_output.check_first(e.subject, e.outputs, e.limits), exact=True),
+    Check("keys counted", "2 calls, the reference of all rows",
+          lambda e: whole_output.check_counted(e.subject), exact=True),
+    Check("logits far below 0", "1 call, the reference of the different heads",
+          lambda e: whole_output.check_steep(e.subject), exact=True),
+    Check("pairs counted", "1 call, the reference of all gradients",
+          lambda e: whole_output.check_counted_pairs(e.subject), exact=True),
+    Check("gradients at edges of the mask", "1 call, the reference of all gradients",
+          lambda e: whole_output.check_pointed(e.subject), exact=True),
+    Check("rows at edges of the mask", "1 call, the reference of sampled rows",
+          lambda e: _check_pointed_rows(e.subject), exact=True),
+    Check("scale and soft cap", "1 to 33 calls, the reference of sampled rows for two values of each",
+          lambda e: _check_parameters(e.subject, e.outputs), exact=True),
+    Check("LSE", "another program, 5 to 10 calls, the reference of sampled rows", _check_lse),
+    Check("magnitudes", "5 to 7 calls, the reference of sampled rows at two scales", _check_magnitudes),
+    Check("prefill and decode", "2 programs, 2 calls", _check_prefill_and_decode, thorough=True),
+    Check("partial form", "2 calls, the reference of a head", _check_partial_form, thorough=True),
+    Check("a hidden NaN", "1 call; only noted", _check_hidden_nan),
+)  # fmt: skip
+"""Checks after the comparison of sampled rows with the reference, the cheap ones first."""

@@ -1,4 +1,4 @@
-"""Fresh random inputs of one workload on one device, and the truth about a sample of their outputs.
+"""Random inputs of one workload on one device, and the truth about samples of the outputs.
 
 All implementations of a workload in one worker share the draws, so that the float64 reference is computed once.
 """
@@ -27,36 +27,38 @@ FORWARD_FLOPS = {"cpu": 4e8}
 BACKWARD_FLOPS = {"cpu": 3e9}
 DEVICE_FLOPS = 2e13
 HOST_HEAD_FLOPS = 2e10
-"""What the reference may cost per input set: NumPy on a CPU, the float64 port on an accelerator."""
+"""Budgets of the reference per input set, in floating-point operations: NumPy on a CPU, the float64 port on an
+accelerator, and a head that NumPy computes beside an accelerator."""
 DEVICE_PAIRS = 1 << 32
-"""Pairs of all sampled heads there: the many passes over a mask of several parts cost more than the products."""
+"""Most pairs of all sampled heads on an accelerator: the many passes over a mask of several parts cost more than the
+products."""
 MAX_HEADS, MAX_ROWS = 4, 16
-"""Sampled heads; of masks that differ between batch rows, so many rows are looked into."""
+"""Most sampled heads; for masks that differ between batch rows, the most batch rows."""
 ALL_HEADS = {"cpu": 64}
 COMPARED_VALUES = 1 << 22
-"""Of one output of an accelerator, what is compared in float64 on the host at most, but one head: all of it is compared
-on the device."""
+"""Most values of an accelerator's output that are compared in float64 on the host, besides the first head; all values
+are compared on the device."""
 DEVICE_BLOCK_PAIRS = 1 << 27
 HOST_VALUES = 1 << 26
-"""Of each input, what the host draws for an accelerator at most."""
+"""Most values of each input that the host draws for an accelerator."""
 WHOLE_PAIRS = {"cpu": (1 << 28, 1 << 27)}
 DEVICE_WHOLE_PAIRS = 1 << 34, 1 << 33
-"""Pairs of a query and a key that the comparison of whole outputs, and of whole gradients, may look at per input set:
-a few seconds in NumPy, and about as long as one call of a plain implementation takes. Half of that if it is done in
-float64."""
+"""Most pairs of a query and a key per input set in the comparison of whole outputs and of whole gradients: a few
+seconds in NumPy, on a device about as long as one call of a plain implementation. Half of that in float64."""
 PROOF = 8
 SCALED = "scaled by "
-"""How the name of a probe begins that is the first input set with Q, K and V multiplied by the number that follows."""
+"""Beginning of the name of a probe that is the first input set with Q, K and V multiplied by the number that
+follows."""
 EDGE_ROWS = (0, 1, 63, 64, 127, 128)
 Heads = tuple[tuple[int, int], ...]
-"""(batch, key/value head) pairs."""
+"""Pairs of batch row and key/value head."""
 Mode = Literal["exact", "plain", "wide"]
-"""How a head is computed: in float64, as the plain implementation does in the dtype under test, or for whole outputs,
-in float32 if that is exact beside 16 bits, else in float64."""
+"""Precision in which a head is computed: float64; that of a plain implementation in the dtype under test; or for whole
+outputs, float32 if that is exact compared with 16 bits, else float64."""
 
 
 class Sample(NamedTuple):
-    """Which (batch, key/value head) pairs and which query rows are compared."""
+    """The pairs of batch row and key/value head, and the query rows, that are compared."""
 
     heads: Heads
     rows: np.ndarray
@@ -64,7 +66,7 @@ class Sample(NamedTuple):
 
 
 class Draws:
-    """Input sets of one workload; arrays are made per layout on demand."""
+    """Input sets of one workload, in any layout."""
 
     def __init__(
         self, framework: Framework, device: str, workload: Workload, seed: int, shared: Path | None = None
@@ -82,7 +84,7 @@ class Draws:
         self._runs: dict[tuple[Any, ...], Callable[..., tuple[Array, ...]]] = {}
 
     def inputs(self, layout: Layout) -> list[Inputs]:
-        """The input sets in a layout."""
+        """Return the input sets in a layout."""
         if layout not in self._arrays:
             self._arrays[layout] = [
                 Inputs(*(self.framework.transpose(x, "bshd", layout) for x in inputs)) for inputs in self._canonical
@@ -91,7 +93,7 @@ class Draws:
         return self._arrays[layout]
 
     def scaled(self, layout: Layout, scale: float) -> Inputs:
-        """The first set with Q, K and V multiplied."""
+        """Return the first input set with Q, K and V multiplied by a scale."""
         return self._multiplied(self.inputs(layout)[0], scale)
 
     def _multiplied(self, inputs: Inputs, scale: float) -> Inputs:
@@ -109,8 +111,11 @@ class Draws:
         return drawn
 
     def input_set(self, which: int | str) -> Inputs:
-        """Return an input set, bshd: one of the drawn ones, or, from SETS on, other queries and another dO for the keys
-        and values of normal inputs; or a probe of this name."""
+        """Return an input set in layout bshd.
+
+        A number below SETS means one of the drawn sets; a larger number, other queries and another dO for the keys and
+        values of normal inputs; a string, the probe of that name.
+        """
         if isinstance(which, str):
             return self._probe(which)
         if which < SETS:
@@ -132,13 +137,16 @@ class Draws:
         return [fw.checksum(array) for inputs in sets for array in inputs] if fw.overwrites else []
 
     def intact(self, layout: Layout) -> bool:
-        """Whether the input sets in a layout, and as they were drawn, still hold what they held at first."""
+        """Return whether the input sets still hold what was drawn, in a layout and in bshd."""
         layouts: set[Layout] = {"bshd", layout}
         return all(self._checksums(self.inputs(one)) == self._sums[one] for one in layouts)
 
     def _drawn(self, seed: int, workload: Workload | None = None) -> Inputs:
-        """One input set. On an accelerator the host draws one stretch of tokens only: the others are the same numbers,
-        each turned by an offset of its own, since drawing and sending gigabytes takes longer than all else."""
+        """Return one newly drawn input set.
+
+        For an accelerator the host draws one stretch of tokens only, and the others are the same numbers rolled by
+        random offsets, since drawing and sending gigabytes takes longer than all else.
+        """
         w = workload or self.workload
         q_len, kv_len = (min(n, max(1, HOST_VALUES // width)) for n, width in zip((w.q_len, w.kv_len), _widths(w)))
         whole = w.batch == 1 and (q_len, kv_len) == (w.q_len, w.kv_len)
@@ -149,7 +157,7 @@ class Draws:
         return Inputs(*(self._turned(*one, rng) for one in zip(drawn, (w.q_len, w.kv_len, w.kv_len, w.q_len))))
 
     def _turned(self, stretch: np.ndarray, tokens: int, rng: np.random.Generator) -> Array:
-        """[batch, tokens, ...] of one stretch of tokens: its flat values again and again, begun at random places."""
+        """Return [batch, tokens, ...] made of one stretch of tokens, repeated from random places."""
         fw, size, batch = self.framework, stretch.size, self.workload.batch
         flat = fw.array(stretch.ravel(), self.workload.dtype, self.device)
         places = fw.array(np.arange(size), "int32", self.device)
@@ -161,7 +169,7 @@ class Draws:
 
     @cached_property
     def sample(self) -> Sample:
-        """Random heads and rows within the forward budget; everything when that fits."""
+        """Random heads and rows within the forward budget; everything if that fits."""
         w, rng = self.workload, np.random.default_rng(self.seed)
         heads = _choose_heads(w, rng, MAX_ROWS if w.visible_mask.per_batch and w.batch > MAX_HEADS else MAX_HEADS)
         budget = FORWARD_FLOPS.get(self.device, DEVICE_FLOPS)
@@ -179,7 +187,7 @@ class Draws:
 
     @property
     def _few_heads(self) -> bool:
-        """Whether all heads may be compared: each costs a round trip to the device."""
+        """Whether all heads may be compared, since each costs a round trip to the device."""
         return self.workload.batch * self.workload.kv_heads <= ALL_HEADS.get(self.device, MAX_HEADS)
 
     @property
@@ -188,7 +196,7 @@ class Draws:
 
     @cached_property
     def gradient_heads(self) -> Heads:
-        """Heads whose gradients are compared in full; empty when not even one fits the budget."""
+        """Heads whose gradients are compared in full; empty if not even one fits the budget."""
         w = self.workload
         per_head = 10 * (w.head_dim + w.value_dim) * w.kv_len * w.q_len * w.group
         budget = BACKWARD_FLOPS.get(self.device, DEVICE_FLOPS)
@@ -199,7 +207,7 @@ class Draws:
         return tuple(_choose_heads(w, np.random.default_rng(self.seed), int(most)))
 
     def truths(self, which: int | str, gradients: bool) -> list[Truth]:
-        """Truth of each head of the sample (or of `gradient_heads`) for an input set, or for a probe of this name."""
+        """Return the truth of each sampled head (or of each of `gradient_heads`), on an input set or a probe."""
         key = (which, gradients)
         if key not in self._truths:
             heads = self.gradient_heads if gradients else self.sample.heads
@@ -213,8 +221,8 @@ class Draws:
         return self._truths[key]
 
     def logit_gaps(self, which: int | str) -> tuple[np.ndarray, np.ndarray]:
-        """For the sampled rows of an input set: how far the largest logit is above the second, and the largest size of
-        one, [heads, members, rows] each, without a soft cap."""
+        """Return for the sampled rows of an input set how far the largest logit is above the second, and the largest
+        size of a logit; [heads, members, rows] each, without a soft cap."""
         if which not in self._gaps:
             fw, w, sample = self.framework, self.workload, self.sample
             wide = "float64" if w.dtype == "float64" else "float32"
@@ -237,7 +245,7 @@ class Draws:
         return self._gaps[which]
 
     def probe(self, name: str, layout: Layout) -> Inputs:
-        """The input set of attnbench.verifying.probes with that name."""
+        """Return the input set of attnbench.verifying.probes with that name."""
         made = self._probe(name)
         return Inputs(*(self.framework.transpose(x, "bshd", layout) for x in made))
 
@@ -262,7 +270,8 @@ class Draws:
         return probes.pointed(self.framework, self.device, self.workload, self._normal, self.seed)
 
     def covered(self, gradients: bool) -> Sample:
-        """Heads and rows of the comparison of whole outputs: all that fit the budget, of gradients only whole heads."""
+        """Return the heads and rows of the comparison of whole outputs that fit the budget; for gradients whole heads
+        only."""
         return self._covered[gradients]
 
     @cached_property
@@ -286,8 +295,11 @@ class Draws:
         return Sample(heads, rows, len(heads) * len(rows) / (total * w.q_len))
 
     def whole(self, name: str, gradients: bool) -> Iterator[tuple[Heads, Whole]]:
-        """Heads of `covered`, some at a time, and what is right of them, of the first input set ("first") or of a
-        probe: as NumPy on a CPU and on the device elsewhere."""
+        """Yield some heads of `covered` at a time with their right results, for the first input set ("first") or a
+        probe.
+
+        Results are NumPy arrays on a CPU, else arrays of the device.
+        """
         key, sample = (name, gradients), self.covered(gradients)
         inputs = self._canonical[0] if name == "first" else self._probe(name)
         chunks = self._chunks(sample.heads, len(sample.rows))
@@ -304,12 +316,12 @@ class Draws:
         yield from zip(chunks, found) if name != "steep" else _repeated(chunks, own, list(found))
 
     def _steep_heads(self, heads: Heads) -> Heads:
-        """Return for each head the first one that gives the same on `steep` inputs."""
+        """Return for each head the first one that has the same result on `steep` inputs."""
         mask = self.workload.visible_mask
         return tuple((b if mask.per_batch else 0, g if mask.per_head else g % 2) for b, g in heads)
 
     def _chunks(self, heads: Heads, rows: int) -> list[Heads]:
-        """Cut heads of so many rows so that the logits of one piece stay small."""
+        """Return the heads in pieces whose logits for so many rows stay small."""
         w = self.workload
         pairs = reference.BLOCK_PAIRS if self.device == "cpu" else DEVICE_BLOCK_PAIRS
         size = max(1, pairs // (w.group * w.kv_len * rows))
@@ -320,8 +332,8 @@ class Draws:
         return Whole(found[0], found[1], found[2], found[3:6] or None, found[6:] or None)
 
     def shifted(self, which: int | str, gradients: bool, step: float, **changed: float) -> list[tuple[np.ndarray, ...]]:
-        """The derivative of each sampled head's exact (out, dq, dk, dv) by the logarithm of a parameter of the workload
-        (scale or softcap), as far as they are computed."""
+        """Return the derivative of each sampled head's exact (out, dq, dk, dv) with respect to the logarithm of a
+        parameter of the workload (scale or softcap)."""
         key = (which, gradients, step, *changed.items())
         if key in self._slopes:
             return self._slopes[key]
@@ -349,13 +361,13 @@ class Draws:
 
     @property
     def reached_keys(self) -> np.ndarray:
-        """How many keys each row may see at most, [q_len], by `reach`."""
+        """Number of keys that each row may see at most by `reach`, [q_len]."""
         low, high = self.reach
         return high - low
 
     @cached_property
     def without_blocks(self) -> Draws | None:
-        """The same inputs and sample under the mask without its `blocks` part; None when it has not exactly one."""
+        """Draws of the same inputs under the mask without its `blocks` part; None if it has not exactly one."""
         split = split_blocks(self.workload.visible_mask)
         if split is None:
             return None
@@ -364,7 +376,7 @@ class Draws:
         return other
 
     def _first_values(self, inputs: Inputs, at: tuple[int, int]) -> np.ndarray:
-        """A few numbers of each input, to tell whether another worker drew the same."""
+        """Return a few numbers of each input, to tell whether another worker drew the same."""
         group = self.workload.group
         corners = [x[at[0], :1, at[1] * n, :PROOF] for x, n in zip(inputs, (group, 1, 1, group))]
         return np.concatenate([self.framework.numpy(corner).ravel() for corner in corners])
@@ -412,7 +424,7 @@ class Draws:
     def _compiled(
         self, rows: np.ndarray, gradients: bool, mode: Mode, w: Workload, wide: str
     ) -> Callable[..., tuple[Array, ...]]:
-        """The same computation for every head, so that a framework that compiles does it once."""
+        """Return the computation of a head, compiled once for all heads if the framework compiles."""
         fw, key = self.framework, (gradients, mode, w.scale, w.softcap, rows.tobytes())
 
         def compute(batch: Array, index: Array, *own: Array) -> tuple[Array, ...]:
@@ -425,7 +437,8 @@ class Draws:
         return self._runs[key]
 
     def _on_host(self, mode: Mode, rows: int, gradients: bool) -> bool:
-        """NumPy on a CPU, and of a reference for a small head where compiling the port would take longer."""
+        """Return whether NumPy computes the reference: on a CPU, and for heads so small that compiling would take
+        longer."""
         w = self.workload
         flops = (10 if gradients else 2) * (w.head_dim + w.value_dim) * w.kv_len * rows * w.group
         small = mode == "exact" and self.framework.compiles and flops < HOST_HEAD_FLOPS
@@ -433,13 +446,13 @@ class Draws:
 
 
 def _widths(w: Workload) -> tuple[int, int]:
-    """Values per token: of Q or dO, whichever has more, and of K or V."""
+    """Return the values per token of Q or dO, whichever has more, and of K or V."""
     dim = max(w.head_dim, w.value_dim)
     return w.heads * dim, w.kv_heads * dim
 
 
 def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
-    """(batch, key/value head) pairs, no two of one batch row while there are others."""
+    """Draw pairs of batch row and key/value head, of different batch rows if there are enough."""
     w = workload
     if count <= w.batch:
         rows, heads = rng.permutation(w.batch)[:count], rng.integers(w.kv_heads, size=count)
@@ -450,8 +463,8 @@ def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> l
 
 
 def _repeated(chunks: list[Heads], own: Heads, found: list[Whole]) -> Iterator[tuple[Heads, Whole]]:
-    """Yield the heads of each piece with what is right of them, taken from what is right of the different ones in `own`
-    (for each head, the one that it is like)."""
+    """Yield the heads of each piece with their right results, given the results of the different heads of `own`
+    only."""
     places = {head: n for n, head in enumerate(dict.fromkeys(own))}
     index = np.array([places[head] for head in own])
 
@@ -468,7 +481,7 @@ def _repeated(chunks: list[Heads], own: Heads, found: list[Whole]) -> Iterator[t
 
 
 def by_head(array: Array, layout: Layout, members: int, heads: Heads) -> Array:
-    """[n, members, tokens, width] of the (batch, key/value head) pairs that are named, each with `members` heads."""
+    """Return [n, members, tokens, width] of pairs of batch row and key/value head, each with `members` heads."""
     batch, index = np.array(heads, np.int64).T
     if layout == "bshd":
         rows, tokens, count, width = array.shape
@@ -478,10 +491,11 @@ def by_head(array: Array, layout: Layout, members: int, heads: Heads) -> Array:
 
 
 def _results_of_heads(workload, arrays, at, rows, reach, gradients, namespace, wide, terms):  # noqa: ANN001, ANN202
-    """(out, lse, top) of the rows of n heads, and gradients over all, with `terms` what cancels in dq. `reach` bounds
-    the keys that each row may see.
+    """Return (out, lse, top) of the rows of n heads, with gradients also dq, dk, dv, and with `terms` what cancels in
+    them.
 
-    q [n, g, t, d], k [n, 1, s, d], v [n, 1, s, e], dout [n, g, t, e], at ([n], [n])
+    The arrays are q [n, g, t, d], k [n, 1, s, d], v [n, 1, s, e], dout [n, g, t, e], at ([n], [n]); `reach` bounds the
+    keys that each row may see.
     """
     q, k, v, dout = arrays
     xp = array_api_compat.array_namespace(q)
@@ -506,7 +520,7 @@ def _results_of_heads(workload, arrays, at, rows, reach, gradients, namespace, w
 
 
 def _reached(workload: Workload, reach: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> slice:
-    """Keys that one of the rows may see; any one where there is none."""
+    """Return the range of keys that any of the rows may see, at least one key."""
     low = min(int(reach[0][rows].min()), workload.kv_len - 1)
     return slice(low, max(int(reach[1][rows].max()), low + 1))
 

@@ -1,4 +1,4 @@
-"""Where a wrong result is wrong, and what that looks like: for a kernel author who has to find it."""
+"""The location of an error in a wrong result, and a hint at its cause, for the author of a kernel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 SHOWN = 4
-"""Values of a row, ranges of rows, heads."""
+"""Number of values of a row, ranges of rows, and heads that are shown."""
 ALIKE = 0.02
-"""Rows this close, relative to their size, are the same row."""
+"""Relative difference up to which two rows count as the same row."""
 
 
-class Compass(NamedTuple):
-    """What the compared arrays [members, rows, width] are of: one per entry of `heads` (batch, key/value head)."""
+class RowPlaces(NamedTuple):
+    """The places of compared arrays [members, rows, width], one per entry of `heads` (batch, key/value head)."""
 
     heads: Sequence[tuple[int, int]]
     rows: np.ndarray
@@ -23,41 +23,41 @@ class Compass(NamedTuple):
     """Query heads of a key/value head; 1 for gradients of K and V."""
 
     def head(self, flat: int) -> tuple[int, int]:
-        """(batch, head) of a flat row."""
+        """Return (batch, head) of a row by its flat index."""
         which, rest = divmod(flat, self.members * len(self.rows))
         batch, index = self.heads[which]
         return batch, index * self.members + rest // len(self.rows)
 
     def row(self, flat: int) -> int:
-        """Token of a flat row."""
+        """Return the token of a row by its flat index."""
         return int(self.rows[flat % len(self.rows)])
 
 
 def describe(
-    got: Sequence[np.ndarray], exact: Sequence[np.ndarray], bad: np.ndarray, first: int, compass: Compass
+    got: Sequence[np.ndarray], exact: Sequence[np.ndarray], bad: np.ndarray, first: int, places: RowPlaces
 ) -> str:
-    """Several lines; `bad` marks the wrong ones among all rows, flat."""
+    """Return several lines about the wrong rows, which `bad` marks among all rows, by flat index."""
     mine, truth = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in arrays]) for arrays in (got, exact))
     wrong = np.flatnonzero(bad) if bad.any() else np.array([first])
-    batch, head = compass.head(first)
-    rows = _ranges(sorted({compass.row(int(flat)) for flat in wrong}))
+    batch, head = places.head(first)
+    rows = _ranges(sorted({places.row(int(flat)) for flat in wrong}))
     lines = [
         f"{len(wrong)} of {len(bad)} compared rows are wrong",
-        f"heads (batch:head): {_heads(wrong, compass)}",
-        f"rows: {rows} of {_ranges(sorted(compass.rows.tolist()))}",
-        f"first at batch {batch}, head {head}, row {compass.row(first)}:",
+        f"heads (batch:head): {_heads(wrong, places)}",
+        f"rows: {rows} of {_ranges(sorted(places.rows.tolist()))}",
+        f"first at batch {batch}, head {head}, row {places.row(first)}:",
         f"  got      {_values(mine[first])}",
         f"  expected {_values(truth[first])}",
     ]
-    hint = _factor(mine[wrong], truth[wrong]) or _stranger(mine[first], truth, first, compass)
+    hint = _factor(mine[wrong], truth[wrong]) or _stranger(mine[first], truth, first, places)
     return "\n".join([*lines, hint] if hint else lines)
 
 
-def _heads(wrong: np.ndarray, compass: Compass) -> str:
-    places = sorted({compass.head(int(flat)) for flat in wrong})
-    total = len(compass.heads) * compass.members
-    shown = ", ".join(f"{batch}:{head}" for batch, head in places[:SHOWN]) + (", ..." if len(places) > SHOWN else "")
-    return f"all {total} compared" if len(places) == total else f"{shown} ({len(places)} of {total} compared)"
+def _heads(wrong: np.ndarray, places: RowPlaces) -> str:
+    found = sorted({places.head(int(flat)) for flat in wrong})
+    total = len(places.heads) * places.members
+    shown = ", ".join(f"{batch}:{head}" for batch, head in found[:SHOWN]) + (", ..." if len(found) > SHOWN else "")
+    return f"all {total} compared" if len(found) == total else f"{shown} ({len(found)} of {total} compared)"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -71,7 +71,7 @@ def _values(row: np.ndarray) -> str:
 
 
 def _factor(mine: np.ndarray, truth: np.ndarray) -> str:
-    """Whether everything that is wrong is the right answer times one number."""
+    """Return a hint if every wrong row is the right one times one number; else an empty text."""
     scale = float(np.vdot(truth, truth))
     if not scale or not np.isfinite(mine).all():
         return ""
@@ -82,12 +82,12 @@ def _factor(mine: np.ndarray, truth: np.ndarray) -> str:
     return f"it is {factor:.4g} x what it should be: a missing or doubled factor?"
 
 
-def _stranger(row: np.ndarray, truth: np.ndarray, first: int, compass: Compass) -> str:
-    """Whether the row is right for another head."""
-    same_row = range(first % len(compass.rows), len(truth), len(compass.rows))
+def _stranger(row: np.ndarray, truth: np.ndarray, first: int, places: RowPlaces) -> str:
+    """Return a hint if a wrong row is right for another head; else an empty text."""
+    same_row = range(first % len(places.rows), len(truth), len(places.rows))
     for flat in same_row:
         size = float(np.linalg.norm(truth[flat]))
         if flat != first and size and float(np.linalg.norm(row - truth[flat])) < ALIKE * size:
-            batch, head = compass.head(flat)
+            batch, head = places.head(flat)
             return f"it is what batch {batch}, head {head} should give: are heads or groups mixed up?"
     return ""

@@ -85,7 +85,7 @@ class Transforms:
         return np.repeat(factors, self._workload.group, axis=self._head_axis)
 
     def apply(self, inputs: Inputs, transform: Transform) -> Inputs:
-        """New arrays; dO is made only when it is asked for, which is after a forward pass that comes before it."""
+        """Return transformed inputs; dO is made only when it is asked for, after a forward pass that precedes it."""
         multiply = self._framework.multiply
         return Inputs(
             self.queries(inputs.q, transform.q, transform.noise),

@@ -101,7 +101,8 @@ def counted(
 
 
 def _sizes(w: Workload) -> tuple[int, int]:
-    """(ratio, power): the two kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 ** power."""
+    """Return (ratio, power): the two kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 **
+    power."""
     target = LARGE_LOGIT if w.softcap is None else NEAR_CAP * w.softcap
     slope = 1.0 if w.softcap is None else 1 - tanh(NEAR_CAP) ** 2
     ratio = next((n for n in STEPS if target * slope / n <= WIDEST_GAP), max(STEPS))
@@ -110,7 +111,7 @@ def _sizes(w: Workload) -> tuple[int, int]:
 
 
 def _channels(w: Workload) -> int:
-    """How many of them are used: a power of two, so that sums over them stay exact."""
+    """Return the number of channels in use: a power of two, so that sums over them stay exact."""
     return 1 << (w.head_dim.bit_length() - 1)
 
 
@@ -197,8 +198,10 @@ def pair_weight(reach: np.ndarray) -> float:
 
 
 def _key_order(mask: Mask, shape: MaskShape) -> np.ndarray:
-    """[batch or 1, kv_len] ranks of the keys, so that what a row sees is a run of them as far as that can be: keys that
-    a mask names one by one apart from the hidden ones, strides in steps of their common multiple."""
+    """Return ranks of the keys, [batch or 1, kv_len], so that a row sees a run of ranks as far as possible.
+
+    Keys that a mask names one by one are ranked apart from the hidden ones, strides in steps of their common multiple.
+    """
     stride = 1
     filters = []
     for part in mask.split():
@@ -226,7 +229,8 @@ def pointed(framework: Framework, device: str, workload: Workload, normal: Input
 
 
 def pointed_logit(w: Workload) -> float:
-    """Of the keys that a query points at: enough that all others together weigh less, as far as head_dim allows."""
+    """Return the logit of keys that a query points at: all other keys together weigh less, as far as head_dim
+    allows."""
     need, room = log(w.kv_len) + 3, w.head_dim / 2
     inside = 1 - 2 * need / room
     least = SHARP_ENOUGH if inside <= 0 else min(SHARP_ENOUGH, room * (1 - inside**0.5))
@@ -235,13 +239,13 @@ def pointed_logit(w: Workload) -> float:
 
 
 def _places(w: Workload, keys: np.ndarray) -> np.ndarray:
-    """[batch, q, heads] row numbers among all keys of all key/value heads."""
+    """Return row numbers [batch, q, heads] among all keys of all key/value heads."""
     batch = np.arange(w.batch)[:, None, None]
     return (batch * w.kv_len + keys) * w.kv_heads + np.arange(w.heads) // w.group
 
 
 def targets(w: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """[batch or 1, q, heads] the key at an edge and another visible one, of every query."""
+    """Return for every query the key at an edge and another visible one, [batch or 1, q, heads] each."""
     rng = np.random.default_rng([seed, 12])
     mask, shape = w.visible_mask, w.mask_shape
     interval = mask.interval(shape)
@@ -274,8 +278,11 @@ def _of_intervals(
 
 
 def _of_array(seen: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """[b, h, rows] of visibility [b, h, rows, keys]: a key beside a change of visibility (any visible one if there is
-    no change), and a visible one."""
+    """Return for visibility [b, h, rows, keys] a key beside a change of visibility, and a visible one, [b, h, rows]
+    each.
+
+    If nothing changes within a row, the first one is any visible key.
+    """
     first, second = (np.argmax((rng.random(seen.shape, np.float32) + 0.5) * seen, axis=-1) for _ in range(2))
     change = seen[..., 1:] != seen[..., :-1]
     if change.any():

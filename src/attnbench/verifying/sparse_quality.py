@@ -1,4 +1,5 @@
-"""What sparse attention keeps of dense attention: achieved sparsity, recall of attention mass, error of the output.
+"""The quality of sparse attention beside dense attention: achieved sparsity, recall of attention mass, error of the
+output.
 
 Two cases. A mask with a `blocks` part says itself what is dropped: it is compared with the same mask without it, on the
 sampled rows, in float64. An approximate implementation that selects is asked what it chose, and its LSE tells what it
@@ -13,13 +14,14 @@ import numpy as np
 
 from attnbench.masks.cuts import block_layout
 from attnbench.spec import Config, Errors, Implementation
-from attnbench.verifying import lse
+from attnbench.verifying.lse_and_partial import on_first_set
 from attnbench.verifying.subject import Subject, Wrong
 from attnbench.verifying.tolerance import relative_error
 
 
 def quality_of(subject: Subject, implementation: Implementation, config: Config, errors: Errors) -> dict[str, float]:
-    """Figures by name; empty where nothing is dropped by blocks or by choice. Raises Wrong below a declared recall."""
+    """Return figures by name; empty if nothing is dropped by blocks or by choice. Raises Wrong below a declared
+    recall."""
     if subject.workload.pass_ == "backward":
         return {}
     chosen = implementation.quality(subject.workload, config)
@@ -31,7 +33,7 @@ def quality_of(subject: Subject, implementation: Implementation, config: Config,
         figures["output_error"] = errors.forward
     if subject.lse is not None:
         truths = subject.draws.truths(0, gradients=False)
-        figures["recall"] = _recall(lse.on_first_set(subject, subject.lse), [truth.lse for truth in truths])
+        figures["recall"] = _recall(on_first_set(subject, subject.lse), [truth.lse for truth in truths])
     least = implementation.declared_recall
     if least is not None and not figures.get("recall", 0.0) >= least:
         raise Wrong(f"recall of attention mass {figures.get('recall', 0.0):.3f} is less than the declared {least:.3f}")
@@ -51,7 +53,7 @@ def _of_the_mask(subject: Subject) -> dict[str, float]:
 
 
 def _recall(kept: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> float:
-    """Mean over rows that see a key in the whole."""
+    """Return the mean share of attention mass that is kept, over rows that see a key in the whole."""
     part, everything = (np.concatenate([lse.ravel() for lse in lses]) for lses in (kept, whole))
     seen = np.isfinite(everything)
     return float(np.exp(part[seen] - everything[seen]).mean()) if seen.any() else 1.0

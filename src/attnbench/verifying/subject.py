@@ -1,4 +1,4 @@
-"""What is examined: one built call with its compiled programs, on one device, with its input draws."""
+"""The subject of an examination: one built call with its compiled programs, on one device, with its inputs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from attnbench.verifying.draws import Draws
 
 
 def run(program: Program, inputs: Inputs) -> tuple[Array, ...]:
-    """One untimed call."""
+    """Return the outputs of one untimed call."""
     return program.run(program.prepare(inputs))
 
 
 class Wrong(Exception):
-    """The subject computed something else; the message says what, `detail` where."""
+    """A wrong result; the message says what is wrong, `detail` where."""
 
     def __init__(self, reason: str, errors: Errors | None = None, detail: str = "") -> None:
         super().__init__(reason)
@@ -26,7 +26,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is examined."""
+    """A built call with its programs and inputs."""
 
     framework: Framework
     device: str
@@ -37,10 +37,10 @@ class Subject:
     lse: Call | None = None
     declared_error: float | None = None
     lse_gradient: bool = False
-    """Whether the LSE is said to be differentiable."""
+    """Whether the LSE is declared to be differentiable."""
 
     def head_rows(self, array: Array, batch: int, heads: slice, rows: np.ndarray | None) -> np.ndarray:
-        """[heads, rows, width] of one batch row as float64, whatever the layout."""
+        """Return [heads, rows, width] of one batch row as float64, from any layout."""
         part = array[batch]
         part = part[:, heads] if self.layout == "bshd" else part[heads]
         values = self.framework.numpy(part).astype(np.float64)
@@ -48,7 +48,7 @@ class Subject:
         return values if rows is None else values[:, rows]
 
     def output(self, inputs: Inputs, batch: int) -> np.ndarray:
-        """[tokens, heads, width] of one batch row of the main program's output, as NumPy."""
+        """Return [tokens, heads, width] of one batch row of the main program's output, as NumPy."""
         out = run(self.programs.main, inputs)[0]
         self.framework.wait(out)
         row = self.framework.numpy(out[batch])
@@ -56,7 +56,7 @@ class Subject:
 
     @property
     def summed(self) -> int:
-        """Terms of the longest sum that a result is made of."""
+        """Number of terms of the longest sum in a result."""
         w = self.workload
         return max(w.kv_len, w.head_dim, w.q_len * w.group if w.needs_gradients else 1)
 

@@ -1,64 +1,71 @@
-"""When is a result right: its error against float64 may be a small multiple of the plain implementation's own error.
+"""Tolerances: the error against float64 may be a small multiple of the plain implementation's own error.
 
 Three norms, because each misses something: relative Frobenius (the whole), maximum (one element), worst row (a row of
-small values that is simply missing).
+small values that is simply missing). `apart` compares a later result with the verified one by the same norms: it looks
+at every row, on the device, in blocks, and only the norms of rows come to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import array_api_compat
 import numpy as np
+
+from attnbench.frameworks import Framework
+from attnbench.spec import Array, Layout
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 FLOOR_ULPS = {"float64": 64, "float32": 16, "float16": 2, "bfloat16": 2}
-"""Added to what one element or one row may be off by."""
+"""Ulp added to the allowed error of one element or one row."""
 WHOLE_FLOOR_ULPS = {"float64": 32, "float32": 8, "float16": 0.5, "bfloat16": 0.25}
-"""Added to what the whole may be off by: rounding averages out there, so it explains less. The worst kernel recorded
-on an H200 in bfloat16 is off by 1.3 times the plain error; the factors alone leave it room."""
+"""Ulp added to the allowed error of the whole: rounding averages out there, so it explains less. The worst kernel
+recorded on an H200 in bfloat16 is off by 1.3 times the plain error; the factors alone leave it room."""
 SUMMED_ULPS = {"float64": 1.0, "float32": 1.0}
-"""Added for formats in which sums are kept as they are, times the square root of the number of terms of the longest
-sum: other orders of its terms round otherwise. (16-bit results are sums in float32, rounded once.)"""
+"""Ulp added for formats in which sums are kept as they are, times the square root of the number of terms of the longest
+sum, since other orders of its terms round differently. (16-bit results are sums in float32, rounded once.)"""
 SMALL_ROW = 0.05
-"""A row smaller than this share of the median row is measured against it: rounding alone may double a tiny one."""
+"""Share of the median row; a smaller row is measured against it, since rounding alone may double a tiny row."""
 ZERO_ROW = 1e-6
-"""A row smaller than this share should be 0 (such as dQ of a row that sees one key): what is there is rounding of the
-larger terms that cancel, so it is measured against a typical row."""
+"""Share of the median row below which a row should be 0 (such as dQ of a row that sees one key): its content is
+rounding of the larger terms that cancel, so it is measured against a typical row."""
 TINY = 1e-30
 ROUNDED = 8
-"""A row of dQ or dK is measured against so many ulp of the terms that cancel in it, if it is smaller; in float32 these
-ulp do not count as an error. Without this a right flash kernel is now and then called wrong
+"""Ulp of the terms that cancel in a row of dQ or dK, against which a smaller row is measured; in float32 these ulp do
+not count as an error. Without this a right flash kernel is now and then called wrong
 (tests/verifying/test_few_keys.py)."""
 ROW_FLOORS = 8
 FORWARD_FACTOR = 2.0
 BACKWARD_FACTOR = 3.0
 LSE_FLOOR = 1e-5
 SLACK = 4
-"""Times the allowed error, between two results of one call: both may be right at twice it; a wrong one is far off."""
+"""Multiple of the allowed error between two results of one call: both may be right at twice it; a wrong one is far
+off."""
 
 
 class Limits(NamedTuple):
-    """What was allowed in each norm, as shares that hold for other inputs of the same kind too."""
+    """Allowed errors in each norm, as shares that hold for other inputs of the same kind too."""
 
     relative: float
     largest: float
-    """Of one element, as a share of the largest one."""
+    """Allowed error of one element, as a share of the largest one."""
     row: float
 
     def widened(self, factor: float) -> Limits:
-        """So many times as wide."""
+        """Return limits multiplied by a factor."""
         return Limits(*(factor * limit for limit in self))
 
     @staticmethod
     def of_rounding(dtype: str) -> Limits:
-        """Where nothing was compared: what gradients may be off by when the plain ones are exact."""
+        """Return the limits of gradients if nothing was compared, as if the plain ones were exact."""
         floor = EPS[dtype] * FLOOR_ULPS[dtype]
         return Limits(EPS[dtype], floor, ROW_FLOORS * floor).widened(BACKWARD_FACTOR)
 
 
 class Compared(NamedTuple):
-    """One result against the truth, over all compared heads. `fault` is empty when it is right."""
+    """The comparison of a result with the truth, over all compared heads. `fault` is empty if it is right."""
 
     error: float
     allowed: float
@@ -67,12 +74,12 @@ class Compared(NamedTuple):
     first_row: int | None = None
     """Flat index of the first wrong row among all that were compared."""
     bad: np.ndarray | None = None
-    """Which rows are wrong, flat."""
+    """Marks of the wrong rows, flat."""
     limits: Limits | None = None
-    """What was allowed, of a right result."""
+    """Allowed errors of a right result."""
 
     def worse(self, other: Compared | None) -> Compared:
-        """The one with the larger error, and the wider limits of both; both are right."""
+        """Return the comparison with the larger error and the wider limits of both; both are right."""
         if other is None or other.limits is None or self.limits is None:
             return self
         limits = Limits(*(max(pair) for pair in zip(self.limits, other.limits)))
@@ -85,11 +92,11 @@ class _Norms(NamedTuple):
     worst_row: float
     rows: np.ndarray
     total: float
-    """Of all rows that are right."""
+    """Norm of all right rows."""
 
 
 def relative_error(got: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
-    """Relative Frobenius norm of the difference of arrays [..., rows, width]."""
+    """Return the relative Frobenius norm of the difference of arrays [..., rows, width]."""
     return _norms(got, exact).relative
 
 
@@ -100,8 +107,10 @@ def _norms(
     expected: float = 0.0,
     dtype: str = "",
 ) -> _Norms:
-    """Norms over arrays [..., rows, width]; a row that should be 0 is measured against a typical row, and the whole
-    against no less than `expected`. `least` is what rounding may leave in each row."""
+    """Return norms over arrays [..., rows, width]; `least` is what rounding may leave in each row.
+
+    A row that should be 0 is measured against a typical row, and the whole against no less than `expected`.
+    """
     differences = [g - e for g, e in zip(got, exact)]
     size, off = (np.concatenate([_row_norms(x) for x in arrays]) for arrays in (exact, differences))
     rows = row_errors(off, size, least, dtype)
@@ -111,12 +120,12 @@ def _norms(
 
 
 def typical_row(size: np.ndarray) -> float:
-    """The median of the rows that are not 0."""
+    """Return the median of the rows that are not 0."""
     return float(np.median(size[size > 0])) if np.any(size > 0) else 1.0
 
 
 def row_scales(size: np.ndarray) -> np.ndarray:
-    """What the error of each row is measured against, from the norms of the right rows."""
+    """Return the sizes against which the errors of rows are measured, from the norms of the right rows."""
     typical = typical_row(size)
     return np.where(size < ZERO_ROW * typical, typical, np.maximum(size, SMALL_ROW * typical))
 
@@ -124,8 +133,11 @@ def row_scales(size: np.ndarray) -> np.ndarray:
 def row_errors(
     off: np.ndarray, size: np.ndarray, least: np.ndarray | float, dtype: str, scales: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the error of each row as a share of it, or of what rounding may leave of terms that cancel if that is
-    more; if sums are kept in the dtype itself, that does not count as an error at all."""
+    """Return the error of each row as a share of its size, or of `least`, what rounding may leave of terms that cancel,
+    if that is more.
+
+    If sums are kept in the dtype itself, an error below `least` does not count.
+    """
     uncounted = least if dtype in SUMMED_ULPS else 0.0
     return np.maximum(off - uncounted, 0.0) / np.maximum(row_scales(size) if scales is None else scales, least)
 
@@ -136,8 +148,10 @@ def _row_norms(array: np.ndarray) -> np.ndarray:
 
 
 def rounded_terms(cancelling: np.ndarray, dtype: str, width: int) -> np.ndarray:
-    """Return what rounding may leave of terms of these sizes that cancel: sums over a row of so many elements are kept
-    in the dtype itself, or in a wider one."""
+    """Return what rounding may leave of cancelling terms of these sizes.
+
+    Sums over a row of `width` elements are kept in the dtype itself, or in a wider one.
+    """
     return ROUNDED * EPS[dtype] * (width**0.5 if dtype in SUMMED_ULPS else 1.0) * cancelling
 
 
@@ -153,9 +167,12 @@ def compare(
     summed: int = 0,
     typical: float = 0.0,
 ) -> Compared:
-    """Judge arrays [..., rows, width] of all compared heads; `declared` is the rule for approximate implementations,
-    `cancelling` [..., rows] the size of the terms that cancel in each row, `summed` the terms of the longest sum,
-    `typical` the size that an element has at least, but for chance: few elements may all be near 0."""
+    """Compare arrays [..., rows, width] of all heads with the exact ones, by the errors of the plain ones.
+
+    `declared` is the error that an approximate implementation declares; `cancelling` [..., rows], the size of the terms
+    that cancel in each row; `summed`, the number of terms of the longest sum; `typical`, the size that an element
+    usually has at least, since few elements may all be near 0 by chance.
+    """
     bad = np.concatenate([(~np.isfinite(g) & np.isfinite(e)).any(axis=-1).ravel() for g, e in zip(got, exact)])
     if bad.any():
         fault = f"{what}: {np.count_nonzero(bad)} rows hold NaN or infinite values"
@@ -205,8 +222,10 @@ def compare(
 
 
 def compare_large_lse(got: np.ndarray, exact: np.ndarray, plain: np.ndarray, sizes: np.ndarray, dtype: str) -> Compared:
-    """Judge the LSE of rows whose logits may be large, as a share of the size of the largest one (`sizes`, 1 at least):
-    a kernel may round logits as the plain implementation does. -inf must stand exactly where no key is seen."""
+    """Compare the LSE of rows whose logits may be large, as a share of the largest logit's size (`sizes`, at least 1).
+
+    A kernel may round logits as the plain implementation does. -inf must stand exactly where no key is seen.
+    """
     seen = np.isfinite(exact)
     if not np.array_equal(seen, np.isfinite(got)) or not np.all(got[~seen] == -np.inf):
         return Compared(
@@ -221,7 +240,7 @@ def compare_large_lse(got: np.ndarray, exact: np.ndarray, plain: np.ndarray, siz
 
 
 def compare_lse(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> Compared:
-    """Judge LSE [g, rows] absolutely: -inf must stand exactly where no key is seen."""
+    """Compare LSE [g, rows] absolutely; -inf must stand exactly where no key is seen."""
     mine, truth, yardstick = (np.concatenate([x.ravel() for x in arrays]) for arrays in (got, exact, plain))
     seen = np.isfinite(truth)
     if not np.array_equal(seen, np.isfinite(mine)) or not np.all(mine[~seen] == -np.inf):
@@ -234,3 +253,111 @@ def compare_lse(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], plain: S
     allowed = FORWARD_FACTOR * float(np.abs(yardstick - truth).max()) + floor
     fault = "" if error <= allowed else f"lse: off by {error:.2e}, {allowed:.2e} allowed"
     return Compared(error, allowed, error, fault)
+
+
+SMALL = 1e-3
+"""Share of a typical batch row's size; smaller ones are compared with it instead."""
+BLOCK_ELEMENTS = 1 << 24
+LARGE_ROW, MISSING = 0.25, 0.5
+"""A row of at least this share of a typical one that is off by half of itself is another row, however coarse the dtype
+is: rounding that differs from call to call does not do that."""
+
+
+class Apart(NamedTuple):
+    """The place at which two results differ, by what share, and the allowed share."""
+
+    place: tuple[int, ...]
+    """Index of a row, or of a whole batch row."""
+    share: float
+    allowed: float
+
+
+def spot(differs: Apart, layout: Layout) -> str:
+    """Return words for the place in arrays of a layout."""
+    if len(differs.place) != 3:
+        return f"part {', '.join(str(n) for n in differs.place)}"
+    batch, token, head = differs.place if layout == "bshd" else (differs.place[0], *differs.place[:0:-1])
+    return f"batch {batch}, head {head}, row {token}"
+
+
+class _Rows(NamedTuple):
+    size: np.ndarray
+    off: np.ndarray
+    largest: float
+    largest_off: tuple[float, tuple[int, ...]]
+
+
+def apart(framework: Framework, got: Array, good: Array, limits: Limits, dtype: str) -> Apart | None:
+    """Return where `got` differs from `good` [..., width]; None if their rows, elements and batch rows all agree."""
+    if good.ndim < 2:
+        got, good = got.reshape(1, -1), good.reshape(1, -1)
+    rows = _rows(framework, got, good, "float64" if dtype == "float64" else "float32")
+    limits = limits.widened(SLACK)
+    return _row_apart(rows, limits.row) or _element_apart(rows, limits.largest) or _whole_apart(rows, limits.relative)
+
+
+def _rows(framework: Framework, got: Array, good: Array, wide: str) -> _Rows:
+    shape = tuple(good.shape)
+    size, off = np.zeros(shape[:-1]), np.zeros(shape[:-1])
+    largest, worst = 0.0, (0.0, (0,) * (len(shape) - 1))
+    xp = array_api_compat.array_namespace(good)
+    for block in _blocks(shape):
+        right = framework.cast(good[block], wide)
+        difference = framework.cast(got[block], wide) - right
+        size[block], off[block] = (_block_norms(framework, xp, array) for array in (right, difference))
+        largest = max(largest, float(framework.numpy(xp.max(xp.abs(right)))))
+        most = float(framework.numpy(xp.max(xp.abs(difference))))
+        if not most <= worst[0]:
+            corner = np.unravel_index(int(np.argmax(off[block])), off[block].shape)
+            start = (*(part.start for part in block), *(0 for _ in range(len(corner) - len(block))))
+            worst = most, tuple(int(n) + first for n, first in zip(corner, start))
+    return _Rows(size, off, largest, worst)
+
+
+def _block_norms(framework: Framework, xp, array: Array) -> np.ndarray:  # noqa: ANN001
+    return np.sqrt(framework.numpy(xp.sum(array * array, axis=-1)).astype(np.float64))
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Yield slices of the first axis, and of the second if one entry of the first is too large."""
+    first, *others, width = shape
+    count = max(1, BLOCK_ELEMENTS // max(1, math.prod(others) * width))
+    second = others[0] if others and count == 1 else 1
+    step = max(1, BLOCK_ELEMENTS // max(1, math.prod(others[1:]) * width))
+    for start in range(0, first, count):
+        outer = slice(start, start + count)
+        if second == 1:
+            yield (outer,)
+        else:
+            yield from ((outer, slice(at, at + step)) for at in range(0, second, step))
+
+
+def _row_apart(rows: _Rows, limit: float) -> Apart | None:
+    share = rows.off / row_scales(rows.size)
+    large = rows.size >= LARGE_ROW * typical_row(rows.size)
+    allowed = np.where(large & math.isfinite(limit), min(limit, MISSING), limit)
+    return _first(share, allowed)
+
+
+def _element_apart(rows: _Rows, limit: float) -> Apart | None:
+    most, index = rows.largest_off
+    share = most / rows.largest if rows.largest else math.inf if most else 0.0
+    return None if share <= limit else Apart(index, share, limit)
+
+
+def _whole_apart(rows: _Rows, limit: float) -> Apart | None:
+    """Return where batch rows differ as a whole; an array without batch, tokens and heads counts as one."""
+    count = rows.size.shape[0] if rows.size.ndim == 3 else 1
+    size, off = (np.linalg.norm(norms.reshape(count, -1), axis=1) for norms in (rows.size, rows.off))
+    size = np.maximum(size, SMALL * np.median(size))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(off == 0, 0.0, off / size)
+    return _first(share, np.full(count, limit))
+
+
+def _first(share: np.ndarray, allowed: np.ndarray) -> Apart | None:
+    over = ~(share <= allowed)
+    if not over.any():
+        return None
+    index = np.unravel_index(int(np.argmax(over)), over.shape)
+    return Apart(tuple(int(n) for n in index), float(share[index]), float(allowed[index]))

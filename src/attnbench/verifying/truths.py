@@ -1,4 +1,4 @@
-"""What is true of a workload's outputs, computed by whichever worker comes first and read by the others."""
+"""Right results of a workload, computed by whichever worker comes first and read by the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ Kind = TypeVar("Kind", Truth, Whole)
 
 
 class Shelf:
-    """A folder that the workers of one workload share; without one, everybody computes."""
+    """A folder of right results that the workers of one workload share; without a folder each worker computes its
+    own."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -53,7 +54,7 @@ class Shelf:
         compute: Callable[[], list[Kind]],
         kind: type[Kind] = Truth,  # pyright: ignore[reportArgumentType]
     ) -> list[Kind]:
-        """The truths under a key, if they were computed from inputs with this `proof`."""
+        """Return the results under a key, if they were computed from inputs with this `proof`; else compute them."""
         if self._folder is None:
             return compute()
         path = self._folder / f"{key}.npz"
@@ -72,7 +73,7 @@ class Shelf:
 
     @contextmanager
     def _alone(self, key: str) -> Iterator[None]:
-        """One process at a time; the lock of one that dies is free again."""
+        """Hold a lock on a key; the lock of a process that dies is free again."""
         assert self._folder is not None
         with (self._folder / f"{key}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,5 +1,7 @@
-"""Every row of every head, not only the sampled ones: whole outputs and gradients against near-exact ones, on the first
-input set and on the probes (attnbench.verifying.probes), as far as the budget of `Draws.covered` goes."""
+"""Comparison of every row of every head with near-exact results, on the first input set and on the probes.
+
+As far as the budget of `Draws.covered` goes; see attnbench.verifying.probes.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,25 @@ from attnbench.verifying.tolerance import EPS, Limits, rounded_terms, row_errors
 from attnbench.verifying.truths import Whole
 
 KEY_SHARE, KEY_ULPS, KEY_SUMS = 0.03, 2, 1e-7
-"""What a row of `counted` may be off by: a share of one key's weight, ulp of the row itself, and what sums in float32
+"""Allowed error of a row of `counted`: a share of one key's weight, ulp of the row itself, and what sums in float32
 lose per key."""
 PAIR_SHARE, PAIR_ULPS, PAIR_NOISE = 0.2, 0.5, 3
-"""What an element of a gradient of `counted_pairs` may be off by: a share of one pair's weight, ulp of the element
+"""Allowed error of an element of a gradient of `counted_pairs`: a share of one pair's weight, ulp of the element
 itself, and ulp of the root mean square of its row, since every pair is rounded before it is added."""
 POINTED_ULPS, POINTED_PER_LOGIT, POINTED_FLOOR, POINTED_ROW = 3, 0.25, 1e-3, 0.5
-"""What `pointed` results may be off by as a whole: ulp, more of them for larger logits, which a plain implementation
-rounds too; and one row of them, as a share of it or of a typical one, the same for its logits added."""
+"""Allowed errors of `pointed` results: as a whole, ulp, more of them for larger logits, which a plain implementation
+rounds too; and of one row, a share of it or of a typical one, plus as much for its logits."""
 POINTED_TERMS = 3
-"""Times what rounding may leave of terms that cancel: nearly all weight lies on one key, and a plain implementation
-rounds weights and their gradients too."""
+"""Multiple of what rounding may leave of terms that cancel: nearly all weight lies on one key, and a plain
+implementation rounds weights and their gradients too."""
 STEEP_ROW = 0.1
-"""What a row of dV of `steep` inputs may be off by, as a share of it or of their root mean square: float32 rounds
-an LSE near 65,000 to 0.004."""
+"""Allowed error of a row of dV of `steep` inputs, as a share of it or of their root mean square: float32 rounds an LSE
+near 65,000 to 0.004."""
 COUNTED = ("counted", "shifted", "steep")
 """Inputs whose output is judged by the weight of one key."""
 MORE_ROWS, MISSING, LEAST_ROW = 2, 0.75, 5e-4
-"""Times what a sampled row may be off by, since the worst of many more rows is worse; a row that is off by most of
-itself is another one; and what any row may be off by."""
+"""Multiple of a sampled row's allowed error, since the worst of many more rows is worse; the error by which a row is
+another one; and the least allowed error of a row."""
 SMALLEST_FLOAT16, UNDERFLOWS = 2.0**-24, 4
 LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
 
@@ -47,19 +49,20 @@ class Rows(NamedTuple):
     size: np.ndarray
     off: np.ndarray
     least: np.ndarray
-    """What a row's error is at least measured against."""
+    """Size against which a row's error is measured at least."""
 
 
-def check_first(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> None:
-    """Hold the outputs on the first input set against near-exact ones, row by row."""
+def check_first(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> tuple[str, ...]:
+    """Compare the outputs on the first input set with near-exact ones, row by row; return no property."""
     for name, rows in _compared(subject, "first", good).items():
         allowed = max(min(MORE_ROWS * limits[name].row, MISSING), LEAST_ROW)
         share = row_errors(rows.off, rows.size, rows.least, subject.workload.dtype)
         _require(subject, f"{LONG_NAMES[name]} (all rows)", name, share, np.full_like(share, allowed))
+    return ()
 
 
 def check_counted(subject: Subject) -> tuple[str, ...]:
-    """Require of `counted` inputs that no row is off by more than a share of one key's weight."""
+    """Check on `counted` inputs that no row is off by more than a share of one key's weight; return the property."""
     if subject.workload.pass_ == "backward":
         return ()
     for name, words in (("counted", "keys counted"), ("shifted", "keys counted, logits of 0 and below")):
@@ -71,8 +74,11 @@ def check_counted(subject: Subject) -> tuple[str, ...]:
 
 
 def check_steep(subject: Subject) -> tuple[str, ...]:
-    """Require of `steep` inputs that no row of the output is off by more than a share of one key's weight, and no row
-    of dV by a tenth; nothing is required if a soft cap leaves nothing of them."""
+    """Check on `steep` inputs that rows are off by less than a share of one key's weight, rows of dV by less than a
+    tenth.
+
+    Nothing is checked if a soft cap makes all their logits alike.
+    """
     w, draws = subject.workload, subject.draws
     if not probes.can_be_steep(w):
         return ()
@@ -92,7 +98,7 @@ def check_steep(subject: Subject) -> tuple[str, ...]:
 
 
 def require_counted(subject: Subject, out: Array, what: str, inputs: str = "counted") -> None:
-    """Judge an output of inputs whose keys can be counted."""
+    """Require that the output on counted inputs is right to a share of one key's weight."""
     _require_keys(subject, _compared(subject, inputs, {"out": out})["out"], what)
 
 
@@ -105,8 +111,11 @@ def _require_keys(subject: Subject, rows: Rows, what: str) -> None:
 
 
 def check_counted_pairs(subject: Subject) -> tuple[str, ...]:
-    """Require of `counted_pairs` inputs that no element of a gradient is off by the weight of one pair; nothing is
-    required if the pass has no gradients, none fit the budget, or head_dim is 1."""
+    """Check on `counted_pairs` inputs that no element of a gradient is off by the weight of one pair; return the
+    property.
+
+    Nothing is checked if the pass has no gradients, none fit the budget, or head_dim is 1.
+    """
     w, draws = subject.workload, subject.draws
     if not w.needs_gradients or not draws.covered(True).heads or w.head_dim < 2 or not w.softmax_scale:
         return ()
@@ -133,8 +142,10 @@ def check_counted_pairs(subject: Subject) -> tuple[str, ...]:
 
 
 def check_pointed(subject: Subject) -> tuple[str, ...]:
-    """Require of `pointed` inputs, each row of which hangs on one pair, that gradients are right in every row; None are
-    where the pass has no gradients or none fit the budget."""
+    """Check on `pointed` inputs, each row of which depends on one pair, that gradients are right in every row.
+
+    Nothing is checked if the pass has no gradients or none fit the budget.
+    """
     if not subject.draws.covered(True).heads or not subject.workload.needs_gradients:
         return ()
     outputs = run(subject.programs.main, subject.draws.probe("pointed", subject.layout))
@@ -159,7 +170,7 @@ def check_pointed(subject: Subject) -> tuple[str, ...]:
 
 
 def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> dict[str, Rows]:
-    """Norms of all covered rows, of each output of which some are covered."""
+    """Return the norms of all covered rows of each output that has some."""
     found: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in outputs}
     backward = [name for name in outputs if name != "out"]
     together = not backward or subject.draws.covered(True) == subject.draws.covered(False)
@@ -177,7 +188,7 @@ def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> di
 
 
 def _heads(subject: Subject, array: Array, name: str, heads: Heads) -> Array:
-    """[n, members, rows, width] of key/value heads: NumPy on a CPU and in float64, else on the device."""
+    """Return [n, members, rows, width] of key/value heads: NumPy on a CPU and in float64, else on the device."""
     members = subject.workload.group if name in ("out", "dq") else 1
     part = by_head(array, subject.layout, members, heads)
     if subject.device == "cpu" or subject.workload.dtype == "float64":

@@ -25,7 +25,8 @@ from ring_cases import (
 )
 
 from attnbench.errors import UsageError
-from attnbench.frameworks import Inputs, Program, torch_profile
+from attnbench.frameworks import Inputs, Program
+from attnbench.frameworks.torch.programs import cpu_peak
 from attnbench.kernels.chunked import CHUNKED, Plan
 from attnbench.kernels.ring import apparatus
 from attnbench.kernels.ring.engine import Engine
@@ -104,7 +105,7 @@ def test_chunks_need_little_beyond_the_results():
     for chunk in (256, 64):
         call = CHUNKED.build(work, {"chunk": chunk})
         program = Program(run=lambda x, call=call: (call(x.q, x.k, x.v),))
-        peaks.append(torch_profile.cpu_peak(program, inputs).bytes)
+        peaks.append(cpu_peak(program, inputs).bytes)
     results = 1024 * WORK.heads * (WORK.head_dim + 1) * 4
     assert results <= peaks[1] < peaks[0]
     assert peaks[1] - results < 0.45 * (peaks[0] - results)

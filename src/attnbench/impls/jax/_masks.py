@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.frameworks.jax_plain import log_weight, rows_that_see, visible
+from attnbench.frameworks.jax.plain import log_weight, rows_that_see, visible
 from attnbench.masks import Causal, Documents, Full, Lengths, Mask, MaskShape, Window
 from attnbench.masks.combine import both
 from attnbench.masks.large_bias import has_large_bias

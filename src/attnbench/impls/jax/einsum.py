@@ -5,7 +5,7 @@ Unlike openpi's, a row that sees no key is 0 and not the mean of V. Stores the T
 
 from __future__ import annotations
 
-from attnbench.frameworks.jax_plain import plain_call
+from attnbench.frameworks.jax.plain import plain_call
 from attnbench.spec import Call, Config, Environment, Implementation, Partial, Workload
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from attnbench import frameworks
-from attnbench.frameworks.jax_plain import kind_of_device
+from attnbench.frameworks.jax.plain import kind_of_device
 from attnbench.impls._pairing import Pairing, Role
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from attnbench.frameworks.jax_plain import rows_that_see
+from attnbench.frameworks.jax.plain import rows_that_see
 from attnbench.impls.conditions import first_reason, needs_device, needs_dtype, needs_mask
 from attnbench.impls.jax._libraries import interpreted, interpreter_reason
 from attnbench.impls.jax._masks import one_documents_part, own_documents

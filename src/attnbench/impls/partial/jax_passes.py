@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attnbench.errors import Unsupported
-from attnbench.frameworks.jax_plain import grouped_heads, in_usual_promotion, visible
+from attnbench.frameworks.jax.plain import grouped_heads, in_usual_promotion, visible
 from attnbench.impls.jax._masks import mask_arguments
 from attnbench.spec import Array, Call, Partial, Workload
 

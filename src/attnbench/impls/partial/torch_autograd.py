@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from attnbench.errors import Unsupported
-from attnbench.frameworks.torch_autocast import without_autocast_for
+from attnbench.frameworks.torch.internals import without_autocast_for
 from attnbench.spec import Layout, Partial
 
 Function = Callable[..., Any]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attnbench.frameworks.torch_plain import attend, log_sum_exp, mask_tensors, once_per_device, scores
+from attnbench.frameworks.torch.plain import attend, log_sum_exp, mask_tensors, once_per_device, scores
 from attnbench.spec import Array, Call, Partial, Workload
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from attnbench.frameworks.torch_plain import TorchNamespace, mask_tensors
+from attnbench.frameworks.torch.plain import TorchNamespace, mask_tensors
 from attnbench.impls.conditions import first_reason, needs_mask
 from attnbench.masks import Blocks, Causal, Dense, Full, Window, dense
 from attnbench.masks.cuts import block_layout

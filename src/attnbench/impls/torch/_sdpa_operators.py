@@ -14,7 +14,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
+from attnbench.frameworks.torch.plain import mask_tensors, once_per_device
 from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, for_backward, of_dense_rows, pair_at_positive_scale
 from attnbench.impls.torch._masks import SdpaMask, additive, may_have_dead_rows, route, sdpa_mask
 from attnbench.masks.large_bias import has_large_bias

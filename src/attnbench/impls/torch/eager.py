@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnbench.frameworks.torch_plain import attend, log_sum_exp, mask_tensors, once_per_device, plain_call
+from attnbench.frameworks.torch.plain import attend, log_sum_exp, mask_tensors, once_per_device, plain_call
 from attnbench.impls.partial.torch_passes import plain_partial
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.masks.large_bias import has_large_bias

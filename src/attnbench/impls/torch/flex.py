@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attnbench.errors import Unsupported
-from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
+from attnbench.frameworks.torch.plain import mask_tensors, once_per_device
 from attnbench.impls.conditions import first_reason, needs_bfloat16, needs_device, needs_dtype, needs_forward
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.impls.torch._masks import block_mask, score_mod

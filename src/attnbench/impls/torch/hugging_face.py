@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from attnbench.frameworks.torch_plain import mask_tensors, once_per_device
+from attnbench.frameworks.torch.plain import mask_tensors, once_per_device
 from attnbench.impls.conditions import first_reason, needs_dtype, needs_no_softcap, needs_package
 from attnbench.impls.partial.torch_passes import call_at_positive_scale
 from attnbench.impls.torch._masks import SdpaMask, additive, may_have_dead_rows, sdpa_mask
@@ -34,7 +34,7 @@ class HfEager(_Transformers):
     materialises_scores = True
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        float64 = "takes the softmax in float32, which is no float64 attention" if workload.dtype == "float64" else None
+        float64 = "computes the softmax in float32 even for float64" if workload.dtype == "float64" else None
         dead = "gives the mean of V for rows that see no key" if may_have_dead_rows(workload) else None
         overflow = "overflows float16 logits on large inputs" if workload.dtype == "float16" else None
         return first_reason(needs_no_softcap(workload), float64, overflow, dead)

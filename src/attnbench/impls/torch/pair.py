@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attnbench import registry
-from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.frameworks.torch.plain import once_per_device
 from attnbench.impls._pairing import AUTO, Pairing, Role
 from attnbench.impls.partial.torch_choice import environment_of
 from attnbench.spec import Array, Call, Config, Implementation, Partial, Workload

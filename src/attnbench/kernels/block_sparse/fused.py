@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.frameworks.torch.plain import once_per_device
 from attnbench.impls.conditions import first_reason, needs_capability, needs_device, needs_package
 from attnbench.impls.torch._compile import CompiledCall
 from attnbench.kernels.block_sparse.gathered import block_tables, needs_blocks

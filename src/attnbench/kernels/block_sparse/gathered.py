@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.frameworks.torch.plain import once_per_device
 from attnbench.impls.conditions import first_reason, needs_device, needs_equal_dims, needs_no_softcap
 from attnbench.kernels.block_sparse import cpu
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of

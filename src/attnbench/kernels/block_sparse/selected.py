@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attnbench.frameworks.torch_plain import once_per_device
+from attnbench.frameworks.torch.plain import once_per_device
 from attnbench.impls.conditions import (
     first_reason,
     needs_device,

@@ -14,7 +14,7 @@ import numpy as np
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.frameworks.jax_plain import in_usual_promotion
+from attnbench.frameworks.jax.plain import in_usual_promotion
 from attnbench.impls._arguments import check_causal, check_mix_grad, kind_of, workload_of
 from attnbench.impls.conditions import first_reason, needs_no_softcap
 from attnbench.kernels.dilated.conditions import needs_dilated, problem_of

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import Clock, Inputs, OwnClock, Peak, Program, Programs
-from attnbench.frameworks.torch import TorchFramework
+from attnbench.frameworks.torch.framework import TorchFramework
 from attnbench.kernels.ring import pool
 from attnbench.kernels.ring.call import STEPS, RingCall
 from attnbench.kernels.ring.messages import Inspected

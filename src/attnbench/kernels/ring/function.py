@@ -14,7 +14,7 @@ import msgspec
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.frameworks.torch_autocast import under_autocast, without_autocast
+from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.impls._arguments import check_tensors, fitting
 from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
 from attnbench.kernels.ring.dilated_work import DilatedWork, Pattern

@@ -8,8 +8,8 @@ from typing import Any
 
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import OUTPUTS, Clock, Inputs, OwnClock, Peak, Program, Programs, Stopwatch
-from attnbench.frameworks.jax import JaxFramework, import_jax, precision_of
-from attnbench.frameworks.jax_programs import Compiler
+from attnbench.frameworks.jax.framework import JaxFramework, import_jax, precision_of
+from attnbench.frameworks.jax.programs import Compiler
 from attnbench.kernels.ring.jax_call import MeshCall
 from attnbench.kernels.ring.schedule import pairs
 from attnbench.kernels.ring.settings import balance, shard_bytes

@@ -83,7 +83,7 @@ class OverMesh(Implementation):
 
 
 def _devices(kind: str) -> list[Any]:
-    from attnbench.frameworks.jax import import_jax
+    from attnbench.frameworks.jax.framework import import_jax
 
     try:
         return import_jax().devices(kind)

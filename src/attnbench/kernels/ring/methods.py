@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attnbench.frameworks import torch_profile
 from attnbench.frameworks.base import Inputs, Peak, Program
+from attnbench.frameworks.torch.programs import accelerator_peak, cpu_peak
 from attnbench.kernels.ring.engine import Engine
 from attnbench.kernels.ring.kernels import Kernels
 from attnbench.kernels.ring.messages import Open
@@ -107,5 +107,5 @@ def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Progr
 def peak_of(program: Program, inputs: Inputs, device: torch.device) -> Peak:
     """Extra memory of a rank's part."""
     if device.type == "cpu":
-        return torch_profile.cpu_peak(program, inputs)
-    return torch_profile.accelerator_peak(program, inputs, str(device))
+        return cpu_peak(program, inputs)
+    return accelerator_peak(program, inputs, str(device))

@@ -22,12 +22,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from attnbench.errors import AttnBenchError
-from attnbench.frameworks import torch_profile
 from attnbench.frameworks.base import Inputs
+from attnbench.frameworks.torch.programs import kernel_names, synchronize
 from attnbench.kernels.ring import messages as m
 from attnbench.kernels.ring.methods import METHODS, peak_of, program_of
 from attnbench.kernels.ring.spans import Spans
-from attnbench.lifeline import die_with_parent
+from attnbench.processes import die_with_parent
 from attnbench.spec import Pass
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Rank:
         method, inputs, kind = self._methods[question.number], Inputs(*given), self.device.type
         program = program_of(method, question.pass_)
         peak = peak_of(program, inputs, self.device)
-        kernels, reason = torch_profile.kernel_names(program, inputs, kind)
+        kernels, reason = kernel_names(program, inputs, kind)
         looks, rotations = [], []
         for _ in range(LOOKS):
             spans = Spans(kind)
@@ -137,12 +137,12 @@ class Rank:
         """All ranks are here and their devices idle: the time."""
         import torch.distributed as dist
 
-        torch_profile.synchronize(self.device.type)
+        synchronize(self.device.type)
         dist.barrier()
         return time.monotonic_ns()
 
     def _now(self) -> int:
-        torch_profile.synchronize(self.device.type)
+        synchronize(self.device.type)
         return time.monotonic_ns()
 
 

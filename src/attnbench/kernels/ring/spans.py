@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter_ns
 
-from attnbench.frameworks.torch_profile import synchronize
+from attnbench.frameworks.torch.programs import synchronize
 
 
 class Spans:

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from attnbench.analyse.speedup import category
-from attnbench.measuring.host_limit import host_limit, notes_of
+from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.report.html.families import Families, find_families, kind_words, length_text
 from attnbench.report.html.map import WinnerMap, lay_out
 from attnbench.report.html.picks import set_beside

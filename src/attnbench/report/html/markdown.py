@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnbench.analyse.wording import counted
 from attnbench.comparing.gate_markdown import LIMIT, clean
-from attnbench.measuring.host_limit import HOST_LIMITED
+from attnbench.measuring.rates import HOST_LIMITED
 from attnbench.report.html.derived import not_run
 from attnbench.report.html.map import Cell, winner_rows
 from attnbench.report.html.page import Page, Part

@@ -1,0 +1,1 @@
+"""JAX behind the Framework interface; importing this package does not import JAX."""

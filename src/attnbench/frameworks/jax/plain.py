@@ -1,0 +1,242 @@
+"""Plain attention in jax.numpy, the body of `jax.einsum`, and the arrays that masks become in JAX.
+
+Masks become arrays here, inside the traced call: positions are iotas that XLA fuses, only a mask's own data is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnbench.masks import Blocks, Dense, Full, Mask, MaskShape
+from attnbench.masks.large_bias import shifted
+from attnbench.spec import Array, Call, Workload
+
+if TYPE_CHECKING:
+    import jax
+
+ROW_BLOCK = 1 << 24
+"""Pairs looked at in one go on the host."""
+
+
+@contextmanager
+def usual_promotion() -> Iterator[None]:
+    """Let jax.numpy promote ranks and dtypes by default rules inside, whatever the user set: that is for their code."""
+    import jax
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def in_usual_promotion(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function, which runs in `usual_promotion` if another one is set."""
+    import jax
+
+    def run(*arrays: Any) -> Any:
+        rank, dtype = jax.config.jax_numpy_rank_promotion, jax.config.jax_numpy_dtype_promotion  # pyright: ignore[reportAttributeAccessIssue]
+        if (rank, dtype) == ("allow", "standard"):
+            return call(*arrays)
+        with usual_promotion():
+            return call(*arrays)
+
+    return run
+
+
+def visible(mask: Mask, shape: MaskShape) -> jax.Array:
+    """Return visibility [b|1, h|1, q, kv] as booleans, made of iotas and the mask's data."""
+    import jax.numpy as jnp
+
+    seen = None
+    for part in mask.split():
+        one = _part_visible(part, shape)
+        seen = one if seen is None else seen & one
+    assert seen is not None
+    return jnp.broadcast_to(seen, np.broadcast_shapes(seen.shape, (1, 1, shape.q_len, shape.kv_len)))
+
+
+def _part_visible(part: Mask, shape: MaskShape) -> Any:
+    """Return the visibility of one part; stored arrays are broadcast or repeated, since a lookup of every pair is a
+    slow gather in XLA."""
+    import jax.numpy as jnp
+
+    if isinstance(part, Dense):
+        values = part.values.array
+        return jnp.asarray(_four_axes(values != -np.inf if part.weighted else values))
+    if isinstance(part, Blocks):
+        kept = jnp.asarray(_four_axes(part.block_mask.array))
+        kept = jnp.repeat(jnp.repeat(kept, part.block_size, axis=2), part.block_size, axis=3)
+        return kept[:, :, : shape.q_len, : shape.kv_len]
+    return part.predicate(shape, jnp)(*_indices(part, shape))  # pyright: ignore[reportArgumentType]
+
+
+def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
+    """Return what is added to the logits of visible pairs, broadcastable to [b, h, q, kv]; None for unweighted masks.
+
+    A large bias lacks what is added to whole rows: see `row_tops`.
+    """
+    import jax.numpy as jnp
+
+    if (shift := shifted(mask, shape, dtype)) is not None:
+        return jnp.asarray(shift.weight)
+    total = None
+    for part in mask.split():
+        if isinstance(part, Dense) and part.weighted:
+            values = part.values.array
+            one = jnp.asarray(_four_axes(np.where(values == -np.inf, 0, values)), dtype)
+        elif (weight := part.log_weight(shape, jnp)) is not None:  # pyright: ignore[reportArgumentType]
+            one = weight(*_indices(part, shape)).astype(dtype)
+        else:
+            continue
+        total = one if total is None else total + one
+    return total
+
+
+def row_tops(workload: Workload) -> np.ndarray | None:
+    """Return what the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if it lacks
+    nothing."""
+    shift = shifted(workload.visible_mask, workload.mask_shape, np.float32)
+    return None if shift is None else shift.top
+
+
+def _four_axes(array: np.ndarray) -> np.ndarray:
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def _indices(part: Mask, shape: MaskShape) -> list[Any]:
+    """Return the mask's own index arrays as iotas, so that a T x S table is never a constant of the program."""
+    from jax import lax
+
+    sizes = [index.shape for index in part.indices(shape)]
+    return [lax.broadcasted_iota("int32", size, axis) for axis, size in enumerate(sizes)]
+
+
+def rows_that_see(mask: Mask, shape: MaskShape) -> np.ndarray | None:
+    """Return which rows see a key, [b|1, q, h|1] on the host; None if every row does."""
+    interval = mask.interval(shape)
+    if interval is not None:
+        low, high = (np.clip(edge, 0, shape.kv_len) for edge in interval)
+        seen = (high > low)[:, :, None]
+    else:
+        rows = max(1, ROW_BLOCK // (shape.kv_len * shape.batch * shape.heads))
+        starts = range(0, shape.q_len, rows)
+        blocks = [mask.array(shape, np.arange(start, min(start + rows, shape.q_len))).any(-1) for start in starts]
+        seen = np.concatenate(blocks, axis=2).transpose(0, 2, 1)
+    return None if seen.all() else seen
+
+
+def zero_blind_rows(out: Array, rows: np.ndarray | None) -> Array:
+    """Return an output [b, q, h, d] with 0 (and no gradient) in rows that see no key."""
+    import jax.numpy as jnp
+
+    return out if rows is None else jnp.where(jnp.asarray(rows)[..., None], out, jnp.zeros((), out.dtype))
+
+
+def whole_lse(lse: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Array:
+    """Return the LSE [b, h, q] in float32 with what a large bias adds to a row, -inf in rows that see no key."""
+    import jax.numpy as jnp
+
+    lse = lse.astype(jnp.float32) if tops is None else lse.astype(jnp.float32) + jnp.asarray(tops)
+    return lse if rows is None else jnp.where(jnp.asarray(rows).transpose(0, 2, 1), lse, -jnp.inf)
+
+
+def plain_call(workload: Workload, with_lse: bool = False) -> Call:
+    """Return a grouped einsum in layout bshd; logits and softmax float32 (float64 for float64), weights in the
+    dtype."""
+    rows, tops = rows_that_see(workload.visible_mask, workload.mask_shape), row_tops(workload) if with_lse else None
+
+    def call(q: Array, k: Array, v: Array) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+        logits = _masked_logits(workload, q, k, precision)
+        probabilities = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+        out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v, precision=precision)
+        out = zero_blind_rows(out.reshape(*q.shape[:3], v.shape[-1]), rows)
+        if not with_lse:
+            return out
+        return out, _lse(logits, rows, tops)
+
+    return call
+
+
+def plain_lse(workload: Workload, q: Array, k: Array, rows: np.ndarray | None) -> Array:
+    """Return the LSE alone, differentiable; `rows` are those that see a key."""
+    import jax
+
+    return _lse(_masked_logits(workload, q, k, jax.lax.Precision.HIGHEST), rows, row_tops(workload))
+
+
+def _lse(logits: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Array:
+    """Return the LSE [b, h, q] of logits [b, kv_heads, group, q, kv]."""
+    import jax
+
+    b, kv_heads, group, q_len, _ = logits.shape
+    return whole_lse(jax.nn.logsumexp(logits, axis=-1).reshape(b, kv_heads * group, q_len), rows, tops)
+
+
+def _masked_logits(workload: Workload, q: Array, k: Array, precision: Any) -> Array:
+    """Return logits [b, kv_heads, group, q, kv], finite and very low if hidden."""
+    import jax.numpy as jnp
+
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    grouped = q.reshape(*q.shape[:2], workload.kv_heads, workload.group, q.shape[-1])
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=dtype)
+    logits = logits * jnp.asarray(workload.softmax_scale, dtype)
+    if workload.softcap is not None:
+        logits = workload.softcap * jnp.tanh(logits / workload.softcap)
+    mask, shape = workload.visible_mask, workload.mask_shape
+    if mask.kinds == ("full",):
+        return logits
+    weight = log_weight(mask, shape, dtype)
+    if weight is not None:
+        logits = logits + grouped_heads(weight, workload)
+    # Finite, so that a row without any visible key has gradients of 0 and not NaN.
+    return jnp.where(grouped_heads(visible(mask, shape), workload), logits, -0.7 * float(jnp.finfo(dtype).max))
+
+
+def grouped_heads(array: Array, workload: Workload) -> Array:
+    """Reshape [b|1, h|1, q, kv] to [b|1, kv_heads|1, group|1, q, kv]."""
+    b, h, *pair = array.shape
+    return array.reshape(b, 1, 1, *pair) if h == 1 else array.reshape(b, workload.kv_heads, workload.group, *pair)
+
+
+def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: Array, weight: Array | None) -> Array:
+    """Attend in layout bshd with a mask that is an argument: `seen` and `weight` are [b|1, h|1, q|1, kv|1].
+
+    The workload's own mask is not looked at. A row that sees no key has logits that are all alike: the caller must
+    clear its output.
+    """
+    import jax
+    import jax.numpy as jnp
+    from msgspec.structs import replace
+
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    logits = _masked_logits(replace(workload, mask=Full()), q, k, precision)
+    if weight is not None:
+        logits = logits + grouped_heads(weight.astype(logits.dtype), workload)
+    logits = jnp.where(grouped_heads(seen, workload), logits, -0.7 * float(jnp.finfo(logits.dtype).max))
+    probabilities = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v, precision=precision)
+    return out.reshape(*q.shape[:3], v.shape[-1])
+
+
+def kind_of_device(array: Array) -> str:
+    """Return our name of the device that an array lies on; of one that is traced or only a shape, the default device.
+
+    The default is that of `jax.default_device` if one is in force: a program traced under it is compiled for it.
+    """
+    import jax
+    from jax.core import Tracer
+
+    from attnbench import frameworks
+
+    if isinstance(array, Tracer | jax.ShapeDtypeStruct):
+        default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        platform = getattr(default, "platform", default)
+    else:
+        platform = next(iter(array.devices())).platform
+    return "cpu" if platform == "cpu" else frameworks.get("jax").devices()[0]

@@ -1,0 +1,1 @@
+"""PyTorch behind the Framework interface; importing this package does not import torch."""

@@ -1,0 +1,270 @@
+"""Protection of times and checks against the code under test: the state of its process, and frozen declarations.
+
+The state of the process is taken before the code is loaded and compared after each of its turns. Settings are values of
+the whole process, such as threads and affinity. Functions are those that the clock and the checks call: ours, those of
+`time`, NumPy and the framework. A change that affects times or checks is refused; other changes are noted in the
+record. Code that works below Python (ctypes, another thread that restores everything in time) is not found;
+docs/method.md says so.
+
+What an implementation declares decides how it is checked and whether it is ranked. So a user's implementation is frozen
+when its worker first looks at it, and it may not bring a clock of its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import math
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from attnbench.frameworks import Framework
+from attnbench.frameworks.base import TOOLS, Setting, Untrusted, Watched
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Pass, Passes, Workload
+from attnbench.steps import StepImplementation
+
+HOOKED_BY_MANY = {"print", "input", "open", "breakpoint", "exit", "quit", "help", "__import__", "__build_class__"}
+"""Built-in functions that consoles and import hooks replace, and that nothing here relies on."""
+SIGNALS = ("SIGINT", "SIGTERM", "SIGALRM", "SIGVTALRM", "SIGPROF")
+VARIABLES = re.compile(
+    r"^(OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|MALLOC_|XLA_FLAGS$|NVIDIA_TF32_OVERRIDE$|CUDA_VISIBLE_DEVICES$|CUDA_LAUNCH_BLOCKING$)"
+)
+"""Environment variables that libraries read late or pass to processes that they start."""
+LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "RSS", "STACK", "MEMLOCK")
+
+
+class Change(NamedTuple):
+    """A difference between two states of a process."""
+
+    what: str
+    """Name of a function that was replaced, or a text such as `torch's threads from 2 to 1`."""
+    refused: bool
+    """Whether times and checks cannot be trusted after it."""
+    remedy: str = ""
+    set_again: bool = False
+    """Whether every cell begins by setting this value."""
+    harness: bool = True
+    """Whether it is attnbench's or Python's own; False for a library, which an implementation of ours may wrap."""
+
+
+class _Entry(NamedTuple):
+    namespace: Mapping[str, Any]
+    key: str
+    value: Any
+    name: str
+    watched: Watched
+
+
+class ProcessState:
+    """State of this process at one moment."""
+
+    def __init__(self, framework: Framework) -> None:
+        self._framework = framework
+        self._settings = _settings(framework)
+        self._entries, self._codes, self._shadows = _functions(framework)
+        self._instance = frozenset(vars(framework))
+
+    def changes(self) -> list[Change]:
+        """Return the differences between the stored state and the state now, settings first."""
+        found: list[Change] = []
+        now = _settings(self._framework)
+        for name, before in self._settings.items():
+            after = now[name]
+            if after.value != before.value:
+                what = f"{name} from {_in_words(before.value)} to {_in_words(after.value)}"
+                found.append(Change(what, before.refused, before.remedy.format(after.value), before.set_again))
+        for namespace, key, value, name, watched in self._entries:
+            if namespace.get(key) is not value:
+                found.append(Change(name, watched.refused, harness=watched.harness))
+        for name, function, code, defaults in self._codes:
+            if function.__code__ is not code or function.__defaults__ is not defaults:
+                found.append(Change(name, refused=True))
+        for name, kind, known, watched in self._shadows:
+            for key in vars(kind).keys() - known:
+                if any(key in vars(base) for base in kind.__mro__[1:]):
+                    found.append(Change(f"{name}.{key}", watched.refused, harness=watched.harness))
+        for key in vars(self._framework).keys() - self._instance:
+            found.append(Change(f"attnbench's adapter of {self._framework.name} ({key})", refused=True))
+        return found
+
+
+def _in_words(value: object) -> str:
+    return "nothing" if value is None or value == () else str(value)
+
+
+def _settings(framework: Framework) -> dict[str, Setting]:
+    """Return the settings of the process and its framework, by the names that messages use."""
+    found = {
+        "running interval timers": Setting(_timers()),
+        "Python's garbage collection": Setting((gc.isenabled(), gc.get_threshold())),
+        "Python's switch interval": Setting(sys.getswitchinterval()),
+        "Python's trace function": Setting(sys.gettrace(), refused=True),
+        "Python's profile function": Setting(sys.getprofile(), refused=True),
+        "Python's monitoring tools": Setting(_tools(), refused=True),
+        "callbacks of Python's garbage collection": Setting(len(gc.callbacks)),
+        "NumPy's error handling": Setting(tuple(sorted(np.geterr().items()))),
+    }
+    for name in SIGNALS:
+        if (number := getattr(signal, name, None)) is not None:
+            found[f"the handler of {name}"] = Setting(signal.getsignal(number))
+    for name in LIMITS:
+        if (number := getattr(resource, f"RLIMIT_{name}", None)) is not None:
+            found[f"the resource limit {name}"] = Setting(resource.getrlimit(number))
+    found["environment variables"] = Setting(
+        tuple(sorted(one for one in os.environ.items() if VARIABLES.match(one[0])))
+    )
+    if hasattr(os, "sched_getaffinity"):
+        remedy = "remove that call and pass --threads, which pins all that are measured alike"
+        found["the CPU affinity"] = Setting(tuple(sorted(os.sched_getaffinity(0))), refused=True, remedy=remedy)
+    if hasattr(os, "sched_getscheduler"):
+        found["the scheduling policy"] = Setting(os.sched_getscheduler(0), refused=True)
+    if hasattr(os, "getpriority"):
+        found["the nice value"] = Setting(os.getpriority(os.PRIO_PROCESS, 0), refused=True)
+    return found | dict(framework.settings())
+
+
+def _tools() -> tuple[Any, ...]:
+    """Return the tools registered with sys.monitoring, which exists from Python 3.12 on."""
+    monitoring = getattr(sys, "monitoring", None)
+    return () if monitoring is None else tuple(monitoring.get_tool(tool) for tool in range(TOOLS))
+
+
+def _timers() -> tuple[str, ...]:
+    kinds = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
+    return tuple(kind for kind in kinds if signal.getitimer(getattr(signal, kind)) != (0.0, 0.0))
+
+
+def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Return the watched functions by namespace, the code of those written in Python, and the classes to which a method
+    could be added that hides an inherited one."""
+    entries: list[_Entry] = []
+    codes: list[tuple[Any, ...]] = []
+    shadows: list[tuple[Any, ...]] = []
+
+    def watch(name: str, namespace: Mapping[str, Any], watched: Watched) -> None:
+        for key, value in namespace.items():
+            if isinstance(value, watched.kinds):
+                entries.append(_Entry(namespace, key, value, f"{name}.{key}", watched))
+            if watched.code and isinstance(value, FunctionType):
+                codes.append((f"{name}.{key}", value, value.__code__, value.__defaults__))
+
+    for name, where, watched in (*_ours(framework), *_theirs(), *framework.functions()):
+        watch(name, vars(where), watched)
+        if isinstance(where, type):
+            shadows.append((name, where, frozenset(vars(where)), watched))
+    plain = {key: value for key, value in vars(builtins).items() if key not in HOOKED_BY_MANY}
+    for key, value in plain.items():
+        if isinstance(value, BuiltinFunctionType):
+            entries.append(_Entry(vars(builtins), key, value, key, Watched()))
+    return entries, codes, shadows
+
+
+def _ours(framework: Framework) -> Iterator[tuple[str, Any, Watched]]:
+    """Yield every loaded module and class of attnbench, and the framework's adapter."""
+    kinds = (FunctionType, BuiltinFunctionType, type, property, staticmethod, classmethod, cached_property)
+    watched = Watched(kinds=(*kinds, type(msgspec.msgpack.Encoder().encode), type(lambda: 0)), code=True)
+    for name, module in list(sys.modules.items()):
+        if (name == "attnbench" or name.startswith("attnbench.")) and isinstance(module, ModuleType):
+            yield name, module, watched
+            for key, value in list(vars(module).items()):
+                if isinstance(value, type) and value.__module__ == name:
+                    yield f"{name}.{key}", value, watched
+    yield f"attnbench.frameworks.{framework.name}.FRAMEWORK", type(framework), watched
+
+
+def _theirs() -> Iterator[tuple[str, Any, Watched]]:
+    """Yield the modules of Python and NumPy that clocks and checks call."""
+    for module in (time, resource, math, msgspec, msgspec.structs):
+        yield module.__name__, module, Watched()
+    for module in (np, np.linalg):
+        kinds = (FunctionType, BuiltinFunctionType, type, np.ufunc, type(np.concatenate))
+        yield module.__name__, module, Watched(kinds=kinds, harness=False)
+
+
+DECLARED = (
+    "name", "framework", "layout", "approximate", "declared_error", "declared_recall", "verify_only", "by_name_only",
+    "materialises_scores", "step", "process", "expects", "forbids", "untested", "traceable", "any_kv_len",
+    "lse_gradient", "tunables", "every_config", "compiles_each_plan", "not_deterministic", "switches",
+)  # fmt: skip
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+class Frozen(Implementation):
+    """An implementation whose declarations were read once; its work is delegated."""
+
+    def __init__(self, inner: Implementation) -> None:
+        self._inner = inner
+        for name in DECLARED:
+            setattr(self, name, getattr(inner, name))
+
+    def available(self, environment: Environment) -> str | None:
+        return self._inner.available(environment)
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return self._inner.supports(workload, environment)
+
+    def configs(self, workload: Workload) -> Sequence[Config]:
+        return self._inner.configs(workload)
+
+    def configs_here(self, workload: Workload, environment: Environment) -> Sequence[Config]:
+        return self._inner.configs_here(workload, environment)
+
+    def configured(self, config: Config) -> Implementation:
+        """Return the implementation with the settings of `config`, frozen too; itself if settings change nothing."""
+        found = self._inner.configured(config)
+        return self if found is self._inner else frozen(found)
+
+    def proofs(self, pass_: Pass) -> tuple[tuple[str, ...], ...]:
+        return self._inner.proofs(pass_)
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        return self._inner.build(workload, config)
+
+    def build_lse(self, workload: Workload, config: Config) -> Call | None:
+        return self._inner.build_lse(workload, config)
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        return self._inner.partial(workload, config)
+
+    def passes(self, workload: Workload, config: Config) -> Passes:
+        return self._inner.passes(workload, config)
+
+    def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]] | None:
+        return self._inner.quality(workload, config)
+
+    def apparatus(self, framework: Any, config: Config) -> Any:
+        """Return attnbench's own way to time calls; raises Untrusted if the implementation brings another."""
+        found = self._inner.apparatus
+        code = getattr(getattr(found, "__func__", found), "__code__", None)
+        if code is None or not code.co_filename.startswith(PACKAGE):
+            raise Untrusted(f"{self.name} times itself (apparatus): only attnbench's own implementations may")
+        return found(framework, config)
+
+
+class FrozenStep(Frozen, StepImplementation):
+    """A frozen implementation of a training step."""
+
+    _inner: StepImplementation
+
+    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
+        return self._inner.state(workload, config, arrays)
+
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        return self._inner.function(workload, config)
+
+
+def frozen(implementation: Implementation) -> Implementation:
+    """Return an implementation whose declarations no longer change, since each of them is read once, here."""
+    return FrozenStep(implementation) if isinstance(implementation, StepImplementation) else Frozen(implementation)

@@ -1,0 +1,301 @@
+"""Functions of the user: their names in a run, how they are sent to a worker, and whether their files changed.
+
+A function is sent by reference (`file.py:function`), or by value through cloudpickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import cloudpickle
+from msgspec import Struct
+
+from attnbench import registry
+from attnbench.errors import UsageError
+from attnbench.registry import is_reference
+from attnbench.results.run_file import Run
+from attnbench.results.unreached import asked_references
+from attnbench.run import protocol as p
+from attnbench.run.plan import process_of
+from attnbench.spec import Implementation
+
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Names of folders of installed modules, in whatever environment."""
+LARGEST = 1 << 27
+"""Most bytes that are sent; a function whose modules hold more stays in this process."""
+
+
+class CannotSend(UsageError):
+    """A function that holds something which no other process can have, such as a lock."""
+
+
+class UserFunction(Struct, frozen=True, kw_only=True):
+    """An implementation that a new process does not find in its registry."""
+
+    name: str
+    framework: str
+    process: str
+    label: str
+    reference: str | None = None
+    pickled: bytes | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the function was registered in this process and runs here."""
+        return self.reference is None and self.pickled is None
+
+    def load(self, within: Sequence[str] = ()) -> p.Load:
+        """Return the message that makes a worker load the function."""
+        return p.Load(self.name, self.framework, self.reference, self.pickled, list(within))
+
+
+def from_reference(text: str, framework: str, taken: set[str], name: str = "") -> UserFunction:
+    """Return the function of `file.py:function` or `package.module:function`, named like the function or `name`; its
+    file is not run here."""
+    where, _, attribute = text.rpartition(":")
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise UsageError(f"there is no file {where}.")
+        text = f"{Path(where).resolve()}:{attribute}"
+    if not where or not attribute:
+        lacks = "no file or module" if attribute else "no function"
+        raise UsageError(f'"{text}" names {lacks}: write file.py:function or package.module:function.')
+    name = free_name(name or attribute, taken)
+    return UserFunction(name=name, framework=framework, process=process_of(name), label=text, reference=text)
+
+
+def from_object(what: Callable[..., Any] | Implementation, framework: str, taken: set[str]) -> UserFunction | None:
+    """Return a function or implementation, pickled by value; None if it cannot be sent."""
+    implementation = registry.resolve(what, framework)
+    pickled = _pickle(what)
+    if pickled is None:
+        return None
+    name = free_name(implementation.name, taken)
+    framework, process = implementation.framework, process_of(name)
+    return UserFunction(name=name, framework=framework, process=process, label=name, pickled=pickled)
+
+
+def unpack(pickled: bytes) -> Any:
+    """Return the object that `from_object` has packed, in another process.
+
+    The modules that the object uses are imported first if possible, since importing them may register something that it
+    calls. The object still uses the copies that were packed with it, with the values they had.
+    """
+    parcel = cloudpickle.loads(pickled)
+    for name in parcel["modules"]:
+        with suppress(Exception, SystemExit):
+            importlib.import_module(name)
+    return cloudpickle.loads(parcel["object"])
+
+
+def _pickle(what: Any) -> bytes | None:
+    """Return an object packed by value with the user's own modules that it reaches; None if that fails or is too large.
+
+    A worker that imported these modules instead would measure what their files hold, without later changes of this
+    process.
+    """
+    own, home = _own_modules(what), _module_of(what)
+    registered: list[ModuleType] = []
+    try:
+        for module in own:
+            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                registered.append(module)
+        # Of its own module nothing but what it uses was ever needed.
+        modules = [module.__name__ for module in own if module is not home]
+        packed = cloudpickle.dumps({"modules": modules, "object": cloudpickle.dumps(what)})
+    except Exception:
+        # Whatever the object holds (a lock, a handle, a device), the answer is the same: it stays in this process.
+        return None
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+    return packed if len(packed) <= LARGEST else None
+
+
+def _own_modules(what: Any) -> list[ModuleType]:
+    """Return the user's modules that an object reaches: those that define it, and those that its functions name."""
+    found: dict[str, ModuleType] = {}
+    seen: set[int] = set()
+    todo = [what]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, ModuleType):
+            if _is_own(one):
+                found[one.__name__] = one
+                todo += list(vars(one).values())
+            continue
+        home = _module_of(one)
+        if home is not None and _is_own(home):
+            found[home.__name__] = home
+        todo += _parts(one)
+    return list(found.values())
+
+
+def _module_of(one: Any) -> ModuleType | None:
+    name = getattr(one, "__module__", None) or type(one).__module__
+    return sys.modules.get(name) if isinstance(name, str) else None
+
+
+def _parts(one: Any) -> list[Any]:
+    """Return the objects that are packed with an object: what a function names, holds and wraps, and what an instance
+    or a class of the user holds."""
+    if isinstance(one, FunctionType):
+        named = [one.__globals__[name] for name in _names(one.__code__) if name in one.__globals__]
+        cells = [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
+        return [*named, *cells, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values(), *vars(one).values()]
+    if isinstance(one, MethodType):
+        return [one.__func__, one.__self__]
+    if isinstance(one, functools.partial):
+        return [one.func, *one.args, *one.keywords.values()]
+    if isinstance(one, staticmethod | classmethod):
+        return [one.__func__]
+    if isinstance(one, list | tuple | set | frozenset):
+        return list(one)
+    if isinstance(one, dict):
+        return list(one.values())
+    home = _module_of(one)
+    ours = home is not None and home.__name__.partition(".")[0] == "attnbench"
+    if home is None or not (_is_own(home) or home.__name__ == "__main__" or (ours and not isinstance(one, type))):
+        return []
+    return [type(one), *(list(vars(one).values()) if hasattr(one, "__dict__") else ())]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function's code uses, including the functions nested in it."""
+    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a name that has no value yet
+        return False
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Return the folders of installed modules, and attnbench's own."""
+    kinds = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    sites = [*site.getsitepackages(), site.getusersitepackages()]
+    ours = str(Path(__file__).parents[1])
+    return tuple({f"{os.path.realpath(folder)}{os.sep}" for folder in (*kinds, *sites, ours)})
+
+
+def _is_own(module: ModuleType) -> bool:
+    """Return whether a module is Python code of the user: not installed, not attnbench's, not compiled."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py") or module.__name__ == "__main__":
+        return False
+    place = os.path.realpath(file)
+    installed = place.startswith(_folders()) or bool(INSTALLED & {*Path(place).parts})
+    return sys.modules.get(module.__name__) is module and not installed
+
+
+def name_references(implementations: Iterable[Any], taken: Collection[str] = ()) -> dict[str, str]:
+    """Return the name of each reference: `a.py:f` is f; beside `b.py:f` it is a:f; beside `old/a.py:f` it is
+    new/a:f."""
+    references = list(dict.fromkeys(what for what in implementations if is_reference(what)))
+    names: dict[str, str] = {}
+    for reference in references:
+        rivals = [other for other in references if other != reference and _function(other) == _function(reference)]
+        names[reference] = free_name(_apart(reference, rivals), {*taken, *names.values()})
+    return names
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """Return the name, with a number appended if it is taken."""
+    if name not in taken:
+        return name
+    return next(f"{name}-{n}" for n in range(2, len(taken) + 3) if f"{name}-{n}" not in taken)
+
+
+def _apart(reference: str, rivals: Collection[str]) -> str:
+    """Return the shortest name that differs from those of functions of the same name in other places."""
+    others = {_place(rival) for rival in rivals} - {_place(reference)}
+    shared = [_common_tail(_place(reference), other) for other in others]
+    return _called(reference, max(shared) + 1) if shared else _function(reference)
+
+
+def _called(reference: str, length: int) -> str:
+    between = "/" if _is_file(reference) else "."
+    return f"{between.join(_place(reference)[-length:])}:{_function(reference)}"
+
+
+def _common_tail(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    same = [a == b for a, b in zip(reversed(one), reversed(other))]
+    return same.index(False) if False in same else len(same)
+
+
+def _place(reference: str) -> tuple[str, ...]:
+    where = reference.rpartition(":")[0]
+    return Path(where).resolve().with_suffix("").parts if _is_file(reference) else tuple(where.split("."))
+
+
+def _is_file(reference: str) -> bool:
+    return reference.rpartition(":")[0].endswith(".py")
+
+
+def _function(reference: str) -> str:
+    return reference.rpartition(":")[2]
+
+
+def fingerprint_sources(implementations: Iterable[Any]) -> dict[str, str]:
+    """Return the hash of the file of each reference, by file or module as it was written."""
+    found = {where: source_file(where) for where in _places(implementations)}
+    return {where: _hash(file) for where, file in found.items() if file is not None}
+
+
+def refuse_changed_sources(run: Path, before: Mapping[str, str], implementations: Iterable[Any]) -> None:
+    """Raise UsageError if a file of the references has changed since the run began."""
+    asked = {source_file(where) for where in _places(implementations)} - {None}
+    for where, then in before.items():
+        file = source_file(where)
+        if file in asked and file is not None and _hash(file) != then:
+            raise UsageError(
+                f"{where} has changed since {run} was begun, which holds times of the older version: "
+                "start a new run, or undo the change and resume again."
+            )
+
+
+def sources_of(run: Run) -> dict[str, str]:
+    """Return the file or module of each function that a run was given by reference, by the function's name."""
+    return {
+        name: reference.rpartition(":")[0]
+        for header in run.headers
+        for reference, name in name_references(asked_references(header.request)).items()
+    }
+
+
+def source_file(where: str) -> Path | None:
+    """Return the file of `file.py` or `package.module`, found without importing anything; None if there is none."""
+    if where.endswith(".py"):
+        file = Path(where).resolve()
+        return file if file.is_file() else None
+    *packages, module = where.split(".")
+    folders = [Path(folder, *packages) for folder in (*sys.path, "")]
+    files = (file for folder in folders for file in (folder / module / "__init__.py", folder / f"{module}.py"))
+    return next((file.resolve() for file in files if file.is_file()), None)
+
+
+def _places(implementations: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(what.rpartition(":")[0] for what in implementations if is_reference(what)))
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,315 @@
+"""Relations that hold for any attention, so that whole outputs can be checked without a reference.
+
+The same numbers at other batch rows and heads, or in other memory, give the same results; one value in all of V is the
+result of every row; a key that is not seen changes nothing; all but the last token and then that one give what the
+whole sequence gives. No call may write into the result of an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import array_api_compat
+import msgspec
+import numpy as np
+
+from attnbench.frameworks import OUTPUTS, Inputs, Program
+from attnbench.masks import Causal
+from attnbench.spec import Array, Call, Workload
+from attnbench.verifying.subject import Subject, Wrong, run
+from attnbench.verifying.tolerance import EPS, SLACK, SUMMED_ULPS, Limits, apart, spot
+
+SMALL = 1e-3
+"""Share of a typical head's size; smaller heads are compared with it instead of their own size."""
+LONG_NAMES = {"out": "the output", "dq": "the gradient of Q", "dk": "the gradient of K", "dv": "the gradient of V"}
+
+
+class Places(NamedTuple):
+    """Sources of batch rows, query heads and key/value heads in moved arrays."""
+
+    batch: np.ndarray
+    heads: np.ndarray
+    kv_heads: np.ndarray
+
+    def of(self, name: str) -> np.ndarray:
+        """Return the sources of an array's heads: key/value heads for k, v and their gradients, else query heads."""
+        return self.kv_heads if name in ("k", "v", "dk", "dv") else self.heads
+
+
+def check_places(subject: Subject, good: Mapping[str, Array], allowed: Mapping[str, float]) -> tuple[str, ...]:
+    """Check that inputs moved to other batch rows and heads give moved results; return what was moved.
+
+    `good` are the outputs on the first input set, `allowed` their relative errors.
+    """
+    places = draw_places(subject)
+    if places is None:
+        return ()
+    first = subject.draws.inputs(subject.layout)[0]
+    turned = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), first)))
+    outputs = run(subject.programs.main, turned)
+    subject.framework.wait(outputs)
+    for (name, before), after in zip(good.items(), outputs):
+        _require_alike(subject, name, moved(subject, before, name, places), after, SLACK * allowed[name], places)
+    batch, heads = (_others(order) for order in (places.batch, places.heads))
+    return (*(("permuted batch",) if batch else ()), *(("permuted heads",) if heads else ()))
+
+
+def draw_places(subject: Subject) -> Places | None:
+    """Draw where batch rows and heads move to; None if none may be moved under this mask."""
+    w = subject.workload
+    rng = np.random.default_rng(subject.draws.seed)
+    batch = 0 if w.batch == 1 or w.visible_mask.per_batch else int(rng.integers(1, w.batch))
+    alike = w.kv_heads > 1 and not w.visible_mask.per_head and subject.declared_error is None
+    heads = int(rng.integers(1, w.kv_heads)) if alike else 0
+    if not batch and not heads:
+        return None
+    grouped = np.arange(w.heads).reshape(w.kv_heads, w.group)
+    return Places(
+        np.roll(np.arange(w.batch), batch),
+        np.roll(grouped, heads, axis=0).ravel(),
+        np.roll(np.arange(w.kv_heads), heads),
+    )
+
+
+def _others(order: np.ndarray) -> bool:
+    return not np.array_equal(order, np.arange(len(order)))
+
+
+def moved(subject: Subject, array: Array, name: str, places: Places) -> Array:
+    """Return an input or output with its batch rows and heads taken from these places."""
+    for order, axis in ((places.batch, 0), (places.of(name), subject.head_axis)):
+        if _others(order):
+            index = subject.framework.namespace(subject.device).asarray(order)
+            array = array_api_compat.array_namespace(array).take(array, index, axis=axis)
+    return array
+
+
+def _require_alike(subject: Subject, name: str, want: Array, got: Array, bound: float, places: Places) -> None:
+    fw = subject.framework
+    if fw.same_bits(want, got):
+        return
+    wide = "float64" if subject.workload.dtype == "float64" else "float32"
+    want, got = fw.cast(want, wide), fw.cast(got, wide)
+    apart, size = head_norms(subject, got - want), head_norms(subject, want)
+    size = np.maximum(size, SMALL * np.median(size))
+    off = apart > bound * size
+    if not off.any():
+        return
+    batch, head = (int(place) for place in np.argwhere(off)[0])
+    share = apart[batch, head] / size[batch, head] if size[batch, head] else float("inf")
+    raise Wrong(
+        f"{LONG_NAMES[name]} depends on its place: batch {places.batch[batch]}, head {places.of(name)[head]} moved to "
+        f"batch {batch}, head {head} gives another result (off by {share:.1e}, {bound:.1e} allowed)"
+    )
+
+
+def head_norms(subject: Subject, array: Array) -> np.ndarray:
+    """Return the norm of each head of each batch row of an output, [batch, heads]."""
+    tokens = 1 if subject.head_axis == 2 else 2
+    xp = array_api_compat.array_namespace(array)
+    return np.sqrt(subject.framework.numpy(xp.sum(array * array, axis=(tokens, 3))).astype(np.float64))
+
+
+OVERWRITES = "overwrites the result of its previous call"
+
+
+def check_overwritten_inputs(subject: Subject, good: tuple[Array, ...], limits: dict[str, Limits]) -> tuple[str, ...]:
+    """Check that a result is computed from its inputs and not found by their address; return the property.
+
+    Other values are written into the memory of inputs that were used before. `good` are the verified outputs on the
+    second input set. Nothing is checked if arrays cannot be changed in place.
+    """
+    framework, program, workload = subject.framework, subject.programs.main, subject.workload
+    first, second = subject.draws.inputs(subject.layout)[:2]
+    if not framework.overwrites:
+        return ()
+    inputs = Inputs(*framework.snapshot(tuple(first)))
+    framework.wait(run(program, inputs))
+    for array, values in zip(inputs, second):
+        framework.overwrite(array, values)
+    outputs = run(program, inputs)
+    framework.wait(outputs)
+    for name, found, right in zip(OUTPUTS[workload.pass_], outputs, good):
+        if framework.same_bits(found, right):
+            continue
+        if differs := apart(framework, found, right, limits[name], workload.dtype):
+            raise Wrong(
+                f"wrong {name} when other values lie where its inputs lay: a stored result? "
+                f"({spot(differs, subject.layout)} differs by {differs.share:.1e}, {differs.allowed:.1e} allowed)"
+            )
+    return ("overwritten inputs",)
+
+
+def require_result_kept(subject: Subject, program: Program) -> None:
+    """Hold the result of a call over three later ones on the other input set; raises Wrong if it changes."""
+    framework, (first, second) = subject.framework, subject.draws.inputs(subject.layout)[:2]
+    if not framework.overwrites:
+        return
+    held = run(program, first)
+    framework.wait(held)
+    before = framework.snapshot(held)
+    for _ in range(3):
+        framework.wait(run(program, second))
+        if not all(framework.same_bits(old, now) for old, now in zip(before, held)):
+            raise Wrong(OVERWRITES)
+
+
+Build = Callable[[Workload], Call | None]
+
+
+def check_prefill_and_decode(subject: Subject, good: Array, relative: float, build: Build) -> tuple[str, ...]:
+    """Check that all but the last token and then that one give what the whole sequence gives; return the property.
+
+    A model that decodes relies on this; a kernel that aligns a causal mask elsewhere than at the end fails it. `good`
+    is the verified output on the first input set, `relative` its allowed error. Nothing is checked for other masks, or
+    if `build` has no call for one of the steps.
+    """
+    w = subject.workload
+    if w.pass_ == "backward" or not isinstance(w.visible_mask, Causal) or w.q_len != w.kv_len or w.q_len < 2:
+        return ()
+    if w.visible_mask.align != "bottom-right":
+        return ()
+    first, last = w.q_len - 1, slice(w.q_len - 1, None)
+    steps = {
+        "prefill": (msgspec.structs.replace(w, q_len=first, kv_len=first, pass_="forward"), slice(first), slice(first)),
+        "decode": (msgspec.structs.replace(w, q_len=1, pass_="forward"), last, slice(None)),
+    }
+    for name, (step, queries, keys) in steps.items():
+        call = build(step)
+        if call is None:
+            return ()
+        _require_same_output(subject, name, call, queries, keys, good, SLACK * relative)
+    return ("prefill and decode give the whole",)
+
+
+def _require_same_output(
+    subject: Subject, name: str, call: Call, queries: slice, keys: slice, good: Array, bound: float
+) -> None:
+    fw, whole = subject.framework, subject.draws.inputs(subject.layout)[0]
+
+    def cut(array: Array, tokens: slice) -> Array:
+        part = array[:, tokens] if subject.layout == "bshd" else array[:, :, tokens]
+        return array_api_compat.array_namespace(part).asarray(part, copy=True)
+
+    inputs = Inputs(cut(whole.q, queries), cut(whole.k, keys), cut(whole.v, keys), cut(whole.dout, queries))
+    (out,) = run(fw.programs(call, "forward", inputs).main, inputs)
+    fw.wait(out)
+    got, want = (fw.numpy(array).astype(np.float64) for array in (out, cut(good, queries)))
+    if got.shape != want.shape:
+        raise Wrong(f"{name} alone gives an output of shape {got.shape}, {want.shape} was asked for")
+    off = float(np.linalg.norm(got - want)) / (float(np.linalg.norm(want)) or 1.0)
+    if not off <= bound:
+        raise Wrong(
+            f"{name} alone gives another output than the whole sequence at once (off by {off:.1e}, {bound:.1e} allowed)"
+        )
+
+
+ROWS_LOOKED_AT = 64
+PAIRS_LOOKED_AT = 1 << 28
+"""On the host, about a second."""
+VALUES = {"float16": 2.0**15}
+"""Value of V by dtype, 1 otherwise: sums of unnormalised weights times values that are kept in float16 end at 65504."""
+ULPS = {"float64": 64, "float32": 64, "float16": 4, "bfloat16": 2}
+
+
+def check_unseen_key(subject: Subject) -> tuple[str, ...]:
+    """Require that a key which some rows cannot see does not change those rows; return the property that holds."""
+    if subject.workload.pass_ == "backward" or (hidden := _first_hidden(subject)) is None:
+        return ()
+    batch, key, rows = hidden
+    before = subject.output(subject.draws.inputs(subject.layout)[0], batch)[rows]
+    after = subject.output(_with_key(subject, batch, key, 3.0), batch)[rows]
+    size = float(np.linalg.norm(before))
+    off = float(np.linalg.norm(before.astype(np.float64) - after)) / (size or 1.0)
+    if not off <= _tolerance(subject):
+        raise Wrong(f"key {key} changes rows that cannot see it (by {off:.1e}): the mask leaks")
+    return ("an unseen key changes nothing",)
+
+
+def hidden_nan(subject: Subject) -> str:
+    """Return `contained` if a NaN key and value leave the rows that do not see them finite, else `leaks`; empty if
+    every key is seen."""
+    spot = _first_hidden(subject)
+    if spot is None or subject.workload.pass_ == "backward":
+        return ""
+    batch, key, rows = spot
+    out = subject.output(_with_key(subject, batch, key, float("nan")), batch)[rows]
+    return "contained" if np.isfinite(out).all() else "leaks"
+
+
+def _with_key(subject: Subject, batch: int, key: int, value: float) -> Inputs:
+    """Return the first input set with one key and its value replaced."""
+    first = subject.draws.inputs(subject.layout)[0]
+    index = (batch, key) if subject.layout == "bshd" else (batch, slice(None), key)
+    k, v = (subject.framework.put(array, index, value) for array in (first.k, first.v))
+    return first._replace(k=k, v=v)
+
+
+def _tolerance(subject: Subject) -> float:
+    """Return the relative difference that the dtype's rounding explains."""
+    if subject.declared_error is not None:
+        return 4 * subject.declared_error
+    dtype = subject.workload.dtype
+    return EPS[dtype] * (ULPS[dtype] + 2 * SUMMED_ULPS.get(dtype, 0.0) * subject.workload.kv_len**0.5)
+
+
+def check_one_value(subject: Subject) -> tuple[str, ...]:
+    """Check on every row of every head that one value in all of V gives that value; return the property.
+
+    Weights that sum to something else fail it, and so does a row that was left out.
+    """
+    if subject.workload.pass_ == "backward":
+        return ()
+    fw, first, dtype = subject.framework, subject.draws.inputs(subject.layout)[0], subject.workload.dtype
+    value = VALUES.get(dtype, 1.0)
+    out = run(subject.programs.main, first._replace(v=fw.put(first.v, (...,), value)))[0]
+    wide = "float64" if dtype == "float64" else "float32"
+    known = _rows_see(subject)
+    sees = fw.transpose(fw.array(known[..., None], wide, subject.device), "bshd", subject.layout)
+    xp = array_api_compat.array_namespace(out)
+    off = xp.abs(fw.cast(out, wide) / value - sees)
+    if np.isnan(known).any():
+        off = xp.where(xp.isnan(sees), xp.zeros_like(off), off)
+    error = float(fw.numpy(xp.max(off)))
+    if not error <= _tolerance(subject):
+        raise Wrong(f"V = {value:g} does not give {value:g} on every row that sees a key (off by {error:.1e} of it)")
+    return (f"V = {value:g} gives {value:g}",)
+
+
+def _rows_see(subject: Subject) -> np.ndarray:
+    """Return [batch or 1, q, heads or 1]: 1 if a row sees a key, 0 if it sees none, NaN if that was not looked up.
+
+    If rows see more than a run of keys, the key at a row's own place is looked at first, and all keys only for rows
+    that do not see that one, as far as PAIRS_LOOKED_AT goes.
+    """
+    mask, shape = subject.workload.visible_mask, subject.workload.mask_shape
+    interval = mask.interval(shape)
+    if interval is not None:
+        low, high = (np.clip(edge, 0, shape.kv_len) for edge in interval)
+        return (high > low).astype(np.float64)[:, :, None]
+    b, h, q, _ = mask.indices(shape)
+    own = np.clip(q + shape.kv_len - shape.q_len, 0, shape.kv_len - 1)
+    seen = np.broadcast_to(mask.predicate(shape, np)(b, h, q, own), np.broadcast_shapes(b.shape, h.shape, q.shape))
+    sees = np.where(seen[..., 0], 1.0, np.nan)
+    per_row = shape.kv_len * sees.shape[0] * sees.shape[1]
+    asked = np.flatnonzero(np.isnan(sees).any(axis=(0, 1)))
+    few = max(ROWS_LOOKED_AT, PAIRS_LOOKED_AT // per_row)
+    if len(asked) > few:
+        asked = asked[np.linspace(0, len(asked) - 1, few).astype(int)]
+    step = max(1, (1 << 24) // per_row)
+    for rows in (asked[n : n + step] for n in range(0, len(asked), step)):
+        sees[:, :, rows] = mask.array(shape, rows).any(axis=-1)
+    return sees.transpose(0, 2, 1)
+
+
+def _first_hidden(subject: Subject) -> tuple[int, int, np.ndarray] | None:
+    """Return a batch row, a key, and query rows that see it in no head; None if the rows looked at see everything."""
+    mask, shape = subject.workload.visible_mask, subject.workload.mask_shape
+    rows = np.unique(np.linspace(0, shape.q_len - 1, min(shape.q_len, ROWS_LOOKED_AT)).astype(int))
+    seen = np.asarray(mask.array(shape, rows).any(axis=1))
+    for batch, hidden in enumerate(np.logical_not(seen)):
+        if hidden.any():
+            key = int(np.argmax(hidden.sum(axis=0)))
+            return batch, key, rows[hidden[:, key]]
+    return None

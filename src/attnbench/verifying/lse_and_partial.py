@@ -1,0 +1,316 @@
+"""Checks of the call that returns the LSE too, and of the partial form, of which attention over parts of a whole is
+built.
+
+The call with the LSE is another call: its output must be the verified one, and its LSE right on every input set, for
+large logits of either sign, at other places, and after other values were written where its inputs lay; so must its
+gradient if there is one. The output and LSE of the partial form are compared with the truth, and its gradients if
+output and LSE are those of a larger whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import array_api_compat
+import numpy as np
+
+from attnbench import reference
+from attnbench.frameworks import Inputs
+from attnbench.spec import DTYPE_BYTES, Array, Call, Partial
+from attnbench.verifying import probes, whole_output
+from attnbench.verifying.draws import SCALED, by_head
+from attnbench.verifying.invariants import draw_places, moved
+from attnbench.verifying.scales import COMPARED, require_right
+from attnbench.verifying.subject import Subject, Wrong, run
+from attnbench.verifying.tolerance import (
+    FORWARD_FACTOR,
+    LSE_FLOOR,
+    SLACK,
+    Compared,
+    Limits,
+    apart,
+    compare_large_lse,
+    compare_lse,
+    relative_error,
+    spot,
+)
+
+GRADIENT_PAIRS, GRADIENT_OFF = 1 << 24, {2: 0.05, 4: 1e-3, 8: 1e-3}
+"""Most pairs of a query and a key in a head whose gradients of the LSE are computed, and the error they may have by
+bytes of an element: a missing gradient, or one of another base, is off by a third at least."""
+Joined = Callable[[Inputs], Array]
+
+
+def check_lse(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limits) -> Compared | None:
+    """Check the LSE and return its comparison, or None if there is no LSE; `good` are the verified outputs of each
+    input set."""
+    if subject.lse is None or subject.declared_error is not None:  # of an approximate one, quality takes the recall
+        return None
+    sets = subject.draws.inputs(subject.layout)
+    joined = _program(subject, subject.lse)
+    found = [joined(inputs) for inputs in sets]
+    for array, outputs in zip(found, good):
+        _require_output(subject, array, outputs[0], limits)
+    worst = max((_judged(subject, array, which) for which, array in enumerate(found)), key=lambda one: one.error)
+    _check_counted(subject, joined)
+    _check_large(subject, joined)
+    _check_steep(subject, joined)
+    if subject.lse_gradient and subject.workload.needs_gradients:
+        _check_gradient(subject)
+    bound = SLACK * worst.allowed
+    if (places := draw_places(subject)) is not None:
+        elsewhere = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), sets[0])))
+        there = np.take(_lse(subject, found[0])[places.batch], places.heads, axis=subject.head_axis)
+        _require_same(_lse(subject, joined(elsewhere)), there, bound, "from other places")
+    if subject.framework.overwrites:
+        inputs = Inputs(*subject.framework.snapshot(tuple(sets[0])))
+        joined(inputs)
+        for array, values in zip(inputs, sets[1]):
+            subject.framework.overwrite(array, values)
+        again = _lse(subject, joined(inputs))
+        _require_same(again, _lse(subject, found[1]), bound, "when other values lie where its inputs lay")
+    return worst
+
+
+def sampled(subject: Subject, array: Array) -> list[np.ndarray]:
+    """Return the LSE [g, rows] of each sampled head from an array with output and LSE side by side."""
+    group, sample = subject.workload.group, subject.draws.sample
+    heads = (slice(at[1] * group, (at[1] + 1) * group) for at in sample.heads)
+    return [
+        subject.head_rows(array[..., -1:], at[0], members, sample.rows)[..., 0]
+        for at, members in zip(sample.heads, heads)
+    ]
+
+
+def on_first_set(subject: Subject, call: Call) -> list[np.ndarray]:
+    """Return the LSE [g, rows] of each sampled head by a call that returns (out, lse), on the first input set."""
+    return sampled(subject, _program(subject, call)(subject.draws.inputs(subject.layout)[0]))
+
+
+def _joined(subject: Subject, call: Call) -> Call:
+    """Return a call that gives output and LSE side by side in one wide array, [..., value_dim + 1] in its layout."""
+    fw, w = subject.framework, subject.workload
+    wide = "float64" if w.dtype == "float64" else "float32"
+
+    def joined(q: Array, k: Array, v: Array) -> Array:
+        out, lse = call(q, k, v)
+        if tuple(lse.shape) != (w.batch, w.heads, w.q_len):
+            raise Wrong(f"lse has shape {tuple(lse.shape)}, {(w.batch, w.heads, w.q_len)} was asked for")
+        xp = array_api_compat.array_namespace(lse)
+        last = xp.permute_dims(lse, (0, 2, 1)) if subject.layout == "bshd" else lse
+        return xp.concat([fw.cast(out, wide), fw.cast(last[..., None], wide)], axis=-1)
+
+    return joined
+
+
+def _program(subject: Subject, call: Call) -> Joined:
+    """Compile a call that returns (out, lse) and return a function of inputs that gives both side by side."""
+    fw = subject.framework
+    main = fw.programs(_joined(subject, call), "forward", subject.draws.inputs(subject.layout)[0]).main
+
+    def once(inputs: Inputs) -> Array:
+        (array,) = run(main, inputs)
+        fw.wait(array)
+        return fw.on_one_device(array)
+
+    return once
+
+
+def _require_output(subject: Subject, array: Array, good: Array, limits: Limits) -> None:
+    fw, dtype = subject.framework, subject.workload.dtype
+    out = fw.cast(array[..., :-1], dtype)
+    if fw.same_bits(out, good):
+        return
+    if differs := apart(fw, out, good, limits, dtype):
+        raise Wrong(
+            f"the call that returns the LSE returns another output: {spot(differs, subject.layout)} differs by "
+            f"{differs.share:.1e}, {differs.allowed:.1e} allowed"
+        )
+
+
+def _judged(subject: Subject, array: Array, which: int) -> Compared:
+    truths = subject.draws.truths(which, gradients=False)
+    result = compare_lse(sampled(subject, array), [t.lse for t in truths], [t.plain_lse for t in truths])
+    if result.fault:
+        raise Wrong(result.fault + (" (on the second input set only: a stored result?)" if which else ""))
+    return result
+
+
+def _check_counted(subject: Subject, joined: Joined) -> None:
+    """Check output and LSE on inputs of which every row is known to a small share of one key's weight."""
+    draws, w = subject.draws, subject.workload
+    array = joined(draws.probe("counted", subject.layout))
+    whole_output.require_counted(subject, array[..., :-1], "output of the call that returns the LSE (keys counted)")
+    truths, rows = draws.truths("counted", False), draws.covered(False).rows
+    exact = [truth.lse for truth in truths]
+    rounding = FORWARD_FACTOR * compare_lse([truth.plain_lse for truth in truths], exact, exact).error
+    for heads, truth in draws.whole("counted", False):
+        mine = by_head(array[..., -1:], subject.layout, w.group, heads)
+        got = subject.framework.numpy(mine)[:, :, rows, 0].astype(np.float64)
+        right = truth.lse if isinstance(truth.lse, np.ndarray) else subject.framework.numpy(truth.lse)
+        bound = rounding + LSE_FLOOR * (1 + float(np.abs(right[np.isfinite(right)]).max(initial=0)))
+        _require_same(got, right.astype(np.float64), bound, "in some rows where all keys weigh alike")
+
+
+def _check_large(subject: Subject, joined: Joined) -> None:
+    """Check output and LSE on inputs ten and a hundred times as large, and the LSE on queries that point at edges."""
+    draws, w = subject.draws, subject.workload
+    for scale in COMPARED:
+        inputs = draws.scaled(subject.layout, scale)
+        if all(subject.framework.is_finite(x) for x in inputs):
+            array = joined(inputs)
+            _require_large(subject, array, f"{SCALED}{scale:g}", f"inputs scaled by {scale:g}")
+            require_right(subject, scale, {"out": subject.framework.cast(array[..., :-1], w.dtype)})
+    if w.pass_ == "forward":
+        _require_large(
+            subject, joined(draws.probe("pointed", subject.layout)), "pointed", "queries that point at edges"
+        )
+
+
+def _require_large(subject: Subject, array: Array, which: str, words: str) -> None:
+    truths, (_, sizes) = subject.draws.truths(which, False), subject.draws.logit_gaps(which)
+    got, exact, plain = (
+        np.stack(x) for x in (sampled(subject, array), [t.lse for t in truths], [t.plain_lse for t in truths])
+    )
+    most = np.inf if subject.workload.softcap is None else subject.workload.softcap
+    result = compare_large_lse(got, exact, plain, np.minimum(sizes, most), subject.workload.dtype)
+    if result.fault:
+        raise Wrong(f"{result.fault} ({words})")
+
+
+def _check_steep(subject: Subject, joined: Joined) -> None:
+    """Check output and LSE if all logits lie far below 0."""
+    draws, w = subject.draws, subject.workload
+    if not probes.can_be_steep(w):
+        return
+    array, rows = joined(draws.probe("steep", subject.layout)), draws.covered(False).rows
+    what = "output of the call that returns the LSE (all logits far below 0)"
+    whole_output.require_counted(subject, array[..., :-1], what, "steep")
+    for heads, truth in draws.whole("steep", False):
+        mine = subject.framework.numpy(by_head(array[..., -1:], subject.layout, w.group, heads))
+        right = truth.lse if isinstance(truth.lse, np.ndarray) else subject.framework.numpy(truth.lse)
+        got, right = mine[:, :, rows, 0].astype(np.float64), right.astype(np.float64)
+        result = compare_large_lse(got, right, right, np.abs(right), w.dtype)
+        if result.fault:
+            raise Wrong(f"{result.fault} (all logits far below 0)")
+
+
+def _check_gradient(subject: Subject) -> None:
+    """Compare the gradients of a weighted sum of the LSE with the truth, in one head.
+
+    dS is P dLSE, so that dQ is an attention over K, and dK has the form of dV. Nothing is checked if there is a soft
+    cap, or if a head is too large.
+    """
+    draws, w, fw = subject.draws, subject.workload, subject.framework
+    if w.softcap is not None or not draws.gradient_heads or w.q_len * w.kv_len * w.group > GRADIENT_PAIRS:
+        return
+    rng, wide = np.random.default_rng([draws.seed, 17]), "float64" if w.dtype == "float64" else "float32"
+    weights = rng.standard_normal((w.batch, w.q_len, w.heads), np.float32)
+    last = fw.array(weights[..., None], wide, subject.device)
+    xp = array_api_compat.array_namespace(last)
+    nothing = xp.broadcast_to(0 * last, (*weights.shape, w.value_dim))
+    dout = fw.transpose(xp.concat([nothing, last], axis=-1), "bshd", subject.layout)
+    inputs = draws.inputs(subject.layout)[0]._replace(dout=dout)
+    assert subject.lse is not None
+    outputs = run(fw.programs(_joined(subject, subject.lse), "backward", inputs).main, inputs)
+    fw.wait(outputs)
+    batch, index = at = draws.gradient_heads[int(rng.integers(len(draws.gradient_heads)))]
+    members, rows = slice(index * w.group, (index + 1) * w.group), np.arange(w.q_len)
+    given = zip(draws.input_set(0)[:2], (w.group, 1))
+    q, k = (fw.numpy(by_head(x, "bshd", n, (at,))).astype(np.float64)[0] for x, n in given)
+    head = reference.Head(q, k[0], k[0], batch, index)
+    found, own = reference.forward_rows(w, head, rows, np, np.float64), weights[batch, :, members].T[..., None]
+    own = np.where(np.isfinite(found.lse)[..., None], own * w.softmax_scale, 0.0)
+    right = {
+        "dq": found.out * own,
+        "dk": reference.backward_rows(w, head, own * q, rows, np, np.float64).dv[None],
+    }
+    for name, array in zip(("dq", "dk"), outputs):
+        part = members if name == "dq" else slice(index, index + 1)
+        got = subject.head_rows(array, batch, part, None)
+        off = float(np.linalg.norm(got - right[name]) / (np.linalg.norm(right[name]) or 1.0))
+        if not off <= (allowed := GRADIENT_OFF[DTYPE_BYTES[w.dtype]]):
+            raise Wrong(f"lse: its gradient {name} is off by {off:.1e}, {allowed:.1e} allowed (head {index})")
+
+
+def _lse(subject: Subject, array: Array) -> np.ndarray:
+    """Return the LSE as float64, [b, t, h] or [b, h, t] by the layout."""
+    return subject.framework.numpy(array[..., -1]).astype(np.float64)
+
+
+def _require_same(got: np.ndarray, want: np.ndarray, bound: float, how: str) -> None:
+    """Require -inf in the same rows and values near each other in the others."""
+    seen = np.isfinite(want)
+    off = np.abs(np.where(seen, got, 0.0) - np.where(seen, want, 0.0)).max(initial=0.0)
+    if not np.array_equal(np.isfinite(got), seen) or not off <= bound:
+        raise Wrong(f"lse: another one {how} (off by {off:.2e}, {bound:.2e} allowed)")
+
+
+LEAST_SHARE = 0.2
+"""Least share of a row's weight in the whole that lies in the part."""
+
+
+def check_partial_form(subject: Subject, partial: Partial | None, relative: float) -> tuple[str, ...]:
+    """Check the partial form in one head and return the property; `relative` is the output's allowed error.
+
+    Nothing is checked if there is no partial form, if there is a soft cap, or if a head is too large.
+    """
+    w, draws, fw = subject.workload, subject.draws, subject.framework
+    if partial is None or w.softcap is not None or w.q_len * w.kv_len * w.group > GRADIENT_PAIRS:
+        return ()
+    (forward, backward), (q, k, v, dout) = partial, draws.inputs("bshd")[0]
+    rng = np.random.default_rng([draws.seed, 18])
+    batch, index = at = draws.sample.heads[int(rng.integers(len(draws.sample.heads)))]
+    members, rows = slice(index * w.group, (index + 1) * w.group), np.arange(w.q_len)
+    q1, k1, v1, dout1 = (
+        fw.numpy(by_head(x, "bshd", n, (at,))).astype(np.float64)[0]
+        for x, n in ((q, w.group), (k, 1), (v, 1), (dout, w.group))
+    )
+    head = reference.Head(q1, k1[0], v1[0], batch, index)
+    right = reference.forward_rows(w, head, rows, np, np.float64)
+    out, lse = forward(q, k, v)
+    mine, mine_lse = (fw.numpy(x).astype(np.float64) for x in (out, lse))
+    off = relative_error([mine[batch, :, members].transpose(1, 0, 2)], [right.out])
+    if not off <= SLACK * relative:
+        raise Wrong(f"its partial form: out is off by {off:.1e}, {SLACK * relative:.1e} allowed (head {index})")
+    plain = reference.forward_rows(w, head._replace(q=q1.astype("f4"), k=k1[0].astype("f4")), rows, np, np.float32)
+    if fault := compare_lse([mine_lse[batch, members]], [right.lse], [plain.lse]).fault:
+        raise Wrong(f"its partial form: {fault}")
+    if not w.needs_gradients:
+        return ("partial form",)
+    # The rest of the whole: keys elsewhere, of which only their weight and their mean value are known.
+    share = rng.uniform(LEAST_SHARE, 1.0, lse.shape).astype(np.float32)
+    mean = rng.standard_normal(mine.shape).astype(np.float32)
+    own = share.transpose(0, 2, 1)[..., None]
+    sees = np.isfinite(mine_lse).transpose(0, 2, 1)[..., None]
+    out = fw.array(np.where(sees, own * mine + (1 - own) * mean, 0.0), w.dtype, subject.device)
+    lse = fw.array(mine_lse - np.log(share), str(lse.dtype).rpartition(".")[2], subject.device)
+    found = [fw.numpy(x).astype(np.float64) for x in backward(q, k, v, out, lse, dout)]
+    whole = fw.numpy(out).astype(np.float64)[batch, :, members].transpose(1, 0, 2)
+    lives = np.isfinite(right.lse)
+    ratio = np.where(lives, np.exp(np.where(lives, right.lse - fw.numpy(lse)[batch, members], 0.0)), 0.0)[..., None]
+    exact = _gradients(subject, head, dout1, whole, ratio)
+    parts = (members, slice(index, index + 1), slice(index, index + 1))
+    for name, array, want, part in zip(("dq", "dk", "dv"), found, exact, parts):
+        off = relative_error([array[batch, :, part].transpose(1, 0, 2)], [want])
+        if not off <= (allowed := GRADIENT_OFF[DTYPE_BYTES[w.dtype]]):
+            raise Wrong(f"its partial form with a larger whole: {name} is off by {off:.1e}, {allowed:.1e} allowed")
+    return ("partial form",)
+
+
+def _gradients(
+    subject: Subject, head: reference.Head, dout: np.ndarray, whole: np.ndarray, ratio: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Return dq, dk and dv of a head [heads, tokens, width] as the part of a whole, whose output is `whole`.
+
+    `ratio` is the part's share of the whole's weights: dS is P (dO V - dO out). By linearity these are the gradients of
+    the part alone with dO times its share, and those of an LSE whose gradient is the difference of the products dO out.
+    """
+    w, rows = subject.workload, np.arange(subject.workload.q_len)
+    own = reference.forward_rows(w, head, rows, np, np.float64).out
+    part = reference.backward_rows(w, head, dout * ratio, rows, np, np.float64)
+    weight = w.softmax_scale * (ratio * ((own - whole) * dout).sum(-1, keepdims=True))
+    keys = head._replace(v=head.k)
+    dq = part.dq + weight * reference.forward_rows(w, keys, rows, np, np.float64).out
+    dk = part.dk + reference.backward_rows(w, keys, weight * head.q, rows, np, np.float64).dv
+    return dq, dk[None], part.dv[None]

@@ -1,0 +1,156 @@
+"""Two measurements at once on one machine refuse each other; a dead one's lock does not count."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnbench.errors import UsageError
+from attnbench.run.launch import Listener, Request, launch
+from attnbench.run.machine import machine_lock, measuring
+from attnbench.spec import Workload
+
+HOLDER = (
+    "import sys\nfrom attnbench.run.machine import machine_lock\n"
+    "with machine_lock('gate'):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def holder():
+    process = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_another_process_is_named(holder: subprocess.Popen[str]):
+    pattern = rf"another attnbench gate \(pid {holder.pid}, since \d\d:\d\d\) is measuring on this machine: wait for it"
+    with pytest.raises(UsageError, match=pattern), machine_lock():
+        pass
+    with machine_lock("other"):
+        pass
+
+
+def test_the_lock_of_a_killed_process_does_not_count(holder: subprocess.Popen[str], tmp_path: Path):
+    holder.kill()
+    holder.wait()
+    (file,) = (tmp_path / "attnbench").glob("gate-*.lock")
+    assert file.read_text().startswith(f"{holder.pid} ")
+    with machine_lock():
+        assert file.read_text().startswith(f"{os.getpid()} ")
+
+
+def test_released_after_an_error():
+    with pytest.raises(KeyboardInterrupt), machine_lock():
+        raise KeyboardInterrupt
+    with machine_lock(), pytest.raises(UsageError, match=f"pid {os.getpid()}"), machine_lock():
+        pass
+
+
+def test_machines_that_share_a_home_folder_do_not_lock_each_other(
+    holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("platform.node", lambda: "another")
+    with machine_lock():
+        pass
+
+
+def test_the_one_who_waits_is_told_for_whom_and_gets_it(holder: subprocess.Popen[str]):
+    told = []
+
+    def end_it(text: str) -> None:
+        told.append(text)
+        holder.communicate("")
+
+    with (
+        machine_lock(doing="run", patience_s=60.0, tell=end_it),
+        pytest.raises(UsageError, match=r"another attnbench run"),
+        machine_lock(),
+    ):
+        pass
+    (text,) = told
+    assert text.startswith("waiting up to 60 s for another attnbench gate (pid ")
+
+
+def test_waiting_has_an_end(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(0, 1000, 25))
+    monkeypatch.setattr("attnbench.run.machine.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("attnbench.run.machine.time.sleep", lambda seconds: None)
+    with pytest.raises(UsageError, match=f"pid {holder.pid}, since"), machine_lock(patience_s=60.0):
+        pass
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_what_is_timed_takes_the_lock_and_what_is_checked_does_not(holder: subprocess.Popen[str], measure: bool):
+    on = Workload(batch=1, q_len=8, heads=1, head_dim=4)
+    request = Request(workloads=(on,), implementations=("numpy.float32",), measure=measure, budget_s=0.01)
+    if measure:
+        with pytest.raises(UsageError, match=f"another attnbench gate .pid {holder.pid}"):
+            launch(request, [].extend, Listener(), patience_s=0.0)
+    else:
+        launch(request, [].extend, Listener(), patience_s=0.0)
+
+
+def test_a_cache_that_cannot_be_written_does_not_keep_a_run_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "file"))
+    told, records = [], []
+    listener = Listener()
+    listener.warning = told.append
+    on = Workload(batch=1, q_len=8, heads=1, head_dim=4)
+    launch(Request(workloads=(on,), implementations=("numpy.float32",), budget_s=0.01), records.extend, listener)
+    assert records[0].status == "ok"
+    assert any("set ATTNBENCH_CACHE" in text and "keeps other measurements away" in text for text in told)
+
+
+def test_who_holds_it_may_measure_within():
+    with machine_lock(), measuring("comparison") as notes:
+        assert notes == []
+    with machine_lock():
+        pass
+
+
+def test_who_holds_the_lock_may_measure_within(holder: subprocess.Popen[str]):
+    with pytest.raises(UsageError, match="another attnbench gate"), measuring("compare"):
+        pass
+    holder.kill()
+    holder.wait()
+    with machine_lock(doing="bisect"), measuring("compare") as notes:
+        assert notes == []
+        with pytest.raises(UsageError, match=rf"another attnbench bisect \(pid {os.getpid()}"), machine_lock():
+            pass
+
+
+def test_a_worker_asks_for_no_lock(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ATTNBENCH_WORKER", "1")
+    with measuring("compare") as notes:
+        assert notes == []
+
+
+def test_the_patient_get_the_lock_when_it_is_free(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("attnbench.run.machine.time.sleep", lambda seconds: (holder.kill(), holder.wait()))
+    with measuring("compare", patience_s=60.0):
+        pass
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="set ATTNBENCH_CACHE"), machine_lock():
+        pass
+    with measuring("compare") as notes:
+        assert "nothing keeps other measurements away: cannot lock" in notes[0]
