@@ -20,9 +20,9 @@ from publishing import publish
 
 from attnbench.frameworks.numpy import versions
 from attnbench.masks import causal, full
+from attnbench.masks.block_patterns import PATTERNS, SPARSITIES, block_pattern
 from attnbench.run.machine import isa_cap
 from attnbench.spec import Workload
-from attnbench.workloads.block_patterns import PATTERNS, SPARSITIES, block_pattern
 from attnbench.workloads.inputs import draw
 
 os.environ.update(isa_cap())  # before torch is imported

@@ -5,9 +5,9 @@ import pytest
 
 from attnbench import masks
 from attnbench.masks import MaskShape
+from attnbench.masks.block_patterns import sparse_mask
 from attnbench.spec import Environment, Workload
 from attnbench.workloads import cost
-from attnbench.workloads.block_patterns import sparse_mask
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

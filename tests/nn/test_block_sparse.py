@@ -10,8 +10,8 @@ import pytest
 import attnbench as ab
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.masks import MaskShape
+from attnbench.masks.block_patterns import PATTERNS, sparse_mask
 from attnbench.spec import Workload
-from attnbench.workloads.block_patterns import PATTERNS, sparse_mask
 from attnbench.workloads.inputs import draw
 
 torch = pytest.importorskip("torch")

@@ -27,9 +27,9 @@ from attnbench.kernels.block_sparse.gate import LEARNING_RATE, BlockGate
 from attnbench.kernels.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.masks import Mask, MaskShape, causal, full
+from attnbench.masks.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 from attnbench.masks.cuts import block_layout
 from attnbench.tracing import outside_graphs
-from attnbench.workloads.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 
 MOST_SIZES = 16
 """Number of sizes, used last, of which a module keeps its tables: lengths that keep changing would fill the device."""

@@ -16,8 +16,8 @@ import torch
 from attnbench.errors import UsageError
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.masks import Mask, MaskShape, blocks
+from attnbench.masks.block_patterns import ROUNDING
 from attnbench.masks.cuts import block_layout
-from attnbench.workloads.block_patterns import ROUNDING
 
 POOL = 8
 CHUNK_PRODUCTS = 1 << 26

@@ -82,7 +82,7 @@ def block_pattern(
     """Return the kept blocks. `random` draws every head anew (axis 0 is shape.heads); other patterns have one plane for
     all heads."""
     if pattern not in PATTERNS:
-        raise UnknownName("block pattern", str(pattern), PATTERNS, "attnbench.workloads.block_patterns")
+        raise UnknownName("block pattern", str(pattern), PATTERNS, "attnbench.masks.block_patterns")
     check_sparsity(sparsity)
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise InvalidWorkload(f"block_size must be a whole number of at least 1, not {block_size!r}.")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from attnbench import masks
 from attnbench.errors import InvalidWorkload, UnknownName
 from attnbench.masks import MaskShape
+from attnbench.masks.block_patterns import PATTERNS, SPARSITIES, block_pattern, sparse_mask
 from attnbench.masks.cuts import block_layout
 from attnbench.spec import Workload
 from attnbench.workloads import cost, suites
-from attnbench.workloads.block_patterns import PATTERNS, SPARSITIES, block_pattern, sparse_mask
 
 LENGTHS = st.integers(1, 70)
 
