@@ -11,12 +11,12 @@ import pytest
 from msgspec import structs
 from record_factory import noisy, ok
 
-from attnbench.analyse.summary import closing
 from attnbench.choosing.candidates import Source
 from attnbench.choosing.choose import choose
 from attnbench.results.ratios import RANK_LEVEL, paired_ratio
 from attnbench.results.records import by_workload
 from attnbench.results.run_file import read_run
+from attnbench.results.sentences import closing
 from attnbench.results.standings import Row, rank
 from attnbench.spec import Ok
 

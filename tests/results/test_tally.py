@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from record_factory import noisy, ok, workload
 
-from attnbench.analyse.recommend import recommend
-from attnbench.analyse.summary import closing
 from attnbench.results.ratios import mean_log_ratio
+from attnbench.results.recommend import recommend
+from attnbench.results.sentences import closing
 from attnbench.results.tally import judge
 from attnbench.spec import Ok
 

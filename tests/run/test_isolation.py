@@ -13,12 +13,12 @@ import psutil
 import pytest
 from cli_process import alive
 
-from attnbench.analyse.summary import rank
 from attnbench.impls.numpy import FLOAT32
 from attnbench.measuring.anchors import NAMES
 from attnbench.measuring.rates import Ceilings
 from attnbench.measuring.sampling import Dropped
 from attnbench.results.run_file import Run
+from attnbench.results.standings import rank
 from attnbench.run import protocol as p
 from attnbench.run import remote, user_functions
 from attnbench.run.launch import Listener, Request, launch

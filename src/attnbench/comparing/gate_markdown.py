@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from attnbench.comparing.gate_text import control_text, figures, geomean_text, one_line, ordered, remark, verdict, word
 from attnbench.comparison import Case, GateReport
-from attnbench.report.detail import environment_line
+from attnbench.report.environment import environment_line
 from attnbench.report.units import duration
 from attnbench.spec import Environment
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attnbench.comparing.history import LEAST_POINTS, Change, Excluded, Trend, detector_missing
 from attnbench.printable import printable, shortened
-from attnbench.report.plain import plain_table
+from attnbench.report.terminal import plain_table
 from attnbench.report.units import significant
 from attnbench.results.ratios import LEAST_STEP
 

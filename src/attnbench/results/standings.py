@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from msgspec import Struct, structs
@@ -282,14 +283,12 @@ class Position(Struct, frozen=True):
     row: Row
     place: int
     """Place in the order, from 0 on."""
-    tie: int
-    """Number that kernels share if they do not differ significantly; of two that are unbeaten it is the same."""
-    within: int
-    """Number that kernels share if they do not differ significantly among those of their framework alone."""
     kernel: int
     """Number that names of one kernel share."""
     group: int
     """Number of rows that were timed together; times of two groups do not compare."""
+    near: tuple[int, ...]
+    """Later places of other kernels that cannot be told from this one: with this row first, each would be unbeaten."""
 
 
 class Standings:
@@ -369,22 +368,24 @@ class Standings:
         return [whole, *others]
 
     def order(self, key: str) -> list[Position]:
-        """Return the ranked rows of a workload, one standing of `apart` after the other. Those that are unbeaten in a
-        further standing share the tie of the first row if they took at most 1.1 times as long by the same clock."""
+        """Return the ranked rows of a workload, one standing of `apart` after the other.
+
+        Rows that are unbeaten in a further standing are near a row of an earlier one if they were timed by the same
+        clock and took at most 1.1 times as long.
+        """
+        apart = self.apart(key)
+        kernels = [(group, names) for group, standing in enumerate(apart) for names in standing.kernels]
+        starts = list(accumulate((len(names) for _, names in kernels), initial=0))
         found: list[Position] = []
-        own = {
-            row.implementation: _tie(names)
-            for _, standing in self._decided[key].values() for names in standing.kernels for row in names
-        }  # fmt: skip
-        for group, standing in enumerate(apart := self.apart(key)):
-            before, kernels = len(found), len({position.kernel for position in found})
-            near = group > 0 and _clock(standing) == _clock(apart[0])
-            near = near and min(standing.times.values()) <= ACROSS_RUNS * min(apart[0].times.values())
-            for number, names in enumerate(standing.kernels):
-                led = any(row.implementation in standing.unbeaten for row in names)
-                tie = found[0].tie if near and led else _tie(names) + 2 * before
-                places = [(row, len(found) + n, tie, own[row.implementation]) for n, row in enumerate(names)]
-                found += [Position(*place, kernel=kernels + number, group=group) for place in places]
+        for kernel, (group, names) in enumerate(kernels):
+            first = min(names, key=lambda row, group=group: apart[group].times[row.implementation])
+            near = tuple(
+                starts[other] + place
+                for other in range(kernel + 1, len(kernels))
+                for place, row in enumerate(kernels[other][1])
+                if _is_near(apart[group], first, apart[kernels[other][0]], row)
+            )
+            found += [Position(row, starts[kernel] + n, kernel, group, near) for n, row in enumerate(names)]
         return found
 
     @cached_property
@@ -417,9 +418,13 @@ def _last(records: Iterable[Record]) -> list[Record]:
     return list({(device_of(record), record.cell.id): record for record in records}.values())
 
 
-def _tie(names: Sequence[Row]) -> int:
-    """Return a number for the names of one kernel: even by their rank, and one more if all of them are behind."""
-    return min(2 * (row.rank or 0) + row.behind for row in names)
+def _is_near(standing: Standing, first: Row, home: Standing, row: Row) -> bool:
+    """Return whether a later row of the standing `home` cannot be told from the first row of a kernel."""
+    if home is standing:
+        return row.rank == first.rank and standing.ratio(first.implementation, row.implementation).sign <= 0
+    limit = ACROSS_RUNS * standing.times[first.implementation]
+    near = _clock(home) == _clock(standing) and min(home.times.values()) <= limit
+    return near and row.implementation in home.unbeaten
 
 
 def _clock(standing: Standing) -> str:

@@ -1,4 +1,4 @@
-"""What a recommendation is: a sentence, and the figures it rests on."""
+"""Recommendations: a sentence about a family of workloads, and the figures that support it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.analyse.wording import counted, format_ratio
 from attnbench.results.ratios import Ratio
+from attnbench.results.sentences import counted, format_ratio
 
 Kind = Literal["overall", "winner", "tie", "mixed", "flash", "threshold", "launch-bound", "memory"]
 SIGNIFICANT = 2
 
 
 class Figure(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A number that a sentence rests on."""
+    """A number that supports a sentence."""
 
     name: str
     value: float
@@ -34,28 +34,28 @@ class Figure(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Pick(Struct, frozen=True, kw_only=True):
-    """The answer in a few words, for a table."""
+    """The recommended implementation in a few words, for a table."""
 
     name: str
     same: tuple[str, ...] = ()
     """Other names of the same kernel."""
     equal: str = ""
-    """Another that is as fast."""
+    """Another implementation that is as fast."""
     mixed: bool = False
-    """Nobody is fastest everywhere: this one is unbeaten most often."""
+    """Whether no implementation is fastest everywhere: this one is unbeaten most often."""
     over_next: str = ""
-    """Against the best of the others."""
+    """Speed against the best of the others."""
     certain: bool = True
-    """Whether all of that differs from 1 for certain; else some of what it spans is within the noise."""
+    """Whether the whole of `over_next` is significant; else a part of its span is noise."""
     gain: str = ""
-    """Over the framework's plain implementation."""
+    """Speed against the framework's plain implementation."""
     led: int
-    """Workloads on which nobody was faster for certain."""
+    """Number of workloads on which no other implementation was significantly faster."""
     of: int
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):
-    """One thing to do, for one family of workloads."""
+    """One piece of advice for one family of workloads."""
 
     kind: Kind
     family: str
@@ -63,40 +63,40 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     device: str
     text: str
     workloads: tuple[str, ...]
-    """Ids of what was measured for it."""
+    """Ids of the workloads that were measured for it."""
     figures: tuple[Figure, ...]
     pick: Pick | None = None
-    """Where it says which one to use."""
+    """Implementation to use, if the advice names one."""
 
     @property
     def basis(self) -> str:
-        """The figures and how many workloads they come from, in one line."""
+        """Figures and the number of workloads they come from, in one line."""
         return (
             f"{'; '.join(map(str, self.figures))}; from {workloads(len(self.workloads))} on {self.device or 'unknown'}"
         )
 
 
 def ratio_figure(name: str, ratio: Ratio) -> Figure:
-    """A ratio with its interval."""
+    """Return a ratio with its interval as a figure."""
     return Figure(name=name, value=ratio.value, low=ratio.low, high=ratio.high, unit="x")
 
 
 def tokens(count: float) -> str:
-    """A length that was worked out, with two digits and no pretence of more."""
+    """Return an estimated length as text, with the two digits that are known."""
     return f"{rounded(count):,}"
 
 
 def rounded(count: float) -> int:
-    """A length with two digits."""
+    """Return a length rounded to two digits."""
     digits = SIGNIFICANT - len(str(int(count)))
     return int(round(count, min(digits, 0)))
 
 
 def workloads(count: int) -> str:
-    """1 workload, 2 workloads."""
+    """Return a count of workloads in words: 1 workload, 2 workloads."""
     return counted(count, "workload")
 
 
 def listed(parts: Sequence[str]) -> str:
-    """a, b and c."""
+    """Return parts as a list in a sentence: a, b and c."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,4 +1,8 @@
-"""Which implementation to use: a sentence for each family of workloads, and a headline for each framework and pass."""
+"""Advice that the standings support: a headline, which implementation to use for each family, and from which length.
+
+Nothing is said that the records do not carry: without wall times nothing about launches, from one length nothing about
+growth. Approximate and wrong implementations are never recommended.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,80 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import exp, log
 
-from attnbench.analyse.advice import Figure, Kind, Pick, Recommendation, listed, ratio_figure, workloads
-from attnbench.analyse.families import FRAMEWORKS, Family
-from attnbench.analyse.wording import all_of, format_ratio, format_span, slightly_apart, vague
+from msgspec import structs
+
 from attnbench.measuring.rates import told_host_limit
+from attnbench.results.advice import Figure, Kind, Pick, Recommendation, listed, ratio_figure, workloads
+from attnbench.results.by_length import flash_of, launch_bound_of, threshold_of
+from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, tracks, tracks_of
+from attnbench.results.growth import fitting_of
 from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, Ratio
-from attnbench.results.records import BASELINES, matches
+from attnbench.results.records import BASELINES, device_of, framework_of, matches
+from attnbench.results.sentences import all_of, format_ratio, format_span, slightly_apart, vague
+from attnbench.results.standings import Standing, Standings
 from attnbench.results.tally import Tally, Verdict
-from attnbench.spec import PASSES, Ok
+from attnbench.spec import PASSES, Ok, Record
 
 MOST_PLACES = 3
 MOST_OTHERS = 3
-Key = tuple[str, str, str]
-"""Device, framework, pass."""
+
+
+def recommend(*runs: Sequence[Record], against: Sequence[str] = ()) -> list[Recommendation]:
+    """Return the advice that runs support, the oldest run first, device by device; `against` names what the headline
+    compares with."""
+    devices = dict.fromkeys(device_of(record) for run in runs for record in run)
+    return [
+        one
+        for device in devices
+        for one in advise(Standings([[r for r in run if device_of(r) == device] for run in runs], against))
+    ]
+
+
+def advise(standings: Standings) -> list[Recommendation]:
+    """Return the headline, the winner of each family, the lengths from which flash pays and the lead changes, and which
+    calls are launch-bound or run out of memory."""
+    families = compared_families(standings)
+    tallies = {family: Tally(members) for family, members in families.items()}
+    lines = compared_tracks(families)
+    within: dict[Family, Tracks] = {}
+    for track, names in lines.items():
+        within.setdefault(track.family, {})[track] = names
+    found = [
+        *overall_of(tallies, standings.against),
+        *(winner_of(kind, tally) for kind, tally in _across_frameworks(standings).items()),
+        *(winner_of(family, tally) for family, tally in tallies.items()),
+        *(flash_of(family, members, tallies[family]) for family, members in within.items()),
+        *(threshold_of(track, names, tallies[track.family]) for track, names in lines.items()),
+        *(launch_bound_of(family, members, tallies[family]) for family, members in within.items()),
+        *(fitting_of(track, names) for track, names in tracks(standings.records).items()),
+    ]
+    return [one for one in found if one is not None]
+
+
+def compared_families(standings: Standings) -> dict[Family, dict[str, Standing]]:
+    """Return family -> workload id -> its standing, by the run that decides for the framework of the family."""
+    found: dict[Family, dict[str, Standing]] = {}
+    for key in standings.overall:
+        for standing in (members[key] for members in standings.frameworks.values() if key in members):
+            found.setdefault(family_of(standing.compared[0]), {})[key] = standing
+    return found
+
+
+def compared_tracks(families: Mapping[Family, Mapping[str, Standing]]) -> Tracks:
+    """Return the tracks of families, of the records that took turns with each other."""
+    return tracks_of(
+        {family: [r for one in found.values() for r in one.compared] for family, found in families.items()}
+    )
+
+
+def _across_frameworks(standings: Standings) -> dict[Family, Tally]:
+    """Return kind of shapes -> its workloads on which one run decides for several frameworks."""
+    found: dict[Family, dict[str, Standing]] = {}
+    for key, standing in standings.overall.items():
+        if len({framework_of(record) for record in standing.ranked.values()}) > 1:
+            kind = structs.replace(family_of(standing.compared[0]), framework=OVERALL)
+            found.setdefault(kind, {})[key] = standing
+    return {kind: Tally(members) for kind, members in found.items()}
 
 
 def winner_of(family: Family, tally: Tally) -> Recommendation | None:
@@ -79,7 +144,7 @@ def winner_of(family: Family, tally: Tally) -> Recommendation | None:
 def overall_of(tallies: Mapping[Family, Tally], against: Sequence[str] = ()) -> list[Recommendation]:
     """Return the headline: a sentence for each framework and pass over all of its families, the frameworks in their
     order; nothing if there is a choice nowhere. `against` names what to compare with."""
-    groups: dict[Key, list[Tally]] = {}
+    groups: dict[tuple[str, str, str], list[Tally]] = {}
     for family, tally in tallies.items():
         if tally.standings:
             groups.setdefault((family.device, family.framework, family.pass_), []).append(tally)
@@ -92,26 +157,26 @@ def overall_of(tallies: Mapping[Family, Tally], against: Sequence[str] = ()) -> 
     return [_headline(key, tally, against) for key, tally in merged.items()]
 
 
-def _order(key: Key) -> tuple[str, int, int]:
+def _order(key: tuple[str, str, str]) -> tuple[str, int, int]:
     device, framework, pass_ = key
     return device, [*FRAMEWORKS, framework].index(framework), [*PASSES, pass_].index(pass_)
 
 
-def _headline(key: Key, tally: Tally, against: Sequence[str]) -> Recommendation:
+def _headline(key: tuple[str, str, str], tally: Tally, against: Sequence[str]) -> Recommendation:
     device, framework, pass_ = key
     best, every = tally.recommended, len(tally.standings)
     won, led = tally.won(best.names), tally.led(best.names)
     if len(tally.names) == 1:
         told = f"{best} is the only one that was timed, on {all_of(every, 'shape')}"
     elif not won:
-        told = f"{best}: on {_shapes(led, every)} nobody is faster for certain"
+        told = f"{best}: on {_shapes(led, every)} no other is significantly faster"
     else:
         told = f"{best} leads on {_shapes(won, every)}"
-        told += f", and on {led - won} more nobody is faster for certain" if led > won else ""
+        told += f", and on {led - won} more no other is significantly faster" if led > won else ""
     gain = _over_plain(tally, against=against)
     if gain is None and (other := tally.next_best()) is not None:
         gain = _against(tally, other)
-    figures = [Figure(name=f"shapes of {every} on which nobody is faster than {best.name}", value=led)]
+    figures = [Figure(name=f"shapes of {every} on which none is significantly faster than {best.name}", value=led)]
     if gain is not None:
         figures += gain[1]
         told += f", {gain[0]}"
@@ -181,7 +246,7 @@ def _gain(verdict: Verdict) -> str:
 
 
 def _tie(name: str, told_name: str, other: str, ratio: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:
-    """Return words and figures of two that are as fast: take the one with less memory."""
+    """Return words and figures of two that are as fast: take the implementation with less memory."""
     told = f"no significant difference between {told_name} and {other} ({format_ratio(ratio)})"
     if near := slightly_apart(ratio):
         told = f"{told_name} and {other} are {near} ({format_ratio(ratio)})"

@@ -1,15 +1,35 @@
+"""Ratios, speed-ups and closing sentences in words."""
+
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
+import pytest
+from length_factory import GPU, along
 from msgspec.structs import replace
-from record_factory import incorrect, noisy, ok, timing, unsupported, workload
+from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.summary import closing, count_notes, not_run
+from attnbench.results.ratios import Ratio
+from attnbench.results.recommend import recommend
 from attnbench.results.records import baseline
-from attnbench.results.standings import rank
-from attnbench.spec import Failed
+from attnbench.results.sentences import (
+    Speedup,
+    all_of,
+    category,
+    closing,
+    count_notes,
+    counted,
+    format_ratio,
+    format_span,
+    not_run,
+    slightly_apart,
+    speedups,
+)
+from attnbench.results.standings import Standings, rank
+from attnbench.spec import Failed, Record
 
 SHAPES = [workload(n) for n in (64, 128, 256, 512)]
 
@@ -187,3 +207,121 @@ def test_ranking_of_many_is_quick():
     rng = np.random.default_rng(0)
     records = [ok(f"i{n}", rng.normal(1e6 + 1e4 * n, 1e4, 500)) for n in range(15)]
     assert len(rank(records, "i3")) == 15
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (Ratio(1.6, 1.55, 1.7), "excellent"),
+        (Ratio(1.5, 1.4, 1.6), "good"),
+        (Ratio(1.3, 1.2, 1.4), "good"),
+        (Ratio(1.6, 1.1, 2.3), "measured"),
+        (Ratio(1.19, 1.1, 1.3), "measured"),
+        (Ratio(1.03, 1.02, 1.04), "measured"),
+        (Ratio(1.01, 1.005, 1.02), "no significant difference"),
+        (Ratio(0.99, 0.985, 0.995), "no significant difference"),
+        (Ratio(0.9, 0.8, 0.99), "investigate"),
+        (Ratio(1.6, 0.99, 2.5), "cannot tell"),
+        (Ratio(0.9, 0.8, 1.0), "cannot tell"),
+        (Ratio(1.0, 0.9, 1.1), "no significant difference"),
+        (Ratio(30, 2, 300), "excellent"),
+        (Ratio(5, 1.9, 20), "excellent"),
+    ],
+)
+def test_categories(ratio, expected):
+    assert category(ratio) == expected
+
+
+def speedups_of(records: Sequence[Record], base: str) -> list[Speedup]:
+    return [one for standing in Standings([records]).overall.values() for one in speedups(standing, base)]
+
+
+def test_each_cell_against_the_baseline_of_its_workload():
+    long = workload(512)
+    records = [
+        ok("torch.eager", noisy(3e6, 1)),
+        ok("torch.fast", noisy(1e6, 2)),
+        ok("torch.rough", noisy(1.5e6, 3), approximate=True),
+        ok("torch.same", noisy(3e6, 4)),
+        unsupported("torch.fa3", "needs cuda"),
+        ok("anchor.matmul", noisy(1e5, 5)),
+        ok("torch.fast", noisy(1e6, 6), long),
+    ]
+    found = {one.implementation: one for one in speedups_of(records, "torch.eager")}
+    assert set(found) == {"torch.fast", "torch.rough", "torch.same"}
+    assert found["torch.fast"].category == "excellent"
+    assert found["torch.fast"].ratio.value == pytest.approx(3, rel=0.02)
+    assert found["torch.fast"].workload == workload().id
+    assert found["torch.same"].category == "no significant difference"
+    for one in found.values():
+        assert category(one.ratio) == one.category
+    assert found["torch.rough"].approximate
+
+
+def test_other_clocks_and_other_devices_are_not_compared():
+    elsewhere = msgspec.structs.replace(CPU, device_name="Another CPU")
+    records = [
+        ok("torch.eager", noisy(3e6, 1)),
+        ok("torch.kernel", time=timing(noisy(1e6, 2), clock="kernel")),
+        ok("torch.fast", noisy(1e6, 3), environment=elsewhere),
+    ]
+    assert speedups_of(records, "torch.eager") == []
+    assert speedups_of(records, "nobody") == []
+
+
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [
+        (Ratio(1.96, 1.94, 1.98), "1.96x (1.94-1.98)"),
+        (Ratio(30, 2, 300), "more than 2.00x"),
+        (Ratio(0.1, 0.01, 0.5), "less than 0.50x"),
+        (Ratio(1, 0.1, 10), "cannot tell"),
+    ],
+)
+def test_a_ratio_never_hides_on_which_side_of_one_it_is(ratio: Ratio, told: str):
+    assert format_ratio(ratio) == told
+
+
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [
+        (Ratio(1.005, 1.003, 1.007), "certainly less than 1 % apart"),
+        (Ratio(0.995, 0.993, 0.997), "certainly less than 1 % apart"),
+        (Ratio(1.02, 1.005, 1.05), "perhaps less than 1 % apart"),
+        (Ratio(0.98, 0.95, 0.995), "perhaps less than 1 % apart"),
+        (Ratio(1.0, 0.999, 1.001), ""),
+        (Ratio(1.5, 1.4, 1.6), ""),
+        (Ratio(0.5, 0.4, 0.6), ""),
+    ],
+)
+def test_a_small_difference_that_is_certain_has_its_own_words(ratio: Ratio, told: str):
+    assert slightly_apart(ratio) == told
+
+
+def test_counts():
+    assert [counted(n, "cell") for n in (0, 1, 2, 1000)] == ["0 cells", "1 cell", "2 cells", "1,000 cells"]
+    assert [all_of(n, "shape") for n in (1, 2, 3)] == ["the one shape", "both shapes", "all 3 shapes"]
+
+
+def single(name: str, ns: float, q_len: int = 128) -> Record:
+    """One sample: nobody knows how far it is off."""
+    return ok(name, on=workload(q_len), time=timing([ns]), environment=GPU)
+
+
+def test_what_one_sample_cannot_tell_is_said_once():
+    records = [single(name, ns, n) for n in (128, 256) for name, ns in (("torch.eager", 2e6), ("torch.sdpa", 1e6))]
+    told = [closing(records), *(one.text for one in recommend(records))]
+    assert not [text for text in told if "cannot tell" in text or "all 2" in text]
+    assert any("vary too much" in text for text in told)
+
+
+def test_what_jax_may_take_is_not_taken_for_the_device():
+    jax = msgspec.structs.replace(GPU, framework="jax")
+    records = along("jax.einsum", float, (4096, 8192, 16384), peak=lambda n: 16 * n * n, environment=jax)
+    (found,) = [one.text for one in recommend(records) if one.kind == "memory"]
+    assert "jax.einsum stops fitting the 80 GB that JAX's allocator may take of the device at about" in found
+
+
+def test_a_span_that_reads_as_one_figure_is_one():
+    assert format_span(1.128, 1.131) == "1.13x"
+    assert format_span(1.12, 1.1399) == "1.12x to 1.14x"

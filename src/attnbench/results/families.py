@@ -1,6 +1,6 @@
-"""Records -> families (alike but for length and batch) and, within them, tracks (alike but for length).
+"""Families of workloads (alike but for length and batch) and their tracks (alike but for length).
 
-A family is what one sentence can answer for; a track is what an exponent or a crossover can be read from.
+One sentence of advice answers for a family; an exponent or a crossover is read along a track.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
 SIZED = ("window", "prefix", "dilated")
 """Kinds of masks whose sizes a family leaves open."""
 OVERALL = "Overall"
-"""In place of a framework: whichever ran."""
+"""Title in place of a framework, for advice that compares all frameworks."""
 NO_MASK = "full"
 HIDES_NOTHING = " that hides nothing"
 
 
 class Family(Struct, frozen=True, kw_only=True):
-    """What workloads have in common across lengths and batches, on one device."""
+    """The axes that workloads have in common across lengths and batches, on one device."""
 
     device: str
     framework: str
     dtype: str
     heads: str
-    """32:8, query heads to key/value heads."""
+    """Query heads to key/value heads: 32:8."""
     head_dim: str
     mask: str
-    """Kinds of its parts, such as causal or causal&lengths, and whether it hides nothing: then fast kernels take it
-    as no mask, which refuse it where it hides something."""
+    """Kinds of its parts, such as causal or causal&lengths. A mask that hides nothing says so: kernels that refuse such
+    a mask if it hides something take it as no mask."""
     pass_: str
     shape: str = ""
-    """Empty where queries and keys are as many; else decode (one query) or rectangular."""
+    """Empty if there are as many queries as keys; else decode (one query) or rectangular."""
     extras: str = ""
 
     @property
@@ -47,14 +47,14 @@ class Family(Struct, frozen=True, kw_only=True):
 
     @property
     def shapes(self) -> str:
-        """The same without the framework."""
+        """One line for people, without the device and the framework."""
         heads = head_words(self.heads, self.head_dim)
         facts = [self.shape, heads, self.mask, self.dtype, self.pass_, self.extras]
         return " · ".join(fact for fact in facts if fact)
 
 
 class Track(Struct, frozen=True, kw_only=True):
-    """A family at one batch, one mask and, where queries do not grow with the keys, one number of queries."""
+    """A family at one batch, with one mask and, if queries do not grow with the keys, one number of queries."""
 
     family: Family
     batch: int
@@ -63,7 +63,7 @@ class Track(Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """What the family's title does not say."""
+        """Facts that the family's title leaves out."""
         queries = "" if self.q_len in (None, 1) else f"{self.q_len} queries"
         mask = self.mask if any(kind in self.family.mask for kind in SIZED) else ""
         return ", ".join(fact for fact in (f"batch {self.batch}", queries, mask) if fact)
@@ -74,22 +74,22 @@ Tracks = dict[Track, dict[str, list[Record]]]
 
 
 def head_words(heads: str, width: str) -> str:
-    """32:8 heads of 128."""
+    """Return heads and their width in words: 32:8 heads of 128."""
     return f"1 head of {width}" if heads == "1" else f"{heads} heads of {width}"
 
 
 def length(workload: Workload) -> int:
-    """Tokens that grow along a track: keys, and queries with them unless those are fixed."""
+    """Return the tokens that grow along a track: the keys, and the queries with them unless their number is fixed."""
     return workload.kv_len
 
 
 def family_of(record: Record) -> Family:
-    """The family a record belongs to."""
+    """Return the family that a record belongs to."""
     return _family(record.workload, device_of(record), framework_of(record))
 
 
 def kind_of(workload: Workload) -> str:
-    """What a family says of its shapes, whoever ran them."""
+    """Return the words of a family for a workload, without device and framework."""
     return _family(workload).shapes
 
 
@@ -114,8 +114,8 @@ def _mask_words(workload: Workload) -> str:
     return "&".join(kinds) + (HIDES_NOTHING if idle else "")
 
 
-def by_family(records: Iterable[Record]) -> dict[Family, list[Record]]:
-    """Family -> its records, without the anchors; of several records of one cell the last."""
+def tracks(records: Iterable[Record]) -> Tracks:
+    """Return every track of the records, without the anchors; of several records of one cell the last."""
     cells: dict[tuple[Family, str], Record] = {}
     for record in records:
         if not record.implementation.startswith(ANCHOR):
@@ -123,16 +123,11 @@ def by_family(records: Iterable[Record]) -> dict[Family, list[Record]]:
     families: dict[Family, list[Record]] = {}
     for (family, _), record in cells.items():
         families.setdefault(family, []).append(record)
-    return families
-
-
-def tracks(records: Iterable[Record]) -> Tracks:
-    """Every track of the records."""
-    return tracks_of(by_family(records))
+    return tracks_of(families)
 
 
 def tracks_of(families: Mapping[Family, Iterable[Record]]) -> Tracks:
-    """Every track of the families."""
+    """Return every track of the families."""
     found: dict[Track, dict[str, dict[int, Record]]] = {}
     for family, members in families.items():
         for record in members:
