@@ -40,8 +40,8 @@ class Clock:
 CLOCK = Clock()
 
 
-@pytest.fixture(autouse=True)
-def _clock(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
     monkeypatch.setattr("attnbench.dispatch.capture.perf_counter", lambda: CLOCK.read_ns() / 1e9)
     monkeypatch.setattr("attnbench.dispatch.capture_clock.perf_counter_ns", CLOCK.read_ns)
 
@@ -195,6 +195,7 @@ class _Slow(torch.autograd.Function):
         return gradient, gradient, gradient
 
 
+@pytest.mark.usefixtures("clock")
 def test_the_share_is_that_of_forward_and_backward(monkeypatch):
     from attnbench.dispatch import attention as dispatch
 
@@ -363,6 +364,7 @@ class _SlowBackward(torch.autograd.Function):
         return gradient, gradient, gradient
 
 
+@pytest.mark.usefixtures("clock")
 class TestCheckpointed:
     """Regions that take 200 ms, each time they run, with attention in them."""
 
@@ -444,6 +446,7 @@ def test_a_call_that_fails_is_no_call():
     assert len(calls) == 1
 
 
+@pytest.mark.usefixtures("clock")
 def test_the_operators_that_made_a_learned_bias_are_not_attention():
     class Slow(torch.autograd.Function):
         @staticmethod
