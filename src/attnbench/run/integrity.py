@@ -34,6 +34,7 @@ from attnbench.frameworks import Framework
 from attnbench.frameworks.base import TOOLS, Setting, Untrusted, Watched
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Pass, Passes, Workload
 from attnbench.steps import StepImplementation
+from attnbench.verifying.checks import CHECKS
 
 HOOKED_BY_MANY = {"print", "input", "open", "breakpoint", "exit", "quit", "help", "__import__", "__build_class__"}
 """Built-in functions that consoles and import hooks replace, and that nothing here relies on."""
@@ -161,12 +162,16 @@ def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]
     for key, value in plain.items():
         if isinstance(value, BuiltinFunctionType):
             entries.append(_Entry(vars(builtins), key, value, key, Watched()))
+    for check in CHECKS:
+        run = check.run
+        codes.append((f"attnbench.verifying.checks.CHECKS ({check.name})", run, run.__code__, run.__defaults__))
     return entries, codes, shadows
 
 
 def _ours(framework: Framework) -> Iterator[tuple[str, Any, Watched]]:
     """Yield every loaded module and class of attnbench, and the framework's adapter."""
-    kinds = (FunctionType, BuiltinFunctionType, type, property, staticmethod, classmethod, cached_property)
+    field = type(Change.what)  # of a named tuple
+    kinds = (FunctionType, BuiltinFunctionType, type, property, staticmethod, classmethod, cached_property, field)
     watched = Watched(kinds=(*kinds, type(msgspec.msgpack.Encoder().encode), type(lambda: 0)), code=True)
     for name, module in list(sys.modules.items()):
         if (name == "attnbench" or name.startswith("attnbench.")) and isinstance(module, ModuleType):
