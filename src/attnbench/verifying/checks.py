@@ -145,8 +145,8 @@ def examine(
 ) -> Findings:
     """Compare the outputs with the reference, then make all checks in order; raises Wrong at the first that fails.
 
-    `build` and `partial` are as in Examination; without them the checks that need them are left out. CHECKS is a default
-    so that a kernel which puts other checks in its place is noticed (run/integrity.py watches defaults).
+    `build` and `partial` are as in Examination; without them the checks that need them are left out. CHECKS is a
+    default so that a kernel which puts other checks in its place is noticed (run/integrity.py watches defaults).
     """
     examination = Examination(subject, examine_again(subject), thorough, build, partial)
     held: list[str] = []
