@@ -27,10 +27,10 @@ from attnbench import registry
 from attnbench.frameworks import Inputs, Programs
 from attnbench.frameworks.torch.framework import FRAMEWORK
 from attnbench.masks import MaskShape
+from attnbench.masks.block_patterns import sparse_mask
 from attnbench.masks.cuts import block_layout
 from attnbench.run.machine import isa_cap
 from attnbench.spec import Config, Workload
-from attnbench.workloads.block_patterns import sparse_mask
 from attnbench.workloads.cost import demand
 
 PARTS = ("forward", "backward")

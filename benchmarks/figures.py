@@ -18,13 +18,13 @@ from marked_blocks import Pages, marked, replaced, result, table
 from printed_ranking import fullest, printed
 from rich.console import Console
 
-from attnbench.analyse.advice import listed
-from attnbench.analyse.summary import closing
 from attnbench.comparing.text import print_comparison
 from attnbench.comparison import Comparison
 from attnbench.drafts import write_texts
+from attnbench.results.advice import listed
 from attnbench.results.records import by_workload
 from attnbench.results.run_file import read_run
+from attnbench.results.sentences import closing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results/cpu"

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attnbench.analyse.summary import format_ratio
-from attnbench.analyse.wording import counted
+from attnbench.report.html.cells import winner_rows
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.derived import side_by_side
-from attnbench.report.html.map import winner_rows
 from attnbench.report.html.page import Part
 from attnbench.report.units import percent, significant, size
 from attnbench.results.ratios import Ratio
+from attnbench.results.sentences import counted, format_ratio
 
 Rows = list[dict[str, Any]]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
-from attnbench.report.tables import print_rankings
+from attnbench.report.terminal import print_rankings
 from attnbench.results.records import by_workload, is_timed
 from attnbench.spec import Ok, Record
 

@@ -12,7 +12,7 @@ from attnbench.comparison import Block, Comparison, Launch
 METRICS = ("wall", "cpu")
 CALL_NS = 8e6
 Noise = Callable[[np.random.Generator, int], np.ndarray]
-"""Generator and number of blocks -> logarithms by which the blocks of one arm are off."""
+"""Generator and number of blocks -> logarithms by which the blocks of one side are off."""
 
 
 def quiet(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -43,12 +43,12 @@ def launch(
     """One launch in which b really takes 1 + effect as long; CPU time is half as noisy as wall time."""
     ratios = {"wall": effect, "cpu": effect if cpu_effect is None else cpu_effect}
     bias = launch_sd * rng.standard_normal()
-    arms: list[dict[str, np.ndarray]] = [{}, {}]
+    sides: list[dict[str, np.ndarray]] = [{}, {}]
     for metric, scale in (("wall", 1.0), ("cpu", 0.5)):
-        for arm, factor, off in ((0, 1.0, -bias / 2), (1, 1 + ratios[metric], bias / 2)):
+        for side, factor, off in ((0, 1.0, -bias / 2), (1, 1 + ratios[metric], bias / 2)):
             ns = CALL_NS * factor * np.exp(drift + off + scale * noise(rng, pairs))
-            arms[arm][metric] = np.maximum(np.round(ns / tick), 1) * tick
-    a, b = ([Block({name: float(arm[name][i]) for name in METRICS}) for i in range(pairs)] for arm in arms)
+            sides[side][metric] = np.maximum(np.round(ns / tick), 1) * tick
+    a, b = ([Block({name: float(side[name][i]) for name in METRICS}) for i in range(pairs)] for side in sides)
     return Launch(a=tuple(a), b=tuple(b))
 
 
@@ -68,13 +68,14 @@ def by_metric(**ratios: float) -> list[Launch]:
     return [Launch(a=(a,) * 4, b=(b,) * 4)] * 24
 
 
-def poisoned(one: Launch, arm: str, factor: float) -> Launch:
-    """A launch in which something else made one arm take `factor` times as long by every metric."""
+def poisoned(one: Launch, side: str, factor: float) -> Launch:
+    """A launch in which something else made one side take `factor` times as long by every metric."""
     a, b = (
         tuple(
-            Block({metric: ns * (factor if name == arm else 1.0) for metric, ns in block.ns.items()}) for block in arms
+            Block({metric: ns * (factor if name == side else 1.0) for metric, ns in block.ns.items()})
+            for block in sides
         )
-        for name, arms in (("a", one.a), ("b", one.b))
+        for name, sides in (("a", one.a), ("b", one.b))
     )
     return Launch(a=a, b=b)
 

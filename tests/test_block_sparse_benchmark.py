@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnbench.workloads.block_patterns import SPARSITIES
+from attnbench.masks.block_patterns import SPARSITIES
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

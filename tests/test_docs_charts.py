@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 from documented import DOCS, ROOT
 
-from attnbench.analyse.speedup import Category
 from attnbench.report.units import size
 from attnbench.results.records import ANCHOR, is_timed
 from attnbench.results.run_file import read_run
+from attnbench.results.sentences import Category
 from attnbench.results.standings import Standings
 from attnbench.spec import Ok
 

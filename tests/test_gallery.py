@@ -22,7 +22,7 @@ from gallery_captions import CAPTIONS
 from marked_blocks import replaced
 
 from attnbench.report.html.images import GREY, drawable
-from attnbench.report.html.picks import MOST_FEATURED
+from attnbench.report.html.layout import MOST_FEATURED
 
 ROOT = Path(__file__).parents[1]
 RUNS, IMAGES = ROOT / "results/h200", ROOT / "docs/gallery"

@@ -27,7 +27,7 @@ def run(code):
         "import attnbench as ab; [getattr(ab, name) for name in ab.__all__]; ab.implementations()",
         "import attnbench as ab; ab.Workload(batch=1, q_len=8, heads=2, head_dim=8, mask=ab.masks.causal()).id",
         "from attnbench import registry; [registry.get(name) for name in registry.names()]",
-        "import attnbench.run.launch, attnbench.results.run_file, attnbench.analyse.summary, attnbench.report.tables",
+        "import attnbench.run.launch, attnbench.results.run_file, attnbench.analyse.summary, attnbench.report.terminal",
     ],
     ids=["import", "every public name", "a workload", "every implementation", "every layer"],
 )

@@ -148,7 +148,7 @@ def test_inconclusive_may_fail(run, lab):
     lab.comparison = gate_factory.comparison("inconclusive", 1.02)
     result = run("def test(attnbench): attnbench.compare('old', 'new', q_len=64)", "--attnbench-inconclusive", "fail")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*whether torch.sdpa is slower than torch.eager cannot be told*"])
+    result.stdout.fnmatch_lines(["*inconclusive whether torch.sdpa is slower than torch.eager*"])
 
 
 def test_what_has_no_interval_is_not_called_fast_enough():
@@ -180,7 +180,7 @@ RIGHT, WRONG, REFUSED = ok("one"), incorrect("one", "row 7"), unsupported("one",
     ],
 )
 @pytest.mark.parametrize("options", [(), ("--attnbench-disable",)])
-def test_only_what_the_first_arm_refuses_skips(run, lab, monkeypatch, a, b, outcome, options):
+def test_only_what_the_first_side_refuses_skips(run, lab, monkeypatch, a, b, outcome, options):
     lab.comparison = gate_factory.comparison(None, reason="not compared", record_a=a, record_b=b)
     monkeypatch.setattr(ab, "verify", lambda what, *given, **named: {"old": a, "new": b}[what])
     result = run("def test(attnbench): attnbench.compare('old', 'new', q_len=64)", *options)
@@ -189,7 +189,7 @@ def test_only_what_the_first_arm_refuses_skips(run, lab, monkeypatch, a, b, outc
         result.stdout.fnmatch_lines(["1 not compared"])
 
 
-def test_an_arm_that_is_wrong_fails_and_one_that_cannot_run_skips(run, lab):
+def test_a_side_that_is_wrong_fails_and_one_that_cannot_run_skips(run, lab):
     source = "def test(attnbench): attnbench.compare('old', 'new', q_len=64)"
     lab.comparison = gate_factory.comparison(None, reason="new is wrong", record_b=incorrect("new", "row 7"))
     result = run(source)

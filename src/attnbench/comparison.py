@@ -1,4 +1,4 @@
-"""What a comparison of two arms found, and what a gate made of many: plain data, written by run/ and read by all."""
+"""Data of a comparison of two sides and of a gate: plain structures without behaviour, written and read as JSON."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from msgspec import Struct
 from attnbench.spec import Record, Workload
 
 Verdict = Literal["faster", "slower", "same", "inconclusive"]
-"""Of b, the second arm."""
+"""Verdict on b, the second side."""
 FLOOR = 0.01
-"""A difference below this is nobody's fault: memory layout and order of start alone make as much."""
+"""Least share by which two times must differ: memory layout and the order of start alone make this much."""
 LOOKS = (6, 10, 16, 24)
-"""After so many launches the evidence is looked at; the risk of a false alarm is split over the looks."""
+"""Numbers of launches after which the evidence is judged; the risk of a false alarm is split over the looks."""
 ALPHA = 0.01
+"""Risk of a false alarm."""
 
 
 class Block(Struct, frozen=True, array_like=True):
-    """One arm's turn: nanoseconds per call by each metric ("wall", and "cpu" or "device")."""
+    """One side's turn: nanoseconds per call by each metric ("wall", and "cpu" or "device")."""
 
     ns: dict[str, float]
     switches: int = 0
-    """Involuntary context switches meanwhile."""
+    """Involuntary context switches during the turn."""
     sm_mhz: float | None = None
-    """Clock of the GPU at its end, where the driver tells."""
+    """Clock of the GPU at the end, if the driver reports it."""
     throttled: bool = False
     """Whether heat or the power supply held that clock down."""
 
 
 class Launch(Struct, frozen=True, kw_only=True):
-    """A fresh process of each arm (on an accelerator a fresh warm-up), sampled in turn: a[i] and b[i] are neighbours in
-    time."""
+    """A fresh process of each side (on an accelerator a fresh warm-up), sampled in turn: a[i] and b[i] are neighbours
+    in time."""
 
     a: tuple[Block, ...]
     b: tuple[Block, ...]
     first: Literal["a", "b"] = "a"
-    """Which was started first."""
+    """Side that was started first."""
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
@@ -45,14 +46,14 @@ class Estimate(Struct, frozen=True, kw_only=True):
     metric: str
     ratio: float
     interval: tuple[float, float]
-    """Launches resampled as wholes, at the confidence of the look it was made at."""
+    """Interval from launches resampled as wholes, at the confidence of the look it was made at."""
     t_interval: tuple[float, float]
     """Student's t over the launches' medians, from 8 launches on without an eighth at either end: the cautious
     cross-check."""
     detectable: float
     """Smallest slowdown that would have been found, such as 0.026."""
     p_slower: float
-    """Probability of such data were b not slower than the floor allows."""
+    """Probability of such data if b were not slower than the floor allows."""
     p_faster: float
     launches: int
     pairs: int
@@ -65,27 +66,27 @@ class Comparison(Struct, frozen=True, kw_only=True):
     b: str
     workload: Workload
     verdict: Verdict | None
-    """None when an arm could not be timed; `reason` says why."""
+    """Verdict on b; None if a side could not be timed, and `reason` says why."""
     reason: str = ""
     ratio: float | None = None
     """Wall time of b / of a (device time on an accelerator)."""
     interval: tuple[float, float] | None = None
     smallest_slowdown: float | None = None
-    """What could have been seen by the published metric."""
+    """Smallest slowdown that would have been seen by the published metric."""
     estimates: dict[str, Estimate] = {}
     launches: tuple[Launch, ...] = ()
     elapsed_s: float = 0.0
     timing_s: float = 0.0
-    """Of that, what came after both arms had been built and verified for the first time."""
+    """Part of `elapsed_s` after both sides had been built and verified for the first time."""
     record_a: Record | None = None
-    """How the arm was verified and weighed; its `time` is null: times are in `launches`."""
+    """Verification and memory of the side; `time` is null, since the times are in `launches`."""
     record_b: Record | None = None
     died: tuple[Literal["a", "b"], ...] = ()
-    """Arms whose process was lost (crashed, killed, without an answer), if that ended it."""
+    """Sides whose process was lost (crashed, killed, without an answer), if that ended the comparison."""
     commit_a: str = ""
     commit_b: str = ""
     dirty_a: bool = False
-    """Whether it was the working tree with changes that its commit does not have."""
+    """Whether the side was a working tree with changes that its commit does not have."""
     dirty_b: bool = False
     floor: float = FLOOR
     notes: tuple[str, ...] = ()
@@ -94,13 +95,16 @@ class Comparison(Struct, frozen=True, kw_only=True):
 CaseStatus = Literal[
     "pass", "regression", "wrong", "memory", "improved", "inconclusive", "missing", "no_baseline", "not_measured"
 ]  # fmt: skip
-"""pass: same, or slower once but not confirmed. wrong: b gives wrong numbers, or no result if a was right. memory:
-b needs over 1 % more at its peak. missing: right in the stored baseline, not in the current run at
-all. no_baseline: a refuses this case, or does not have it. inconclusive: cannot be told, or a was lost (failed, no
-answer, no memory). not_measured: neither."""
+"""Status of a case.
+
+pass: same, or slower once but not confirmed. wrong: b gives wrong results, or no result if a was right. memory: b needs
+over 1 % more at its peak. missing: right in the stored baseline, but not in the current run at all. no_baseline: a
+refuses this case, or does not have it. inconclusive: cannot be decided, or a was lost (failed, no answer, no memory).
+not_measured: neither gave a time.
+"""
 FAILING: tuple[CaseStatus, ...] = ("regression", "wrong", "memory")
 OPEN: tuple[CaseStatus, ...] = ("inconclusive", "missing")
-"""Neither passed nor failed: the job is inconclusive."""
+"""Statuses that neither pass nor fail: the job is inconclusive."""
 Outcome = Literal["pass", "fail", "inconclusive", "untrusted", "nothing", "interrupted"]
 EXIT_CODES: dict[str, int] = {
     "pass": 0, "fail": 1, "nothing": 3, "inconclusive": 4, "untrusted": 5, "interrupted": 130,
@@ -115,24 +119,24 @@ class Case(Struct, frozen=True, kw_only=True):
     status: CaseStatus
     reason: str = ""
     first: Comparison | None = None
-    """Stage one."""
+    """Comparison of stage one."""
     second: Comparison | None = None
-    """Stage two: fresh launches for what stage one called slower."""
+    """Comparison of stage two: fresh launches for a case that stage one called slower."""
     p_holm: float | None = None
-    """Stage two's p-value after Holm's correction over cases."""
+    """p-value of stage two after Holm's correction over cases."""
     memory: tuple[int | None, int | None] = (None, None)
     """Peak bytes of baseline and current."""
     culprit: str = ""
-    """Commit that is suspected, where known."""
+    """Suspected commit, if known."""
 
     @property
     def id(self) -> str:
-        """implementation/workload."""
+        """Implementation and workload, separated by a slash."""
         return f"{self.implementation}/{self.workload.id}"
 
     @property
     def comparison(self) -> Comparison | None:
-        """The one that counts."""
+        """The comparison that counts: that of the last stage."""
         return self.second or self.first
 
 
@@ -145,12 +149,12 @@ class Control(Struct, frozen=True, kw_only=True):
 
     @property
     def silent(self) -> bool:
-        """Whether it says nothing: neither passed nor failed."""
+        """Whether the control is inconclusive: neither passed nor failed."""
         return self.comparison.verdict == "inconclusive"
 
 
 class GateReport(Struct, frozen=True, kw_only=True):
-    """What `attnbench gate` found."""
+    """Outcome of `attnbench gate`, with its cases and controls."""
 
     baseline: str
     current: str
@@ -162,6 +166,6 @@ class GateReport(Struct, frozen=True, kw_only=True):
     """Ratio over all timed cases, with its interval."""
     elapsed_s: float = 0.0
     warnings: tuple[str, ...] = ()
-    """Such as "underpowered: the +5 % control was not found"."""
+    """Warnings such as "underpowered: the +5 % control was not found"."""
     attnbench: str = ""
     schema: int = 1

@@ -1,4 +1,4 @@
-"""What the pytest fixture `attnbench` gives to a test: check, measure, compare. Nothing heavy is imported before."""
+"""The value of the pytest fixture `attnbench`: check, measure, compare. Heavy modules are imported only in calls."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 MARKER = "attnbench"
 OPTIONS = ("framework", "device", "budget_s", "threads")
-"""What the marker takes: defaults of every call in the test."""
+"""Arguments of the marker: defaults of every call in the test."""
 DISABLED = "not timed: --attnbench-disable"
 
 
 class AttnbenchWarning(pytest.PytestWarning):
-    """A comparison that could not tell."""
+    """A warning about an inconclusive comparison."""
 
 
 class Collected:
-    """Everything a session asked for, in order."""
+    """Records and comparisons that a session asked for, in order."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -34,13 +34,13 @@ class Collected:
         self.tests: dict[str, list[str]] = {}
 
     def document(self) -> SessionFile:
-        """As `--attnbench-json` writes it."""
+        """Return the document that `--attnbench-json` writes."""
         from attnbench.report.pytest_session import SessionFile
 
         return SessionFile(records=self.records, comparisons=self.comparisons, tests=self.tests)
 
     def add(self, other: SessionFile) -> None:
-        """Take in what another process collected."""
+        """Add what another process collected."""
         self.records += other.records
         self.comparisons += other.comparisons
         for test, asked in other.tests.items():
@@ -64,7 +64,7 @@ class Bench:
         device: str | None = None,
         **shape: Any,
     ) -> Record:
-        """Verify a name, function or Implementation; wrong fails the test, a case it cannot do skips it."""
+        """Verify a name, function or Implementation; a wrong result fails the test, an unsupported case skips it."""
         __tracebackhide__ = True
         import attnbench
 
@@ -106,7 +106,7 @@ class Bench:
         threads: int | None = None,
         **shape: Any,
     ) -> Comparison:
-        """Fail when b is slower than a, or certainly takes over `at_most` times as long; warn when that cannot be told.
+        """Fail if b is slower than a, or significantly slower than `at_most` times a; warn if that is inconclusive.
 
         `at_most` bounds `Comparison.ratio`: 1.1 allows 10 % more time, 0.8 demands 20 % less.
         """
@@ -127,14 +127,14 @@ class Bench:
         return comparison
 
     def _check_both(self, a: Subject, b: Subject, workload: Workload, **given: Any) -> Comparison:
-        """Verify both, whatever the first one says."""
+        """Verify both, even if the first one fails."""
         __tracebackhide__ = True
         import attnbench
 
         settings = self._settings(**given)
         settings.pop("budget_s", None)
         settings.pop("threads", None)
-        records = [attnbench.verify(arm, workload, **settings) for arm in (a, b)]
+        records = [attnbench.verify(side, workload, **settings) for side in (a, b)]
         comparison = _untimed(*records)
         for record in records:
             self._collected.records.append(record)
@@ -145,13 +145,13 @@ class Bench:
         return comparison
 
     def _give_up(self, comparison: Comparison, told: str) -> None:
-        """Skip a test that the first arm cannot do if nothing is wrong with the second one, else fail it."""
+        """Skip a test whose first side is unsupported if the second one is not wrong, else fail it."""
         __tracebackhide__ = True
         a, b = (None if one is None else one.status for one in (comparison.record_a, comparison.record_b))
         pytest.skip(told) if a == "unsupported" and b in ("unsupported", "ok") else pytest.fail(told)
 
     def _settings(self, **given: Any) -> dict[str, Any]:
-        """Options of the marker, under those of the call."""
+        """Return the options of the call, with those of the marker as defaults."""
         marker = self._node.get_closest_marker(MARKER)
         defaults = {} if marker is None else dict(marker.kwargs)
         if unknown := sorted(set(defaults) - set(OPTIONS)):
@@ -190,10 +190,9 @@ class Bench:
 
 
 def fast_enough(comparison: Comparison, at_most: float | None) -> bool | None:
-    """Return whether b is, None if that cannot be told.
+    """Return whether b is fast enough; None if that is inconclusive.
 
-    If b is slower, `at_most` must hold by every metric, CPU time as well as wall time, and one that allows no more time
-    than a takes does not.
+    If b is slower, `at_most` must hold by every metric, CPU time as well as wall time; one of 1 or less never does.
     """
     if at_most is None:
         return None if comparison.verdict == "inconclusive" else comparison.verdict != "slower"

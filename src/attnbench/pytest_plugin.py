@@ -1,6 +1,6 @@
-"""pytest plugin: fixture, marker and options, and what a session measured, in the terminal and as a file.
+"""pytest plugin: a fixture, a marker and options, and the measurements of a session in the terminal and as a file.
 
-pytest loads this in every project of an environment: it imports nothing but pytest until a test asks for more.
+pytest loads this in every project of an environment, so it imports nothing but pytest until a test needs more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options, in a group of their own."""
+    """Add the options, in a group of their own."""
     group = parser.getgroup("attnbench", "attnbench: verify, time and compare attention")
     group.addoption("--attnbench-json", metavar="PATH", help="Write all records and comparisons of this session.")
     group.addoption(
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and refuse at once what cannot be read or written."""
+    """Register the marker, and refuse files that cannot be read or written."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}({', '.join(OPTIONS)}): uses the fixture of that name (every such test is marked by itself); "
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the file; in a worker of pytest-xdist, hand everything to the main process instead."""
+    """Write the file; in a worker of pytest-xdist, pass the records to the main process instead."""
     collected = session.config.stash[COLLECTED]
     output = getattr(session.config, "workeroutput", None)
     path = session.config.getoption("attnbench_json")
@@ -88,7 +88,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take in what a worker of pytest-xdist collected."""
+    """Add what a worker of pytest-xdist collected."""
     packed = getattr(node, "workeroutput", {}).get(MARKER)
     if packed is not None:
         import msgspec
@@ -99,7 +99,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What was measured, and how that stands to the earlier file."""
+    """Print what was measured, and how that compares with the earlier file."""
     collected = config.stash[COLLECTED]
     if not collected.tests:
         return

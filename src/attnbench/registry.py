@@ -81,14 +81,14 @@ def get(name: str) -> Implementation:
     except Exception as error:
         raise UsageError(f'implementation "{name}" ({point.value}) could not be loaded: {error}') from error
     if not isinstance(implementation, Implementation) or implementation.name != name:
-        raise UsageError(f'entry point "{name}" ({point.value}) is no Implementation of that name.')
+        raise UsageError(f'entry point "{name}" ({point.value}) is not an Implementation of that name.')
     return implementation
 
 
 def asked(text: str) -> tuple[str, dict[str, int | float | str | bool]]:
     """Return the name and the checked settings of a text such as `torch.ring[world=4,layout=striped]`."""
     if not isinstance(text, str):
-        raise UsageError(f'an implementation is asked for by its name, such as "torch.sdpa", not by {text!r}.')
+        raise UsageError(f'the name of an implementation is text such as "torch.sdpa", not {text!r}.')
     name, bracket, rest = text.partition("[")
     tunables = get(name).tunables
     if not bracket:

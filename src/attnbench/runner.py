@@ -1,4 +1,4 @@
-"""The Python face: `ab.verify`, `ab.measure`, `ab.BenchmarkRunner`, `ab.compare_implementations`."""
+"""Python functions of the lab: `ab.verify`, `ab.measure`, `ab.BenchmarkRunner`, `ab.compare_implementations`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ WORDS = {
     "num_kv_heads": "kv_heads",
     "pass": "pass_",
 }
-"""The founding document's words -> ours."""
+"""Common names of settings -> fields of a workload."""
 
 
 class Results(list[Record]):
-    """Records in order; `results["torch.sdpa"]` finds one by the name of its implementation."""
+    """Records in order; `results["torch.sdpa"]` finds the one of that implementation."""
 
     @overload
     def __getitem__(self, key: SupportsIndex) -> Record: ...
@@ -83,7 +83,7 @@ def measure(
     device: str | None = None,
     budget_s: float = 1.0,
 ) -> Record:
-    """Check, then time. A record that is not ok has no time."""
+    """Check an implementation, then time it; a record that is not ok has no time."""
     request = Request(
         workloads=(workload,),
         implementations=(implementation_or_callable,),
@@ -133,19 +133,20 @@ class BenchmarkRunner:
         self.optimizations: list[Subject] = []
 
     def register_baseline(self, implementation: Subject) -> None:
-        """Add something to compare with: a name, a function of (q, k, v), or an Implementation."""
+        """Add an implementation to compare with: a name, a function of (q, k, v), or an Implementation."""
         self.baselines.append(_known(implementation))
 
     def register_optimization(self, implementation: Subject) -> None:
-        """Add something to judge."""
+        """Add an implementation to judge."""
         self.optimizations.append(_known(implementation))
 
     def run_benchmark(
         self, name: str, benchmark_type: BenchmarkType, config: Mapping[str, Any], trials: int | None = None
     ) -> Results:
-        """Records of every registered implementation; for "scaling" at the config's length, its double and quadruple.
+        """Return records of every registered implementation.
 
-        "memory" and "accuracy" verify and weigh without timing; "accuracy" runs the full set of checks.
+        "scaling" runs at the config's length, its double and its quadruple. "memory" and "accuracy" check and measure
+        memory without timing; "accuracy" runs the full set of checks.
         """
         if benchmark_type not in PASS_OF:
             raise UnknownName("benchmark type", str(benchmark_type), PASS_OF, "help(attnbench.BenchmarkRunner)")
@@ -169,7 +170,10 @@ class BenchmarkRunner:
 
 
 def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Workload:
-    """A Workload from our words or the founding document's (batch_size, sequence_length, d_model, num_heads)."""
+    """Return the workload of a config, in fields of Workload or in common words.
+
+    The words are batch_size, sequence_length, d_model, num_heads and others of `WORDS`.
+    """
     fields: dict[str, Any] = {}
     for word, value in config.items():
         if word in ("d_model", "causal", "is_causal"):
@@ -192,7 +196,7 @@ def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Work
 
 
 def _heads_of(d_model: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """heads and head_dim from a model width; a head_dim that is also given must agree."""
+    """Return heads and head_dim for a model width; a head_dim that is also given must agree."""
     heads = fields.get("heads", DEFAULTS["heads"])
     if any(isinstance(n, bool) or not isinstance(n, SupportsIndex) for n in (d_model, heads)):
         raise InvalidWorkload(f"d_model and heads must be whole numbers, not {d_model!r} and {heads!r}.")
@@ -221,7 +225,7 @@ def _known(implementation: Subject) -> Subject:
 
 
 def _device_name(device: Any) -> str | None:
-    """ "cuda" from None, "cuda", "cuda:0" or a torch.device."""
+    """Return the kind of device, such as "cuda" for "cuda:0" or a torch.device; None stays None."""
     return None if device is None else str(device).partition(":")[0]
 
 
@@ -258,7 +262,10 @@ def _check(request: Request) -> None:
 
 
 def _standing_pool(request: Request) -> Pool | None:
-    """Workers kept warm between calls, for installed implementations only: a user's function gets its own process."""
+    """Return workers kept warm between calls, for installed implementations only.
+
+    A user's function gets its own process.
+    """
     installed = all(isinstance(what, str) and ":" not in what for what in request.implementations)
     if not installed or any(registry.origin(str(what)) == registry.HERE for what in request.implementations):
         return None

@@ -72,7 +72,7 @@ def test_a_bad_that_is_not_slower_ends_it(bench: Bench, capsys: pytest.CaptureFi
     assert len(bench.asked) == 1
 
 
-@pytest.mark.parametrize("verdict,code,words", [("inconclusive", 4, "cannot be told"), (None, 3, "crashed")])
+@pytest.mark.parametrize("verdict,code,words", [("inconclusive", 4, "Inconclusive whether"), (None, 3, "crashed")])
 def test_a_start_that_cannot_be_judged(
     bench: Bench, capsys: pytest.CaptureFixture[str], verdict: str | None, code: int, words: str
 ):

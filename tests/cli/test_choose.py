@@ -198,7 +198,7 @@ def test_a_foreign_policy_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFi
         (["one", "--only", "torch.spda"], 'no implementation in these runs called "torch.spda". Near: torch.sdpa'),
         (["one", "--forbid", "triton"], 'called "triton"'),
         (["one", "-o", "runs"], "cannot write runs"),
-        (["policy.txt"], "this is no attnbench run file"),
+        (["policy.txt"], "not an attnbench run file"),
         (["one", "--judge", "policy.txt"], "this is not a policy file"),
         (["one", "--judge", "policy.txt", "-o", "x.json"], "cannot be combined with -o"),
     ],

@@ -139,7 +139,7 @@ def test_a_newer_schema_asks_for_an_upgrade(tmp_path: Path):
 def test_other_files_are_no_baselines(tmp_path: Path, text: str):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(BrokenFile, match="no baseline"):
+    with pytest.raises(BrokenFile, match="not a baseline"):
         read_baseline(path)
 
 

@@ -146,7 +146,7 @@ def test_an_interrupted_gate_tells_what_it_had(repository, monkeypatch):
     assert [case.workload for case in report.cases] == [SMALL]
     assert report.controls == ()
     assert any("after 1 of 2 cases" in warning for warning in report.warnings)
-    assert "Interrupted, so this is no verdict" in verdict(report)
+    assert "Interrupted, so this is not a verdict" in verdict(report)
     assert repository.worktrees() == 1
     with pytest.raises(KeyboardInterrupt):
         gate_refs(order, Quiet())

@@ -65,7 +65,7 @@ def test_what_was_not_timed_has_a_reason_and_no_figures():
 
 @pytest.mark.parametrize(
     ("verdict", "claim"),
-    [("same", "torch.sdpa is as fast as torch.eager ("), ("inconclusive", "whether torch.sdpa is slower than")],
+    [("same", "torch.sdpa is as fast as torch.eager ("), ("inconclusive", "inconclusive whether torch.sdpa is slower")],
 )
 def test_other_verdicts(verdict: str, claim: str):
     assert sentence(comparison(verdict)).startswith(claim)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from git_repository import Repository
 
-from attnbench.comparing.refs import BuildFailed, checkout, commits_between, is_repository, merge_base
+from attnbench.comparing.refs import BuildFailed, checkout
 from attnbench.errors import UnknownName, UsageError
-from attnbench.run.git import commit_order, is_dirty
+from attnbench.run.git import commit_order, commits_between, is_dirty, is_repository, merge_base
 
 
 @pytest.fixture

@@ -1,3 +1,5 @@
+"""None"""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -9,8 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 from launch_factory import METRICS, Noise, bimodal, bursty, by_metric, flat, launch, quiet, sequence, swapped
+from scipy import stats
 
-from attnbench.comparing.statistics import DRAWS, SEED, decide, estimate, median_draws, published
+from attnbench.comparing.statistics import DRAWS, SEED, decide, estimate, median_draws, published, trimmed_mean
 from attnbench.comparison import FLOOR, LOOKS, Block, Estimate, Launch
 from attnbench.errors import UsageError
 
@@ -244,7 +247,7 @@ def test_a_small_slowdown_is_not_called_the_same_before_the_last_look():
 
 def test_metrics_that_contradict_each_other_are_noted():
     decision = decide(by_metric(wall=0.9, cpu=1.05), METRICS)
-    assert decision.verdict == "inconclusive", "more threads, or someone who takes the processor in one arm's turns"
+    assert decision.verdict == "inconclusive", "more threads, or someone who takes the processor in one side's turns"
     assert decide(by_metric(wall=1.05, cpu=0.9), METRICS).verdict == "inconclusive"
     assert decide(by_metric(wall=0.9, cpu=1.05)[:6], METRICS).verdict is None, "more launches may settle it"
     assert decision.notes == ("the metrics contradict each other: faster by wall time, slower by cpu time",)
@@ -298,3 +301,56 @@ def test_the_smallest_slowdown_is_the_floor_and_four_standard_errors():
     medians_sd = (0.0075**2 + (1.2 * 0.07) ** 2 / 5) ** 0.5
     expected = log1p(FLOOR) + 4 * medians_sd / 24**0.5
     assert np.median(np.log1p(found)) == pytest.approx(expected, rel=0.15)
+
+
+ALPHA = 0.01
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 7])
+def test_few_values_give_plain_students_t(count: int):
+    values = np.random.default_rng(count).normal(0.02, 0.01, count)
+    found, plain = trimmed_mean(values), stats.ttest_1samp(values, 0.0, alternative="greater")
+    assert found.value == pytest.approx(values.mean())
+    assert found.p_above(found.value) == pytest.approx(plain[1])
+    assert found.value - found.half_width(ALPHA) == pytest.approx(plain.confidence_interval(1 - ALPHA).low)
+
+
+@pytest.mark.parametrize("count, cut", [(8, 1), (10, 1), (16, 2), (24, 3)])
+def test_an_eighth_is_left_out_at_either_end_and_winsorised_in_the_error(count: int, cut: int):
+    values = np.random.default_rng(count).standard_t(3, count)
+    found, kept = trimmed_mean(values), count - 2 * cut
+    winsorised = np.asarray(stats.mstats.winsorize(values, limits=(cut / count, cut / count)))
+    squares = ((winsorised - winsorised.mean()) ** 2).sum()
+    assert found.value == pytest.approx(stats.trim_mean(values, cut / count))
+    assert found.se == pytest.approx((squares / (kept * (kept - 1))) ** 0.5)
+    assert found.freedom == kept - 1
+
+
+@pytest.mark.parametrize("count", [10, 16, 24])
+def test_both_tails_keep_their_level(count: int):
+    rng = np.random.default_rng(count)
+    trials, alpha = 4000, 0.02
+    for draw in (rng.standard_normal, lambda size: rng.standard_t(3, size)):
+        made = [trimmed_mean(draw(count)) for _ in range(trials)]
+        for sign in (1, -1):
+            assert sum(one.p_above(sign * one.value) <= alpha for one in made) <= 1.35 * alpha * trials
+
+
+@pytest.mark.parametrize("count", [6, 10, 16, 24])
+def test_negated_values_negate_the_mean_to_the_last_bit(count: int):
+    for seed in range(50):
+        values = np.random.default_rng(seed).normal(0.01, 0.3, count)
+        one, other = trimmed_mean(values), trimmed_mean(-values)
+        assert (other.value, other.se) == (-one.value, one.se)
+
+
+def test_one_value_knows_nothing_of_its_spread():
+    lone = trimmed_mean(np.array([0.3]))
+    assert (lone.value, lone.se) == (0.3, None)
+    assert lone.half_width(ALPHA) == float("inf")
+    assert lone.p_above(1.0) == 1
+
+
+def test_equal_values_leave_no_doubt():
+    none = trimmed_mean(np.zeros(16))
+    assert (none.value, none.se, none.p_above(0.0), none.p_above(0.01)) == (0, 0, 1, 0)

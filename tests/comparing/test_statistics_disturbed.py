@@ -12,15 +12,15 @@ from launch_factory import METRICS, flat, launch, poisoned, sequence, swapped
 from attnbench.comparing.statistics import Decision, after_fresh_launches, decide, estimate, is_overwhelming
 from attnbench.comparison import LOOKS, Launch
 
-HITS = [(arm, factor) for arm in "ab" for factor in (2.0, 3.0)]
+HITS = [(side, factor) for side in "ab" for factor in (2.0, 3.0)]
 
 
-def with_one_poisoned(seed: int, arm: str, factor: float, effect: float = 0.0) -> list[Launch]:
+def with_one_poisoned(seed: int, side: str, factor: float, effect: float = 0.0) -> list[Launch]:
     """Twenty-four launches; the one that is hit is among the first six, where it weighs most."""
     rng = np.random.default_rng(seed)
     made = [launch(rng, effect=effect, pairs=6) for _ in range(24)]
     place = int(rng.integers(LOOKS[0]))
-    made[place] = poisoned(made[place], arm, factor)
+    made[place] = poisoned(made[place], side, factor)
     return made
 
 
@@ -29,23 +29,23 @@ def verdict_of(made: list[Launch]) -> str | None:
 
 
 @pytest.mark.parametrize("effect, verdict", [(0.05, "slower"), (0.10, "slower"), (-0.15, "faster")])
-@pytest.mark.parametrize("arm, factor", HITS)
-def test_a_difference_is_found_through_one_poisoned_launch(arm: str, factor: float, effect: float, verdict: str):
-    seen = Counter(verdict_of(with_one_poisoned(seed, arm, factor, effect)) for seed in range(10))
+@pytest.mark.parametrize("side, factor", HITS)
+def test_a_difference_is_found_through_one_poisoned_launch(side: str, factor: float, effect: float, verdict: str):
+    seen = Counter(verdict_of(with_one_poisoned(seed, side, factor, effect)) for seed in range(10))
     assert seen[verdict] >= 9
     assert set(seen) <= {verdict, "inconclusive"}
 
 
-@pytest.mark.parametrize("arm, factor", HITS)
-def test_identical_code_with_one_poisoned_launch_never_alarms(arm: str, factor: float):
-    seen = Counter(verdict_of(with_one_poisoned(seed, arm, factor)) for seed in range(100, 115))
+@pytest.mark.parametrize("side, factor", HITS)
+def test_identical_code_with_one_poisoned_launch_never_alarms(side: str, factor: float):
+    seen = Counter(verdict_of(with_one_poisoned(seed, side, factor)) for seed in range(100, 115))
     assert set(seen) <= {"same", "inconclusive"}
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_six_launches_with_a_poisoned_one_decide_nothing(seed: int):
-    for arm, factor in (("a", 1.4), ("b", 1.4), *HITS):
-        assert decide(with_one_poisoned(seed, arm, factor)[:6], METRICS).verdict is None
+    for side, factor in (("a", 1.4), ("b", 1.4), *HITS):
+        assert decide(with_one_poisoned(seed, side, factor)[:6], METRICS).verdict is None
 
 
 @pytest.mark.parametrize("off", [0.3, -0.1, -0.3])
@@ -66,12 +66,12 @@ def test_two_of_sixteen_and_three_of_twenty_four_may_be_poisoned():
     assert decide(flat(*[0.0] * 16, *[0.3] * 8), METRICS).verdict == "inconclusive"
 
 
-@pytest.mark.parametrize("arm, factor", HITS)
-def test_p_values_see_through_one_poisoned_launch(arm: str, factor: float):
+@pytest.mark.parametrize("side, factor", HITS)
+def test_p_values_see_through_one_poisoned_launch(side: str, factor: float):
     """What the gate's second stage makes of 16 fresh launches."""
-    assert estimate(with_one_poisoned(1, arm, factor, 0.05)[:16], "wall", 0.01).p_slower < 1e-4
-    assert estimate(with_one_poisoned(1, arm, factor, -0.05)[:16], "wall", 0.01).p_faster < 1e-4
-    innocent = estimate(with_one_poisoned(1, arm, factor)[:16], "wall", 0.01)
+    assert estimate(with_one_poisoned(1, side, factor, 0.05)[:16], "wall", 0.01).p_slower < 1e-4
+    assert estimate(with_one_poisoned(1, side, factor, -0.05)[:16], "wall", 0.01).p_faster < 1e-4
+    innocent = estimate(with_one_poisoned(1, side, factor)[:16], "wall", 0.01)
     assert min(innocent.p_slower, innocent.p_faster) > 0.1
 
 

@@ -94,7 +94,7 @@ def test_refusals():
     assert "jax.xla as the backward pass: has no backward pass that can be called alone" in told
     told = PAIR.configured({"forward": "jax.cudnn", "backward": "jax.einsum"}).supports(w, CPU)
     assert "jax.cudnn as the forward pass: needs cuda, this is cpu" in told
-    assert "is no jax implementation" in PAIR.configured({"forward": "torch.eager"}).supports(w, CPU)
+    assert "is not a jax implementation" in PAIR.configured({"forward": "torch.eager"}).supports(w, CPU)
     assert list(PAIR.configs_here(w, CPU)) == [XLA_EINSUM]
     inputs = [jax.numpy.asarray(x, "bfloat16") for x in draw(w)[:3]]
     with pytest.raises(Unsupported, match=r"jax\.xla as the forward pass: returns no LSE"):

@@ -124,7 +124,7 @@ def test_any_view_is_a_gradient_and_there_is_no_second_one():
 @pytest.mark.parametrize("case", ONE_LIBRARY)
 def test_what_one_library_alone_can_do(case):
     w = workload(case, pass_="train")
-    assert PAIR.supports(w, CPU) == "takes two libraries, and only torch.eager can run this here"
+    assert PAIR.supports(w, CPU) == "needs two libraries, and only torch.eager can run this here"
     assert "torch.sdpa-flash as the forward pass" in PAIR.configured(FLASH_EAGER).supports(w, CPU)
     assert "torch.sdpa-flash as the backward pass" in PAIR.configured(EAGER_FLASH).supports(w, CPU)
     with pytest.raises(Unsupported, match=r"only torch\.eager can run this here"):
@@ -135,7 +135,7 @@ REFUSED = {
     "torch.eager/torch.eager": "ask for torch.eager itself",
     "torch.sdpa-flash/torch.hf-sdpa": "no backward pass that can be called alone",
     "torch.hf-sdpa/torch.eager": "torch.hf-sdpa as the forward pass: returns no LSE",
-    "jax.einsum/torch.eager": "is no torch implementation",
+    "jax.einsum/torch.eager": "is not a torch implementation",
     "torch.sdpa-flash/torch.pair": "is a pair itself",
     "torch.fa3/torch.eager": "torch.fa3 as the forward pass: needs cuda, this is cpu",
     "torch.eager/torch.block-sparse": "torch.block-sparse as the backward pass: takes a mask with one blocks part",

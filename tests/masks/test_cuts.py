@@ -77,7 +77,7 @@ def test_lengths_that_end_behind_a_piece_are_no_part_of_it():
     [
         (masks.window(3), "at most 8 blocks"),
         (masks.block_causal(np.repeat(np.arange(12), 2)), "at most 8 blocks"),
-        (masks.block_causal([[0] * 12 + [1] * 12, [0] * 14 + [1] * 10]), "batch rows are alike"),
+        (masks.block_causal([[0] * 12 + [1] * 12, [0] * 14 + [1] * 10]), "batch rows with the same mask"),
         (masks.block_causal(np.array([1, 0] * 12)), "one run of keys"),
         (masks.valid(np.arange(24) % 5 > 0), "one run of keys"),
         (masks.dense(np.zeros((24, 24), np.float32)), "one run of keys"),

@@ -17,9 +17,8 @@ pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
+from attnbench.report.html.encodings import DARK, LIGHT
 from attnbench.report.html.page import Page, render
-from attnbench.report.html.palette import DARK, LIGHT
-from attnbench.report.html.picks import featured
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_CHROMIUM)
 CUDNN = ("cudnn_fprop",)
@@ -69,6 +68,12 @@ def test_hiding_the_plainest_leaves_the_kernel_its_other_name(opened: Opened):
     opened.page.locator(".labels summary").click()
 
 
+def named(page: Page) -> list[str]:
+    """Return the names that the chart of times draws firmly."""
+    (view,) = [view for view in page.parts[0].views if view.name == "length"]
+    return view.charts[0].choices[0].named
+
+
 def firm(opened: Opened) -> int:
     return opened.page.evaluate(
         "[...document.querySelectorAll('[data-chart=time] svg .mark-symbol path')]"
@@ -77,7 +82,7 @@ def firm(opened: Opened) -> int:
 
 
 def test_few_lines_are_firm_until_a_name_is_pointed_at(opened: Opened, page: Page):
-    names = featured(page.parts[0].cells.rows)
+    names = named(page)
     quiet = opened.page.locator("[data-view=length] .legend .minor").all_inner_texts()
     assert set(quiet) == set(SPEEDS) - set(names)
     assert firm(opened) == len(names) * len(LENGTHS)
@@ -102,7 +107,7 @@ def colours_of(pdf: bytes) -> set[str]:
 def test_paper_is_light_whatever_the_screen_is(browser: Any, report: Path, page: Page, scheme: str):
     opened = Opened(browser, report, color_scheme=scheme)
     drawn = colours_of(opened.page.pdf())
-    assert len(drawn & set(LIGHT)) >= len(featured(page.parts[0].cells.rows))
+    assert len(drawn & set(LIGHT)) >= len(named(page))
     assert drawn.isdisjoint(DARK)
     opened.page.wait_for_selector(f"[data-chart=time][data-theme={scheme}]")
     assert opened.complaints == []

@@ -6,7 +6,7 @@ import msgspec
 from record_factory import CPU
 from rich.console import Console
 
-from attnbench.report.doctor import print_diagnosis, remark, verdict
+from attnbench.report.environment import diagnosis_verdict, print_diagnosis, remark
 from attnbench.run.environment import Diagnosis, ImplementationState
 from attnbench.spec import Library
 
@@ -57,4 +57,4 @@ def test_remarks_gather_what_to_know():
 
 
 def test_verdict_without_any():
-    assert "pip install" in verdict([state("torch.eager", "torch is not installed")])
+    assert "pip install" in diagnosis_verdict([state("torch.eager", "torch is not installed")])

@@ -13,19 +13,18 @@ from page_factory import source
 from record_factory import noisy, ok, timing, unsupported, workload
 from rich.console import Console
 
-from attnbench.analyse.recommend import recommend
-from attnbench.analyse.summary import closing, count_notes
 from attnbench.choosing.candidates import Source
 from attnbench.choosing.choose import choose
 from attnbench.choosing.text import closing as closing_of_choice
 from attnbench.choosing.text import document as document_of_choice
 from attnbench.cli.session import document
 from attnbench.measuring.rates import BOUND, host_limit, notes_of
-from attnbench.report.detail import print_cell
-from attnbench.report.tables import print_rankings
+from attnbench.report.terminal import print_cell, print_rankings
 from attnbench.results.exports.table import Source as Export
 from attnbench.results.exports.table import rows
+from attnbench.results.recommend import recommend
 from attnbench.results.run_file import new_header, read_run
+from attnbench.results.sentences import closing, count_notes
 from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_bundle")
 def rows_of(sources: list[Source], make=point_rows, between=None) -> list[dict]:
     (section,) = gather(sources)
     trends = of_section(find_history(sources, {}, between), section)
-    return make(trends, make_cells(section).families)
+    return make(trends, make_cells(section).names)
 
 
 def view_of(sources: list[Source]) -> View:

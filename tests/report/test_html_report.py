@@ -12,9 +12,9 @@ import pytest
 from page_factory import BREAKER, HOSTILE, JAX, page_of, section_of, source, timed, two_frameworks
 from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
 
-from attnbench.analyse.speedup import category
 from attnbench.errors import AttnBenchError
-from attnbench.results.ratios import Ratio, condensed, paired_ratio
+from attnbench.results.ratios import condensed, paired_ratio
+from attnbench.results.sentences import category, format_ratio, speedups
 from attnbench.spec import Cost, Errors, Incorrect, Memory
 
 pytest.importorskip("altair")
@@ -23,18 +23,16 @@ pytest.importorskip("vl_convert")
 
 from attnbench import masks
 from attnbench.report.html import derived, images
-from attnbench.report.html.answers import group_advice
-from attnbench.report.html.cells import choose_baselines, make_cells
-from attnbench.report.html.families import find_families
-from attnbench.report.html.growth import growth_rows
+from attnbench.report.html.cells import choose_baselines, make_cells, share_of_allowed
+from attnbench.report.html.derived import growth_rows
+from attnbench.report.html.encodings import SYMBOLS, order_labels, ranges
 from attnbench.report.html.images import write_images
+from attnbench.report.html.layout import family_choices, set_beside
 from attnbench.report.html.markdown import summarise
 from attnbench.report.html.packing import pack, script_json, unpack
 from attnbench.report.html.page import _capital, compose, render
-from attnbench.report.html.palette import SYMBOLS, order_labels, ranges
-from attnbench.report.html.picks import family_choices, set_beside
-from attnbench.report.html.sections import gather
-from attnbench.report.html.verdicts import add_verdicts, share_of_allowed
+from attnbench.report.html.sections import gather, name_shapes
+from attnbench.report.summaries import group_advice
 
 pytestmark = pytest.mark.usefixtures("no_bundle")
 
@@ -190,7 +188,7 @@ class TestLengths:
             timed("torch.eager", 1e3 * n**2, n, memory=Memory(peak_bytes=5 * n**2, theory_bytes=n**2))
             for n in (128, 256, 512)
         ]
-        (row,) = growth_rows(records, find_families(record.workload for record in records))
+        (row,) = growth_rows(records, name_shapes(record.workload for record in records))
         assert row["time"] == pytest.approx(2, abs=0.1)
         assert row["memory"] == pytest.approx(2, abs=0.01)
         assert row["memory_is"] == "O(n^2)"
@@ -205,7 +203,7 @@ class TestLengths:
                   cost=Cost(flops=n * n, bytes=n, bound="compute" if n > 128 else "memory"))
             for n in (128, 256, 2048)
         ]  # fmt: skip
-        (row,) = growth_rows(records, find_families(record.workload for record in records))
+        (row,) = growth_rows(records, name_shapes(record.workload for record in records))
         assert row["bound"] == "compute, from somewhere between 128 and 256 tokens"
         assert row["fits"] == pytest.approx((10**9 / 5) ** 0.5, rel=0.05)
 
@@ -318,10 +316,13 @@ class TestDerived:
         assert row["gain"] == pytest.approx(2, rel=0.05)
 
     def test_what_is_shown_of_a_speedup_is_what_decides(self):
-        for cell in make_cells(section_of(*two_frameworks())).rows:
-            if cell.get("gain0_is", "baseline") != "baseline":
-                shown = Ratio(*(cell[f"gain0{edge}"] for edge in ("", "_low", "_high")))
-                assert category(shown) == cell["gain0_is"]
+        cells = make_cells(section_of(*two_frameworks()))
+        rows = {(cell["label"], cell["workload"]): cell for cell in cells.rows}
+        found = [one for standing in cells.standings.overall.values() for one in speedups(standing, cells.baselines[0])]
+        assert found
+        for one in found:
+            cell = rows[one.implementation, one.workload]
+            assert (cell["gain0_text"], cell["gain0_is"]) == (format_ratio(one.ratio), category(one.ratio))
 
     def test_one_sample_cannot_tell_who_is_faster(self):
         here = {"torch.sdpa": CPU, "jax.xla": JAX}
@@ -345,7 +346,6 @@ class TestDerived:
                         errors=Errors(forward=1e9, forward_allowed=1.0))  # fmt: skip
         silent = Incorrect(implementation="b", workload=workload(128), reason="silent", environment=CPU)
         cells = make_cells(section_of(far, silent, timed("torch.a", 1e6)))
-        add_verdicts(cells)
         rows = {row["label"]: row for row in cells.rows}
         assert (rows["a"]["verdict"], rows["a"]["drawn_share"], rows["a"]["why"]) == ("wrong", 1000, "far")
         assert rows["b"]["verdict"] == "wrong"
@@ -354,7 +354,7 @@ class TestDerived:
 
     def test_one_line_per_reason(self):
         records = two_frameworks()
-        rows = derived.not_run(records, find_families(record.workload for record in records))
+        rows = derived.not_run(records, name_shapes(record.workload for record in records))
         assert [(row["status"], row["cells"], row["labels"]) for row in rows] == [
             ("unsupported", 2, "torch.fa3, torch.fa4"),
             ("incorrect", 1, "mine"),

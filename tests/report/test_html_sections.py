@@ -9,10 +9,9 @@ from page_factory import JAX, section_of, source, timed, two_frameworks
 from record_factory import CPU, unsupported, workload
 
 from attnbench import masks
-from attnbench.report.html.environment import environment_facts
-from attnbench.report.html.families import find_families
-from attnbench.report.html.map import lay_out
-from attnbench.report.html.sections import gather
+from attnbench.report.environment import section_facts
+from attnbench.report.html.cells import lay_out
+from attnbench.report.html.sections import gather, name_shapes
 
 
 class TestSections:
@@ -41,7 +40,8 @@ class TestSections:
         first = msgspec.structs.replace(CPU, commit="0000000")
         later = msgspec.structs.replace(CPU, commit="abc1234", variables={"OMP_NUM_THREADS": "1"})
         records = [timed("torch.sdpa", 1e6, environment=first), timed("torch.eager", 2e6, environment=later)]
-        facts = dict(environment_facts(section_of(*records)))
+        section = section_of(*records)
+        facts = dict(section_facts(section.environments, section.records))
         assert facts["variables"] == ["OMP_NUM_THREADS=1"]
         assert facts["attnbench"] == ["0000000 | abc1234"]
         assert facts["fingerprint"] == [CPU.fingerprint]
@@ -86,33 +86,33 @@ class TestSections:
 class TestShapes:
     def test_only_what_varies_is_said(self):
         shapes = [workload(128), workload(256, pass_="train")]
-        families = find_families(shapes)
+        families = name_shapes(shapes)
         assert families.constant == "4 heads of 32 · causal · float32"
         assert families.shape(shapes[1]) == "1 x 256 · train"
         assert families.family(shapes[0]) == "forward"
 
     def test_masks_of_arrays_go_by_their_kind_unless_two_would_read_alike(self):
         ids = [masks.block_causal([[0] * 64 + [n] * 64]) for n in (1, 2)]
-        short = find_families([workload(128, mask=ids[0]), workload(128)])
+        short = name_shapes([workload(128, mask=ids[0]), workload(128)])
         assert short.shape(workload(128, mask=ids[0])) == "1 x 128 · block_causal"
-        both = find_families([workload(128, mask=mask) for mask in ids])
+        both = name_shapes([workload(128, mask=mask) for mask in ids])
         assert len({both.shape(workload(128, mask=mask)) for mask in ids}) == 2
 
     def test_a_models_shape_goes_by_its_name_unless_two_would_read_alike(self):
         model = {"source": "somewhere", "tags": ("pi0", "train")}
         shapes = [workload(128, **model), workload(256)]
-        assert find_families(shapes).shape(shapes[0]) == "1 x 128 · pi0 train"
+        assert name_shapes(shapes).shape(shapes[0]) == "1 x 128 · pi0 train"
         alike = [workload(128, **model), workload(128, heads=8, **model)]
-        assert find_families(alike).shape(alike[1]) == "1 x 128 · 8 heads of 32"
+        assert name_shapes(alike).shape(alike[1]) == "1 x 128 · 8 heads of 32"
 
     def test_words_agree_with_their_number(self):
         shapes = [workload(1, kv_len=64, heads=1), workload(2, kv_len=64)]
-        families = find_families(shapes)
+        families = name_shapes(shapes)
         assert families.family(shapes[0]) == "1 query · 1 head of 32"
         assert families.shape(shapes[1]) == "1 x 2 x 64 · 4 heads of 32"
 
     def test_one_family_has_a_name(self):
-        assert find_families([workload(128)]).family(workload(128)) == "all shapes"
+        assert name_shapes([workload(128)]).family(workload(128)) == "all shapes"
 
 
 def map_cell(family: str, batch: int, n: int, **more: str) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def test_a_crash_before_verification_is_over_too():
     for record in RECORDS:
         bars.finished(record)
     bars.__exit__(None, None, None)
-    assert len(bars.tally.checked) == 4
-    assert bars.tally.to_measure == 2
+    assert len(bars.count.checked) == 4
+    assert bars.count.to_measure == 2
 
 
 def test_without_a_terminal_one_line_per_workload():
@@ -88,4 +88,4 @@ def test_planning_in_parts_adds_up():
     lines = Lines(where)
     for on in SHAPES:
         lines.planned([Planned(Cell("a", on), None)])
-    assert len(lines.tally.runnable) == 2
+    assert len(lines.count.runnable) == 2

@@ -8,13 +8,12 @@ import pytest
 from length_factory import along, out_of_memory
 from record_factory import incorrect, ok, unsupported, workload
 
-from attnbench.analyse.recommend import recommend
-from attnbench.analyse.summary import closing
 from attnbench.errors import UsageError
-from attnbench.report.summaries import write_summaries
+from attnbench.report.summaries import MOST_LINES, WIDTH, write_summaries
 from attnbench.report.summary_documents import Measured
-from attnbench.report.summary_text import MOST_LINES, WIDTH
+from attnbench.results.recommend import recommend
 from attnbench.results.run_file import read_run
+from attnbench.results.sentences import closing
 from attnbench.results.standings import Standings
 from attnbench.spec import Record
 

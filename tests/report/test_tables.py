@@ -7,9 +7,7 @@ from record_factory import incorrect, noisy, ok, timing, unsupported, workload
 from rich.console import Console
 
 from attnbench.report import units
-from attnbench.report.detail import print_cell
-from attnbench.report.tables import print_rankings
-from attnbench.report.verification import print_verification, verdict
+from attnbench.report.terminal import print_cell, print_rankings, print_verification, verification_verdict
 from attnbench.spec import Cost, Failed, Memory, OutOfMemory, Ranks
 
 
@@ -199,7 +197,7 @@ def test_verification_names_the_broken():
         incorrect("mine", "leaks the future", detail="row 3 differs"),
         OutOfMemory(implementation="torch.sdpa", workload=workload(64), reason="needs 9 GB"),
     ]
-    assert verdict(records) == "1 of 3 implementations is broken: mine."
+    assert verification_verdict(records) == "1 of 3 implementations is broken: mine."
     short, long = text_of(print_verification, records), text_of(print_verification, records, explain=True)
     assert "leaks the future" in short
     assert "row 3 differs" not in short
@@ -213,14 +211,17 @@ def test_verification_tells_configurations_apart():
     records = [ok("torch.pair", config=config) for config in pairs]
     rows = [line.split()[:2] for line in text_of(print_verification, records).splitlines()]
     assert rows[1:3] == [[right, "1"], [left, "1"]]
-    assert verdict(records) == "All 2 configurations that run here are right on everything they claim (2 cells)."
+    assert (
+        verification_verdict(records)
+        == "All 2 configurations that run here are right on everything they claim (2 cells)."
+    )
     records[1] = incorrect("torch.pair", "its dQ is wrong", config=pairs[1])
     text = text_of(print_verification, records)
     assert f"incorrect  {left} · {records[1].workload.id}: its dQ is wrong" in text
-    assert verdict(records) == f"1 of 2 configurations is broken: {left}."
+    assert verification_verdict(records) == f"1 of 2 configurations is broken: {left}."
 
 
 def test_verification_when_all_is_well_or_nothing_ran():
-    assert verdict([ok("a"), ok("b"), unsupported("c", "no")]).startswith("All 2 implementations")
-    assert verdict([ok("a"), unsupported("c", "no")]) == "a is right on everything it claims (1 cell)."
-    assert verdict([unsupported("c", "no")]).startswith("Nothing could be verified")
+    assert verification_verdict([ok("a"), ok("b"), unsupported("c", "no")]).startswith("All 2 implementations")
+    assert verification_verdict([ok("a"), unsupported("c", "no")]) == "a is right on everything it claims (1 cell)."
+    assert verification_verdict([unsupported("c", "no")]).startswith("Nothing could be verified")

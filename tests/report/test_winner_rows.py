@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from page_factory import page_of, timed
 
-from attnbench.report.html.map import winner_rows
-from attnbench.report.html.picks import featured
+from attnbench.report.html.cells import winner_rows
+from attnbench.report.html.layout import featured
+from attnbench.results.standings import Standings
+from attnbench.results.tally import Tally
 from attnbench.spec import Record
 
 CUDNN = ("cudnn_fprop",)
@@ -46,7 +48,7 @@ def test_the_same_names_at_another_speed_are_another_kernel():
 def test_places_decide_and_not_times_that_the_page_has_rounded():
     """The page holds five digits: who is first comes from the standing."""
     cells = [
-        {"label": n, "workload": "w", "place": p, "framework": "jax", "within": 2, "kernel": p, "group": 0, "ns": ns}
+        {"label": n, "workload": "w", "place": p, "framework": "jax", "kernel": p, "group": 0, "ns": ns}
         for p, (n, ns) in NEAR
     ]
     assert winner_rows(cells[::-1])[0]["label"] == "jax.xla"
@@ -61,13 +63,17 @@ def test_one_alone_has_nobody_next():
 def test_plain_ones_and_the_best_are_named():
     names = ["torch.eager", "torch.a", "torch.b", "torch.c", "torch.d", "torch.e", "torch.f", "torch.slow"]
     speeds = dict(zip(names, (9e6, 1e6, 1.1e6, 1.2e6, 1.3e6, 1.4e6, 1.5e6, 8e6)))
-    rows = cells_of(*(timed(name, ns) for name, ns in speeds.items()))
-    assert set(featured(rows)) == {"torch.eager", "torch.a", "torch.b", "torch.c", "torch.d", "torch.e"}
-    assert set(featured(rows, most=20)) == set(names)
+    tally = Tally(Standings([[timed(name, ns) for name, ns in speeds.items()]]).overall)
+    assert set(featured(names, tally)) == {"torch.eager", "torch.a", "torch.b", "torch.c", "torch.d", "torch.e"}
+    assert set(featured(names, tally, most=20)) == set(names)
 
 
 def test_two_names_of_one_kernel_take_one_place():
     speeds = {"torch.eager": 9e6, "torch.sdpa": 1e6, "torch.sdpa-cudnn": 1.001e6, "torch.slow": 5e6}
     kernels = {"torch.sdpa": CUDNN, "torch.sdpa-cudnn": CUDNN}
-    rows = cells_of(*(timed(name, ns, kernels=kernels.get(name)) for name, ns in speeds.items()))
-    assert set(featured(rows, most=3)) == {"torch.eager", "torch.sdpa", "torch.slow"}
+    records = [timed(name, ns, kernels=kernels.get(name)) for name, ns in speeds.items()]
+    assert set(featured(list(speeds), Tally(Standings([records]).overall), most=3)) == {
+        "torch.eager",
+        "torch.sdpa",
+        "torch.slow",
+    }

@@ -5,11 +5,10 @@ import pytest
 from length_factory import GPU, along
 from record_factory import noisy, ok, timing, workload
 
-from attnbench.analyse.recommend import recommend
-from attnbench.analyse.speedup import speedups
-from attnbench.analyse.summary import closing
+from attnbench.results.recommend import recommend
 from attnbench.results.records import clock_of, on_one_clock
 from attnbench.results.run_file import KERNELS_ONLY
+from attnbench.results.sentences import closing, speedups
 from attnbench.results.standings import Standings, rank
 from attnbench.spec import Environment, Ok, Throughput
 
@@ -108,7 +107,8 @@ class TestClocks:
         assert [row.implementation for row in rows] == ["jax.xla", "torch.eager"]
         assert rows[0].speedup is not None
         assert rows[0].speedup.value == pytest.approx(2, rel=0.05)
-        (one,) = speedups([events, kernel], "torch.eager")
+        (standing,) = Standings([[events, kernel]]).overall.values()
+        (one,) = speedups(standing, "torch.eager")
         assert one.ratio.value == pytest.approx(2, rel=0.05)
         assert "2.0" in closing([events, kernel])
 

@@ -22,18 +22,18 @@ from page_factory import JAX, source
 from record_factory import CPU, ok, workload
 from rich.console import Console
 
-from attnbench.analyse.families import FRAMEWORKS
-from attnbench.analyse.summary import answer
 from attnbench.choosing.candidates import Source
 from attnbench.choosing.choose import choose
 from attnbench.cli.session import document
 from attnbench.comparing.gate_markdown import clean
 from attnbench.errors import AttnBenchError
-from attnbench.report.tables import print_rankings
+from attnbench.report.terminal import print_rankings
 from attnbench.results import standings as engine
+from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import RANK_LEVEL, paired_ratio
 from attnbench.results.records import framework_of, label, on_one_clock
 from attnbench.results.run_file import read_run
+from attnbench.results.sentences import answer
 from attnbench.results.standings import Standings, rank
 from attnbench.spec import Ok, Record
 
@@ -41,12 +41,12 @@ pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
-from attnbench.report.html.map import winner_rows
+from attnbench.report.html.cells import winner_rows
 from attnbench.report.html.markdown import summarise
 from attnbench.report.html.packing import pack, unpack
 from attnbench.report.html.page import Page, compose, measured
+from attnbench.report.summaries import summary_text
 from attnbench.report.summary_documents import performance
-from attnbench.report.summary_text import summary_text
 
 RESULTS = Path(__file__).parents[2] / "results"
 FILES = sorted(path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.jsonl"))
@@ -153,7 +153,10 @@ def check_page(page: Page) -> None:
 
 
 def _tied(rows: list[dict[str, Any]], first: dict[str, Any]) -> set[str]:
-    return {r["label"] for r in rows if r["workload"] == first["workload"] and r.get("tie") == first["tie"]}
+    """Labels of the first kernel of a shape and of those that cannot be told from it."""
+    mine = [row for row in rows if row["workload"] == first["workload"] and "place" in row]
+    near = first.get("near") or ()
+    return {row["label"] for row in mine if row["kernel"] == first["kernel"] or row["place"] in near}
 
 
 def check_policy(sources: Sequence[Source], page: Page) -> None:
@@ -173,7 +176,7 @@ def check_policy(sources: Sequence[Source], page: Page) -> None:
             assert candidates <= {row["label"] for row in rows}, "another run decides"
             left = [row for row in rows if row["label"] in candidates]
             if len(left) == len(rows):
-                tied = [row["label"] for row in rows if row["within"] == rows[0]["within"]]
+                tied = _tied(rows, rows[0])
                 assert use.label in tied, (use.measured, use.label, tied)
 
 

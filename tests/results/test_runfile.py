@@ -199,7 +199,7 @@ def test_one_flipped_byte_is_told_with_its_line(written: Written):
     with pytest.raises(BrokenFile, match=r"line 3: not a line of a run file \(not UTF-8"):
         read_run(written.path)
     written.path.write_bytes(written.content.replace(b'"header"', b'"hea\xffer"', 1))
-    with pytest.raises(BrokenFile, match="line 1: this is no attnbench run file"):
+    with pytest.raises(BrokenFile, match="line 1: not an attnbench run file"):
         read_run(written.path)
 
 

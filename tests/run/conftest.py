@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from attnbench import masks
-from attnbench.analyse.summary import closing, rank
 from attnbench.measuring.rates import Ceilings
+from attnbench.results.sentences import closing
+from attnbench.results.standings import rank
 from attnbench.run import pool
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.spec import Cell, Record, Workload

@@ -1,4 +1,4 @@
-"""Two arms in fresh processes, launch by launch: verdicts, faults in the middle, and what is left behind."""
+"""Two sides in fresh processes, launch by launch: verdicts, faults in the middle, and what is left behind."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def diary(monkeypatch, tmp_path):
 
 
 def compared(a, b, **terms):
-    arms = [code_of(named(one), "numpy") for one in (a, b)]
+    sides = [code_of(named(one), "numpy") for one in (a, b)]
     facts = {"workload": SMALL, "launch_s": 0.05, "seed": 3, "budget_s": 60.0} | terms
-    with ForkedSide(arms[0], "cpu", 1) as first, ForkedSide(arms[1], "cpu", 1) as second:
+    with ForkedSide(sides[0], "cpu", 1) as first, ForkedSide(sides[1], "cpu", 1) as second:
         return Experiment(first, second, Terms(**facts), lambda launches, decision: None).run()
 
 
@@ -297,9 +297,9 @@ def test_all_processes_of_the_idle_side_are_stopped_in_the_others_turn(monkeypat
         return block(self, calls)
 
     monkeypatch.setattr(module.SideWorker, "block", watched)
-    arms = [code_of(named(one), "numpy") for one in ("plain", "with_helpers")]
+    sides = [code_of(named(one), "numpy") for one in ("plain", "with_helpers")]
     terms = Terms(workload=SMALL, launch_s=0.0, budget_s=0.01)
-    with ForkedSide(arms[0], "cpu", 1) as first, ForkedSide(arms[1], "cpu", 1) as second:
+    with ForkedSide(sides[0], "cpu", 1) as first, ForkedSide(sides[1], "cpu", 1) as second:
         found = Experiment(first, second, terms, lambda launches, decision: None).run()
         assert found.record_b.status == "ok", found.reason
         assert min(seen) >= 3, "a worker and its two helpers"
@@ -310,8 +310,8 @@ def test_all_processes_of_the_idle_side_are_stopped_in_the_others_turn(monkeypat
 def test_what_a_crashed_worker_leaves_behind_is_gone_before_the_next(monkeypatch, tmp_path):
     monkeypatch.setenv("COMPARED_HELPERS", str(tmp_path / "helpers"))
     (tmp_path / "helpers").mkdir()
-    arms = [code_of(named(one), "numpy") for one in ("plain", "with_helpers_then_gone")]
-    with ForkedSide(arms[0], "cpu", 1) as other, ForkedSide(arms[1], "cpu", 1) as side:
+    sides = [code_of(named(one), "numpy") for one in ("plain", "with_helpers_then_gone")]
+    with ForkedSide(sides[0], "cpu", 1) as other, ForkedSide(sides[1], "cpu", 1) as side:
         found = Experiment(other, side, Terms(workload=SMALL), lambda launches, decision: None).run()
         assert found.died == ("b",)
         assert "crashed with SIGABRT" in found.reason, "though its helpers still hold the socket"
@@ -336,8 +336,8 @@ def test_a_stopped_worker_ends_with_its_parent(tmp_path):
 
 
 def test_a_nursery_that_dies_is_started_again():
-    arms = [code_of(named(one), "numpy") for one in ("plain", "thrice")]
-    with ForkedSide(arms[0], "cpu", 1) as first, ForkedSide(arms[1], "cpu", 1) as second:
+    sides = [code_of(named(one), "numpy") for one in ("plain", "thrice")]
+    with ForkedSide(sides[0], "cpu", 1) as first, ForkedSide(sides[1], "cpu", 1) as second:
         os.kill(second._process.pid, signal.SIGKILL)
         found = Experiment(first, second, Terms(workload=SMALL, budget_s=0.01), lambda launches, decision: None).run()
         assert found.record_b.status == "ok", found.reason
@@ -364,9 +364,9 @@ def test_ctrl_c_while_both_open_does_not_wait_for_them(monkeypatch):
 
 def test_a_difference_is_confirmed_by_processes_that_are_newly_started(monkeypatch):
     monkeypatch.setattr(module, "is_overwhelming", lambda decision: False)
-    arms = [code_of(named(one), "numpy") for one in ("plain", "thrice")]
+    sides = [code_of(named(one), "numpy") for one in ("plain", "thrice")]
     terms = Terms(workload=SMALL, launch_s=0.02, confirm=True, budget_s=300.0)
-    with ForkedSide(arms[0], "cpu", 1) as first, ForkedSide(arms[1], "cpu", 1) as second:
+    with ForkedSide(sides[0], "cpu", 1) as first, ForkedSide(sides[1], "cpu", 1) as second:
         before = {first._process.pid, second._process.pid}
         found = Experiment(first, second, terms, lambda launches, decision: None).run()
         assert not before & {first._process.pid, second._process.pid}

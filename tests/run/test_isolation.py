@@ -13,12 +13,12 @@ import psutil
 import pytest
 from cli_process import alive
 
-from attnbench.analyse.summary import rank
 from attnbench.impls.numpy import FLOAT32
 from attnbench.measuring.anchors import NAMES
 from attnbench.measuring.rates import Ceilings
 from attnbench.measuring.sampling import Dropped
 from attnbench.results.run_file import Run
+from attnbench.results.standings import rank
 from attnbench.run import protocol as p
 from attnbench.run import remote, user_functions
 from attnbench.run.launch import Listener, Request, launch
@@ -368,7 +368,7 @@ def test_one_that_cannot_say_what_it_supports_is_refused(lab, trap):
 
 def test_two_names_for_one_function_are_not_ranked_apart(lab, trap, causal):
     """In one of six runs at least: a busy machine sets two equals apart now and then, a bias always. How often chance
-    alone does is pinned on samples made by hand, in tests/analyse/test_ranking.py."""
+    alone does is pinned on samples made by hand, in tests/results/test_standings.py."""
     workloads = lengths(causal, 24, 32)
     closings = []
     for seed in range(6):

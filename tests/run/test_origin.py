@@ -93,8 +93,8 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(repository: Repository, name: str, ref: str = "HEAD", pythonpath: tuple[str, ...] = ()) -> None:
     with checkout(ref, repository.path, None, pythonpath) as made:
-        arm = code_of_ref(name, made, repository.path)
-        with ForkedSide(arm, "cpu", 1) as a, ForkedSide(arm, "cpu", 1) as b:
+        side = code_of_ref(name, made, repository.path)
+        with ForkedSide(side, "cpu", 1) as a, ForkedSide(side, "cpu", 1) as b:
             terms = Terms(workload=SMALL, budget_s=0.01, launch_s=0.0)
             found = Experiment(a, b, terms, lambda launches, decision: None).run()
             assert found.verdict is not None, found.reason
@@ -142,9 +142,9 @@ def test_a_file_outside_the_repository_is_the_same_in_every_ref(repository: Repo
     outside.write_text(ATTEND)
     with checkout("HEAD", repository.path) as made:
         (made.path.parent / "outside.py").write_text(ATTEND)
-        arm = code_of_ref(f"{file.format(outside=outside, name=outside.name)}:attend", made, repository.path)
+        side = code_of_ref(f"{file.format(outside=outside, name=outside.name)}:attend", made, repository.path)
         with pytest.raises(NotInRef, match="name it relative to the root of the repository"):
-            ForkedSide(arm, "cpu", 1)
+            ForkedSide(side, "cpu", 1)
 
 
 def test_a_virtual_environment_inside_the_repository_is_not_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

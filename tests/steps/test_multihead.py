@@ -11,7 +11,7 @@ from attnbench.run import protocol as p
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Workload
 from attnbench.steps import kind_of
-from attnbench.steps.torch_steps import TorchMultiheadDilated
+from attnbench.steps.multihead import TorchMultiheadDilated
 from attnbench.workloads.cost import demand
 
 torch = pytest.importorskip("torch")

@@ -1,0 +1,1 @@
+"""Public names for scripts that rank records themselves: see `attnbench.analyse.summary`."""

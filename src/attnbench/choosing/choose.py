@@ -13,8 +13,6 @@ from math import inf, log, log2
 
 from msgspec import Struct, structs
 
-from attnbench.analyse.families import length, tracks
-from attnbench.analyse.from_length import Part, boundary
 from attnbench.choosing.candidates import NOT_ASKED_FOR, Ground, Refusal, Source, check_names, survey
 from attnbench.measuring.rates import host_limit
 from attnbench.policy import (
@@ -31,6 +29,8 @@ from attnbench.policy import (
     pooled,
     shape_of,
 )
+from attnbench.results.by_length import Part, boundary
+from attnbench.results.families import length, tracks
 from attnbench.results.ratios import RANK_LEVEL, TIE_LIMIT, Ratio, mean_log_ratio
 from attnbench.results.records import label
 from attnbench.results.standings import Standing

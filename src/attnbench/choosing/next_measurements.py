@@ -12,11 +12,11 @@ from math import log
 
 from msgspec import Struct, structs
 
-from attnbench.analyse.families import Track, length, tracks
 from attnbench.choosing.candidates import Ground
 from attnbench.choosing.choose import Chosen
 from attnbench.errors import InvalidWorkload
 from attnbench.policy import REACH, Place, shape_of
+from attnbench.results.families import Track, length, tracks
 from attnbench.results.ratios import LEAST_STEP
 from attnbench.results.standings import Standing, contenders
 from attnbench.spec import Workload

@@ -9,14 +9,14 @@ from itertools import groupby
 from rich.console import Console
 from rich.markup import escape
 
-from attnbench.analyse.advice import listed, tokens, workloads
-from attnbench.analyse.families import FRAMEWORKS
 from attnbench.choosing.candidates import Ground
 from attnbench.choosing.choose import Chosen, Loss, Unchosen, fixed_losses
 from attnbench.measuring.rates import HOST_LIMITED
 from attnbench.policy import Crossing, Entry, Place, Policy, Regret, pooled
-from attnbench.report.plain import plain_table
+from attnbench.report.terminal import plain_table
 from attnbench.report.units import DASH
+from attnbench.results.advice import listed, tokens, workloads
+from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import TOO_WIDE
 
 SHOWN_PICKS = 4

@@ -46,7 +46,7 @@ def listing(*, words: Words = "", folder: Folder = None, json: Json = False) -> 
     """List every baseline: id, median time, commit, when it was measured."""
     from rich.markup import escape
 
-    from attnbench.report.plain import plain_table
+    from attnbench.report.terminal import plain_table
     from attnbench.report.units import duration
 
     rows = [_row(one) for one in _matching(_chosen(folder), words)]
@@ -70,7 +70,7 @@ def show(
     json: Json = False,
 ) -> int:
     """Show one baseline in full, with its anchors."""
-    from attnbench.report.detail import print_cell
+    from attnbench.report.terminal import print_cell
 
     one = _only(identity, _chosen(folder))
     if json:

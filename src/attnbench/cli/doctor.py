@@ -8,7 +8,7 @@ from attnbench.cli.output import print_json, stderr_console, stdout_console
 
 def doctor(*, json: Json = False) -> int:
     """Show the device, the libraries really loaded, and for every implementation whether it runs here, or why not."""
-    from attnbench.report.doctor import print_diagnosis
+    from attnbench.report.environment import print_diagnosis
     from attnbench.report.progress import Silent
     from attnbench.run import launch as launcher
 

@@ -67,7 +67,7 @@ def _describe(name: str) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]], json: bool) -> None:
-    from attnbench.report.plain import plain_table
+    from attnbench.report.terminal import plain_table
 
     if json:
         print_json(rows)

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnbench.analyse.summary import answer
 from attnbench.cli.order import Prepared, place_words, store_request
 from attnbench.cli.output import note, print_json, say, stderr_console, stdout_console
 from attnbench.cli.selection import spell_workload
 from attnbench.measuring.rates import host_limit
-from attnbench.report.plain import plain_table
 from attnbench.report.progress import Silent, make_listener
-from attnbench.report.tables import print_rankings
+from attnbench.report.terminal import plain_table, print_rankings
 from attnbench.results.records import ANCHOR, baseline, is_timed, label
 from attnbench.results.run_file import Header, RunWriter, check_writable, new_header, read_run
+from attnbench.results.sentences import answer
 from attnbench.results.standings import Standings
 from attnbench.results.unreached import resume_command
 from attnbench.run import launch as launcher

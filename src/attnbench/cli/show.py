@@ -28,11 +28,10 @@ def show(
     json: Json = False,
 ) -> int:
     """Show the tables and the closing sentence of a run; `--detail` adds every cell in full."""
-    from attnbench.analyse.summary import answer
     from attnbench.cli.session import document
-    from attnbench.report.detail import print_cell
-    from attnbench.report.tables import print_rankings
+    from attnbench.report.terminal import print_cell, print_rankings
     from attnbench.results.run_file import read_run
+    from attnbench.results.sentences import answer
     from attnbench.results.standings import Standings
     from attnbench.results.unreached import tell_unreached
 

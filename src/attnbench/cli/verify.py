@@ -63,7 +63,7 @@ def verify(
     """
     from attnbench.config import load_settings
     from attnbench.report.progress import make_listener
-    from attnbench.report.verification import print_verification, summarise, verdict
+    from attnbench.report.terminal import count_statuses, print_verification, verification_verdict
     from attnbench.results.records import ANCHOR
     from attnbench.run import launch as launcher
 
@@ -85,7 +85,7 @@ def verify(
     with make_listener(stderr_console(), quiet or json, measure=False) as listener:
         launcher.launch(request, records.extend, listener)
     if json:
-        print_json({"summary": summarise(records), "records": records, "closing": verdict(records)})
+        print_json({"summary": count_statuses(records), "records": records, "closing": verification_verdict(records)})
     else:
         print_verification(stdout_console(), records, explain)
     statuses = {record.status for record in records if not record.implementation.startswith(ANCHOR)}

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +32,28 @@ SCHEMA = 1
 
 
 class Baseline(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a cell measured on one machine at one commit, to be held against later ones."""
+    """A stored measurement of one cell on one machine at one commit, to compare later ones with."""
 
     schema: int
     created: str
-    """When it was measured."""
+    """Time of the measurement."""
     commit: str = ""
     note: str = ""
     environment: Environment
-    """Of the record, and of the anchors unless they name their own."""
+    """Environment of the record, and of the anchors unless they name their own."""
     record: Ok
     anchors: tuple[Ok, ...]
     source: str = ""
-    """File or module of a function that was given by reference, as it was written; empty if that is not known."""
+    """File or module of a function that was given by reference, as it was written; empty if it is not known."""
 
     @property
     def id(self) -> str:
-        """fingerprint/implementation/workload."""
+        """Fingerprint, implementation and workload, separated by slashes."""
         return f"{self.environment.fingerprint}/{self.record.cell.id}"
 
     @property
     def records(self) -> tuple[Ok, ...]:
-        """The cell and its anchors as a run file would give them, environment and all."""
+        """The cell and its anchors as a run file would hold them, with their environments."""
         return tuple(
             msgspec.structs.replace(one, environment=one.environment or self.environment)
             for one in (self.record, *self.anchors)
@@ -60,11 +61,11 @@ class Baseline(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Saved(Struct, frozen=True):
-    """What `save` or `update` did."""
+    """The result of `save` or `update`."""
 
     written: tuple[Baseline, ...]
     skipped: tuple[tuple[str, str], ...]
-    """(cell, reason) of every record that was not written."""
+    """Pairs (cell, reason), one for every record that was not written."""
 
 
 def save(
@@ -74,116 +75,13 @@ def save(
     note: str = "",
     created: str = "",
     sources: Mapping[str, str] | None = None,
+    replace: bool = False,
 ) -> Saved:
-    """Keep each timed record that has no baseline yet; an empty commit or time is the record's own or now.
+    """Write each timed record that has no baseline yet; an empty commit or time is the record's own or now.
 
-    `sources`: file or module of the functions that were given by reference, by their names.
+    `sources`: file or module of the functions that were given by reference, by their names. With `replace`, baselines
+    that are there are replaced.
     """
-    return _write_all(records, folder, commit, note, created, sources or {}, replace=False)
-
-
-def update(
-    records: Sequence[Record],
-    folder: Path,
-    commit: str = "",
-    note: str = "",
-    created: str = "",
-    sources: Mapping[str, str] | None = None,
-) -> Saved:
-    """The same, in place of the baselines that are there."""
-    return _write_all(records, folder, commit, note, created, sources or {}, replace=True)
-
-
-def find(
-    folder: Path,
-    environment: Environment,
-    implementation: str,
-    workload: Workload,
-    config: Mapping[str, int | float | str | bool] | None = None,
-) -> Baseline | None:
-    """The baseline of a cell on this machine, or None: `why_missing` says what to do then."""
-    path = _existing(folder, environment, Cell(implementation, workload, dict(config or {})))
-    return None if path is None else read_baseline(path)
-
-
-def why_missing(folder: Path, environment: Environment, implementation: str, workload: Workload) -> str:
-    """The sentence for a baseline that is not there, with the commands that make one."""
-    cell = f"{implementation}/{workload.id}"
-    others = [one for one in list_baselines(folder) if one.record.cell.id == cell]
-    make = f"`attnbench run --impl {implementation}` with this shape and `attnbench baseline save latest` make one"
-    if not others:
-        return f"there is no baseline of {cell} in {folder}: {make}."
-    here, there = environment.hard_key, others[-1].environment.hard_key
-    differing = [name for name in here if here[name] != there[name]]
-    if differing == ["harness"]:
-        old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
-        return f"the baseline of {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
-    return f"the baseline of {cell} in {folder} is of another machine ({', '.join(differing)} differ): here {make}."
-
-
-def list_baselines(folder: Path) -> list[Baseline]:
-    """Every baseline of a folder, by id."""
-    return sorted(map(read_baseline, files_in(folder, "*.json")), key=lambda one: one.id)
-
-
-def holds_baselines(folder: Path) -> bool:
-    """Whether a folder was made by `save`, whatever the version; other JSON files in it do not count."""
-    found = [*folder.glob("*/*.json"), *folder.glob("*.json")]
-    return any(path.is_file() and _looks_like_baseline(path) for path in found)
-
-
-def _looks_like_baseline(path: Path) -> bool:
-    try:
-        content = decode_json(read_content(path))
-    except (OSError, UsageError, msgspec.DecodeError):
-        return False
-    return isinstance(content, dict) and {"schema", "environment", "record", "anchors"} <= content.keys()
-
-
-def read_baseline(path: Path) -> Baseline:
-    """Read one file; anything wrong with it is a BrokenFile."""
-    try:
-        content = decode_json(read_content(path))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except msgspec.DecodeError as error:
-        raise BrokenFile(path, None, f"no baseline: {error}.") from error
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise BrokenFile(path, None, f"made by a newer attnbench (schema {schema}, this one reads {SCHEMA}): upgrade.")
-    try:
-        baseline = convert(content, Baseline)
-    except (msgspec.ValidationError, UsageError) as error:
-        raise BrokenFile(path, None, f"no baseline: {error}.") from error
-    problem = next(filter(None, (impossible_times(one, trimmed=True) for one in baseline.records)), "")
-    if problem:
-        raise BrokenFile(path, None, f"{problem}: make it again with `attnbench baseline update RUN`.")
-    return baseline
-
-
-def one_source(a: str, b: str) -> bool:
-    """Whether two spellings may mean one file or module: `kern.py`, `/home/me/kern.py` and `pkg.kern` are one if the
-    longer ends with the shorter. What is not known may be anything."""
-    first, second = sorted((_source_parts(a), _source_parts(b)), key=len)
-    return not first or second[-len(first) :] == first
-
-
-def _source_parts(where: str) -> tuple[str, ...]:
-    """Return the parts of a file's or module's name: `src/pkg/kern.py` and `pkg.kern` end alike."""
-    if not where.endswith(".py"):
-        return tuple(filter(None, where.split(".")))
-    return tuple(part for part in Path(where.removesuffix(".py")).parts if part not in ("/", ".", ".."))
-
-
-def _write_all(
-    records: Sequence[Record],
-    folder: Path,
-    commit: str,
-    note: str,
-    created: str,
-    sources: Mapping[str, str],
-    replace: bool,
-) -> Saved:
     written: list[Baseline] = []
     skipped: list[tuple[str, str]] = []
     for record in records:
@@ -193,7 +91,7 @@ def _write_all(
         if isinstance(made, str):
             skipped.append((record.cell.id, made))
             continue
-        made = msgspec.structs.replace(made, source=sources.get(record.implementation, ""))
+        made = msgspec.structs.replace(made, source=(sources or {}).get(record.implementation, ""))
         known = _existing(folder, made.environment, record.cell)
         path = known or _path(folder, made.environment, record.cell)
         if known is not None and not replace:
@@ -208,8 +106,95 @@ def _write_all(
     return Saved(tuple(written), tuple(skipped))
 
 
+update = partial(save, replace=True)
+"""Write each timed record as `save` does, and replace the baselines that are there."""
+
+
+def find(
+    folder: Path,
+    environment: Environment,
+    implementation: str,
+    workload: Workload,
+    config: Mapping[str, int | float | str | bool] | None = None,
+) -> Baseline | None:
+    """Return the baseline of a cell on this machine, or None; `why_missing` says what to do then."""
+    path = _existing(folder, environment, Cell(implementation, workload, dict(config or {})))
+    return None if path is None else read_baseline(path)
+
+
+def why_missing(folder: Path, environment: Environment, implementation: str, workload: Workload) -> str:
+    """Return a sentence about a missing baseline, with the commands that make one."""
+    cell = f"{implementation}/{workload.id}"
+    others = [one for one in list_baselines(folder) if one.record.cell.id == cell]
+    make = f"`attnbench run --impl {implementation}` with this shape and `attnbench baseline save latest` make one"
+    if not others:
+        return f"there is no baseline of {cell} in {folder}: {make}."
+    here, there = environment.hard_key, others[-1].environment.hard_key
+    differing = [name for name in here if here[name] != there[name]]
+    if differing == ["harness"]:
+        old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
+        return f"the baseline of {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
+    return f"the baseline of {cell} in {folder} is of another machine ({', '.join(differing)} differ): here {make}."
+
+
+def list_baselines(folder: Path) -> list[Baseline]:
+    """Return every baseline of a folder, sorted by id."""
+    return sorted(map(read_baseline, files_in(folder, "*.json")), key=lambda one: one.id)
+
+
+def holds_baselines(folder: Path) -> bool:
+    """Return whether a folder was written by `save`, by any version; other JSON files in it do not count."""
+    found = [*folder.glob("*/*.json"), *folder.glob("*.json")]
+    return any(path.is_file() and _looks_like_baseline(path) for path in found)
+
+
+def _looks_like_baseline(path: Path) -> bool:
+    try:
+        content = decode_json(read_content(path))
+    except (OSError, UsageError, msgspec.DecodeError):
+        return False
+    return isinstance(content, dict) and {"schema", "environment", "record", "anchors"} <= content.keys()
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read one file; raises BrokenFile if anything is wrong with it."""
+    try:
+        content = decode_json(read_content(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except msgspec.DecodeError as error:
+        raise BrokenFile(path, None, f"not a baseline: {error}.") from error
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise BrokenFile(path, None, f"made by a newer attnbench (schema {schema}, this one reads {SCHEMA}): upgrade.")
+    try:
+        baseline = convert(content, Baseline)
+    except (msgspec.ValidationError, UsageError) as error:
+        raise BrokenFile(path, None, f"not a baseline: {error}.") from error
+    problem = next(filter(None, (impossible_times(one, trimmed=True) for one in baseline.records)), "")
+    if problem:
+        raise BrokenFile(path, None, f"{problem}: make it again with `attnbench baseline update RUN`.")
+    return baseline
+
+
+def one_source(a: str, b: str) -> bool:
+    """Return whether two spellings may mean one file or module; an unknown one may mean any.
+
+    `kern.py`, `/home/me/kern.py` and `pkg.kern` are one, since each longer one ends with the shorter.
+    """
+    first, second = sorted((_source_parts(a), _source_parts(b)), key=len)
+    return not first or second[-len(first) :] == first
+
+
+def _source_parts(where: str) -> tuple[str, ...]:
+    """Return the parts of a file's or module's name: `src/pkg/kern.py` and `pkg.kern` end alike."""
+    if not where.endswith(".py"):
+        return tuple(filter(None, where.split(".")))
+    return tuple(part for part in Path(where.removesuffix(".py")).parts if part not in ("/", ".", ".."))
+
+
 def _baseline(record: Record, records: Sequence[Record], commit: str, note: str, created: str) -> Baseline | str:
-    """What would be written, or why it cannot be."""
+    """Return what would be written, or why nothing can be."""
     if not isinstance(record, Ok):
         return f"{record.status.replace('_', ' ')}: {record.reason}"
     if record.time is None:
@@ -232,7 +217,7 @@ def _baseline(record: Record, records: Sequence[Record], commit: str, note: str,
 
 
 def _trimmed(record: Ok, home: Environment) -> Ok:
-    """With one time per round, and without the environment where it is the one that the file holds."""
+    """Return the record with one time per round, and without its environment if that is the file's own."""
     times: dict[str, Any] = {"also": {name: _one_per_round(time) for name, time in record.also.items()}}
     times["time"] = None if record.time is None else _one_per_round(record.time)
     environment = None if record.environment == home else record.environment
@@ -245,7 +230,7 @@ def _one_per_round(time: Time) -> Time:
 
 
 def _path(folder: Path, environment: Environment, cell: Cell) -> Path:
-    """baselines/<machine>-<fingerprint>/<cell>-<digits>.json; the digits tell cells apart that read alike in a name."""
+    """Return baselines/<machine>-<fingerprint>/<cell>-<digits>.json; digits tell cells apart whose names read alike."""
     readable = re.sub(r"[^A-Za-z0-9._=+-]+", "_", cell.id)[:120]
     digits = hashlib.sha256(cell.id.encode()).hexdigest()[:6]
     return folder / f"{slug(environment.device_name)}-{environment.fingerprint}" / f"{readable}-{digits}.json"
@@ -261,7 +246,7 @@ def _existing(folder: Path, environment: Environment, cell: Cell) -> Path | None
 
 
 def _write(path: Path, baseline: Baseline) -> None:
-    """Whole or not at all; indented, so that a change can be reviewed."""
+    """Write the whole file or nothing, indented so that a change can be reviewed."""
     text = msgspec.json.format(msgspec.json.encode(baseline), indent=1) + b"\n"
     try:
         with draft_of(path) as draft:

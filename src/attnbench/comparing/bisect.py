@@ -1,4 +1,4 @@
-"""The first slow commit of a line of commits, by halving; what cannot be judged is stepped over, as git bisect does."""
+"""A search by halving for the first slow commit of a line, and its result in words."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from msgspec import Struct
 from attnbench.comparison import Comparison
 from attnbench.spec import Workload
 
+SHORT = 12
+
 
 class Found(Struct, frozen=True, kw_only=True):
-    """What the search ended with."""
+    """The result of a search."""
 
     first: str | None
-    """The first slow commit; None when commits that could not be judged leave several."""
+    """First slow commit; None if commits that could not be judged leave several candidates."""
     suspects: tuple[str, ...]
-    """The first slow commit is one of these, oldest first."""
+    """Commits that may be the first slow one, oldest first."""
     tried: dict[str, bool | None]
-    """Commit -> whether it was slow; None where that could not be told."""
+    """Commit -> whether it was slow; None if that could not be judged."""
 
 
 def find_first_slower(commits: Sequence[str], is_slower: Callable[[str], bool | None]) -> Found:
-    """Search commits, oldest first, whose last is known to be slow and before whose first nothing was."""
+    """Search commits, oldest first, of which the last is known to be slow; what lies before them was not.
+
+    Commits that cannot be judged are skipped, as git bisect does.
+    """
     if not commits:
         raise ValueError("there is no commit to search")
     fast, slow = -1, len(commits) - 1
@@ -38,25 +43,20 @@ def find_first_slower(commits: Sequence[str], is_slower: Callable[[str], bool | 
     return Found(first=suspects[0] if len(suspects) == 1 else None, suspects=suspects, tried=tried)
 
 
-SHORT = 12
-
-
 def not_confirmed(implementation: str, workload: Workload, good: str, bad: str, found: Comparison) -> str:
-    """Why there is nothing to search."""
+    """Return why there is nothing to search."""
     case = f"{implementation} on {workload.id}"
     if found.verdict is None:
         return f"{case} could not be compared between {good} and {bad}: {found.reason}"
     if found.verdict == "inconclusive":
-        return (
-            f"Whether {case} is slower in {bad} than in {good} cannot be told{_figures(found)}: try a quieter machine."
-        )
+        return f"Inconclusive whether {case} is slower in {bad} than in {good}{_figures(found)}: try a quieter machine."
     return f"{case} is not slower in {bad} than in {good}: {found.verdict}{_figures(found)}. Nothing was searched."
 
 
 def closing(
     found: Found, subjects: Mapping[str, str], implementation: str, workload: Workload, whole: Comparison
 ) -> str:
-    """The first slow commit, or those that it is among."""
+    """Return the first slow commit, or its candidates, as a sentence."""
     case = f"{implementation} on {workload.id} is slower{_figures(whole)}"
     effort = f"{len(found.tried)} of {len(subjects)} commits were compared"
     if found.first is not None:

@@ -1,4 +1,4 @@
-"""What `attnbench gate --ci FOLDER` leaves behind: three files, and what GitHub Actions shows of them."""
+"""Files that `attnbench gate --ci FOLDER` writes (JSON, Markdown, JUnit XML), and annotations for GitHub Actions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,19 @@ from attnbench.results.records import label
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 FILES = ("gate.json", "gate.md", "gate.xml")
+MOST_ANNOTATIONS = 10
+"""Annotations of one kind that GitHub shows per step; it hides the others without a word."""
+MOST_TEXT = 4000
+"""Characters of one annotation that GitHub shows."""
+KINDS = {**dict.fromkeys(FAILING, "error"), **dict.fromkeys(OPEN, "warning"), "improved": "notice"}
+"""Kind of annotation by status; cases without a baseline or a measurement are counted in the warnings instead."""
+NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 cannot hold in any form."""
+COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
 def remove_files(folder: Path) -> None:
-    """Remove what an earlier gate has left in a folder; raises UsageError if that cannot be."""
+    """Remove what an earlier gate has left in a folder; raises UsageError if that fails."""
     for name in FILES:
         try:
             (folder / name).unlink(missing_ok=True)
@@ -38,7 +47,7 @@ def remove_files(folder: Path) -> None:
 def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
     """Write gate.json, gate.md and gate.xml; on GitHub, add to the job's summary and annotate.
 
-    Annotations go to stderr, where GitHub reads them as well, so that `--json` keeps stdout to itself.
+    Annotations go to stderr, which GitHub reads as well, so that `--json` keeps stdout to itself.
     """
     page = write_files(report, folder)
     if summary := environ.get("GITHUB_STEP_SUMMARY"):
@@ -63,17 +72,12 @@ def write_files(report: GateReport, folder: Path) -> str:
     return page
 
 
-MOST_ANNOTATIONS = 10
-"""GitHub shows so many of each kind per step and hides the rest without a word."""
-MOST_TEXT = 4000
-"""Characters of one annotation; GitHub shows no more."""
-KINDS = {**dict.fromkeys(FAILING, "error"), **dict.fromkeys(OPEN, "warning"), "improved": "notice"}
-"""What has no baseline or was not measured is counted in the report's warnings, not listed."""
-
-
 def workflow_commands(report: GateReport) -> list[str]:
-    """Errors for what is bad, warnings for what is unknown, notices for improvements; where there are too many, the
-    last says how many more."""
+    """Return the annotations of a gate: errors, warnings for open cases and notices for improvements.
+
+    They are GitHub workflow commands, lines in the log. If there are too many, the last one says how many more there
+    are.
+    """
     found: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
     for kind, title, message in _annotations(report):
         found[kind].append(command(kind, title, message))
@@ -83,8 +87,11 @@ def workflow_commands(report: GateReport) -> list[str]:
 
 
 def record_commands(records: Iterable[Record], place: str = "") -> list[str]:
-    """Errors for what is wrong, warnings for what crashed, hung or did not fit, once per reason; what was refused is
-    no event. `place` names where they were measured, if there are several."""
+    """Return an error per reason for wrong results, and a warning per reason for what crashed, hung or ran out of
+    memory.
+
+    A refused case is not annotated. `place` names where the records were measured, if there are several places.
+    """
     found: dict[str, dict[tuple[str, str, str], list[str]]] = {"error": {}, "warning": {}}
     for record in records:
         if not isinstance(record, Ok | Unsupported):
@@ -102,8 +109,8 @@ def record_commands(records: Iterable[Record], place: str = "") -> list[str]:
 
 def _event(kind: str, name: str, status: str, reason: str, shapes: Sequence[str], place: str) -> str:
     more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
-    where = f"{place}: " if place else ""
-    return command(kind, f"{name}: {status}", f"{where}{shapes[0]}{more}. {reason}")
+    prefix = f"{place}: " if place else ""
+    return command(kind, f"{name}: {status}", f"{prefix}{shapes[0]}{more}. {reason}")
 
 
 def _annotations(report: GateReport) -> Iterator[tuple[str, str, str]]:
@@ -113,23 +120,21 @@ def _annotations(report: GateReport) -> Iterator[tuple[str, str, str]]:
         yield "warning", "attnbench gate", warning
     for case in ordered(report.cases):
         if case.status in KINDS:
-            yield KINDS[case.status], f"{case.implementation}: {word(case)}", _message(case)
+            parts = (case.workload.title, figures(case), remark(case))
+            yield KINDS[case.status], f"{case.implementation}: {word(case)}", ". ".join(filter(None, parts))
 
 
-def _message(case: Case) -> str:
-    return ". ".join(part for part in (case.workload.title, figures(case), remark(case)) if part)
-
-
-def _capped(kind: str, lines: list[str], what: str, where: str) -> list[str]:
+def _capped(kind: str, lines: list[str], what: str, source: str) -> list[str]:
     if len(lines) <= MOST_ANNOTATIONS:
         return lines
     more = len(lines) - (MOST_ANNOTATIONS - 1)
-    return [*lines[: MOST_ANNOTATIONS - 1], command(kind, f"attnbench {what}", f"{more} more: see {where}")]
+    return [*lines[: MOST_ANNOTATIONS - 1], command(kind, f"attnbench {what}", f"{more} more: see {source}")]
 
 
 def command(kind: str, title: str, message: str) -> str:
-    """`::kind title=...::message`, escaped as GitHub reads it."""
-    return f"::{kind} title={_escaped_title(title)}::{_escaped(message)}"
+    """Return `::kind title=...::message`, escaped as GitHub reads it."""
+    escaped_title = _escaped(title).replace(":", "%3A").replace(",", "%2C")
+    return f"::{kind} title={escaped_title}::{_escaped(message)}"
 
 
 def _escaped(text: str) -> str:
@@ -137,22 +142,15 @@ def _escaped(text: str) -> str:
     return printable(text)
 
 
-def _escaped_title(text: str) -> str:
-    return _escaped(text).replace(":", "%3A").replace(",", "%2C")
-
-
-NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML 1.0 cannot hold in any form."""
-COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
-
-
 def junit(report: GateReport) -> str:
-    """Bad cases are failures, a failed A/A control is an error, what gave no answer is skipped with the reason."""
+    """Return JUnit XML: bad cases are failures, a failed A/A control is an error, and open cases are skipped with a
+    reason."""
     suites = [
         _suite("attnbench.gate", [_case(case) for case in report.cases]),
         _suite("attnbench.controls", _controls(report)),
     ]
-    root = ET.Element("testsuites", {"name": "attnbench", **_totals(suites), "time": _seconds(report.elapsed_s)})
+    totals = {name: str(sum(int(suite.attrib[name]) for suite in suites)) for name in ("tests", *COUNTS)}
+    root = ET.Element("testsuites", {"name": "attnbench", **totals, "time": _seconds(report.elapsed_s)})
     root.extend(suites)
     ET.indent(root)
     return ET.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
@@ -166,18 +164,14 @@ def _suite(name: str, cases: Sequence[ET.Element]) -> ET.Element:
     return suite
 
 
-def _totals(suites: Sequence[ET.Element]) -> dict[str, str]:
-    return {name: str(sum(int(suite.attrib[name]) for suite in suites)) for name in ("tests", *COUNTS)}
-
-
 def _case(case: Case) -> ET.Element:
     spent = sum(comparison.elapsed_s for comparison in (case.first, case.second) if comparison is not None)
     element = _testcase(case.implementation, case.workload.id, spent)
-    told = ". ".join(part for part in (f"{word(case)} {figures(case)}".strip(), remark(case)) if part)
+    message = ". ".join(part for part in (f"{word(case)} {figures(case)}".strip(), remark(case)) if part)
     if case.status in FAILING:
-        _add(element, "failure", told, case.status)
+        _add(element, "failure", message, case.status)
     elif case.status not in ("pass", "improved"):
-        _add(element, "skipped", told, case.status)
+        _add(element, "skipped", message, case.status)
     if case.comparison is not None:
         ET.SubElement(element, "system-out").text = _legal(sentence(case.comparison))
     return element

@@ -1,4 +1,4 @@
-"""`ab.compare`: two implementations, or one in two git refs, each launch in fresh processes."""
+"""`ab.compare`: two implementations, or one implementation at two git refs, each launch in fresh processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HARNESS = (
     "registry.py",
     "spec.py",
 )
-"""What of attnbench draws inputs, runs, times and checks."""
+"""Parts of attnbench that draw inputs, run, time and check."""
 HARNESS_MARK = "attnbench/run/worker.py"
 IN_PROCESS = "in the calling process: one of the two cannot be sent to another, so launches share one memory layout"
 
@@ -55,10 +55,11 @@ def compare(
     floor: float = FLOOR,
     watch: Watch | None = None,
 ) -> Comparison:
-    """Is b slower than a? `.ratio` is the wall time of b / of a (device time on an accelerator), `.verdict` b's.
+    """Compare b with a: `.ratio` is time of b / time of a (wall time, or device time on an accelerator), `.verdict` is
+    b's.
 
-    Every launch starts a fresh process of each, checks both against the reference, and times them in turn; it ends as
-    soon as the answer is sure, at the latest after `budget_s`.
+    Every launch starts a fresh process of each side, checks both against the reference and times them in turn. The
+    comparison ends as soon as the evidence is enough, at the latest after `budget_s`.
     """
     check(workload, budget_s)
     if not 0 <= floor < 1:
@@ -87,10 +88,10 @@ def compare_refs(
     budget_s: float = 60.0,
     watch: Watch | None = None,
 ) -> Comparison:
-    """One implementation as two git refs have it."""
+    """Compare one implementation as two git refs have it."""
     check(workload, budget_s)
-    if told := nothing_between(baseline, current, folder or Path.cwd()):
-        raise UsageError(f"{told}: name two refs that differ.")
+    if same := nothing_between(baseline, current, folder or Path.cwd()):
+        raise UsageError(f"{same}: name two refs that differ.")
     with measuring("comparison", LIBRARY_PATIENCE_S) as lock, refs(baseline, current, folder) as (old, new):
         codes = [code_of_ref(implementation, ref, folder, framework) for ref in (old, new)]
         with sides(codes, device, threads) as (first, second):
@@ -99,7 +100,10 @@ def compare_refs(
         if doubts := [*altered_notes(old, new), *harness_notes(old, new)]:
             # What was verified and what was timed may be two different things, or two different clocks.
             found = msgspec.structs.replace(found, verdict=found.verdict and "inconclusive")
-    notes = (*lock, *old.notes, *new.notes, *_dirty_notes(old, new), *doubts, *found.notes)
+    dirty = [
+        f'"{one.name}" is {one.commit[:9] or "no commit"} with uncommitted changes' for one in (old, new) if one.dirty
+    ]
+    notes = (*lock, *old.notes, *new.notes, *dirty, *doubts, *found.notes)
     return msgspec.structs.replace(found, dirty_a=old.dirty, dirty_b=new.dirty, notes=notes)
 
 
@@ -108,7 +112,7 @@ def _with_notes(found: Comparison, notes: Sequence[str]) -> Comparison:
 
 
 def altered_notes(*refs: Ref) -> list[str]:
-    """Say of each ref which of its files were changed while it was measured."""
+    """Return a note for each ref whose files were changed while it was measured."""
     changed = {ref.name: ref.altered() for ref in refs}
     return [
         f"{', '.join(files[:3])} of {name} changed while it was measured, so no verdict holds"
@@ -118,7 +122,7 @@ def altered_notes(*refs: Ref) -> list[str]:
 
 
 def harness_notes(old: Ref, new: Ref) -> list[str]:
-    """Say that two refs of attnbench itself measure in different ways: each is timed by the code of its own ref."""
+    """Return a note if two refs of attnbench itself measure in different ways: each is timed by its own code."""
     there = [
         next((folder / "attnbench" for folder in ref.pythonpath if (folder / HARNESS_MARK).is_file()), None)
         for ref in (old, new)
@@ -137,30 +141,26 @@ def harness_notes(old: Ref, new: Ref) -> list[str]:
 
 
 def _harness(package: Path) -> dict[str, bytes]:
-    """Return the files of attnbench that measure, and what they hold."""
+    """Return the content of the files of attnbench that measure, by name."""
     files = [file for name in HARNESS for file in (package / name, *(package / name).rglob("*.py")) if file.is_file()]
     return {str(file.relative_to(package)): file.read_bytes() for file in files}
-
-
-def _dirty_notes(*refs: Ref) -> list[str]:
-    """What a commit id alone would hide."""
-    return [f'"{ref.name}" is {ref.commit[:9] or "no commit"} with uncommitted changes' for ref in refs if ref.dirty]
 
 
 @contextmanager
 def refs(
     baseline: str, current: str, folder: Path | None = None, outputs: Sequence[Path] = ()
 ) -> Iterator[tuple[Ref, Ref]]:
-    """Both refs, checked out and built as `[tool.attnbench]` says; raises UsageError if a build touched the other.
+    """Check out both refs and build them as `[tool.attnbench]` says; raises UsageError if a build touched the other
+    ref.
 
     `outputs` are files that the caller writes meanwhile.
     """
-    where = folder or Path.cwd()
-    settings = config.load_settings(cwd=where)
-    outputs = (*outputs, *_outputs(where))
+    here = folder or Path.cwd()
+    settings = config.load_settings(cwd=here)
+    outputs = (*outputs, *_outputs(here))
     with ExitStack() as stack:
         made = [
-            stack.enter_context(checkout(name, where, settings.build, settings.pythonpath, outputs))
+            stack.enter_context(checkout(name, here, settings.build, settings.pythonpath, outputs))
             for name in (baseline, current)
         ]
         for ref in made:
@@ -173,21 +173,21 @@ def refs(
         yield old, new
 
 
-def nothing_between(baseline: str, current: str, where: Path, outputs: Sequence[Path] = ()) -> str:
-    """Say that two refs are one and the same code; empty if they may differ. `outputs` as in `refs`."""
-    return same_code(baseline, current, where, (*outputs, *_outputs(where)))
+def nothing_between(baseline: str, current: str, here: Path, outputs: Sequence[Path] = ()) -> str:
+    """Return why two refs are one and the same code; empty if they may differ. `outputs` as in `refs`."""
+    return same_code(baseline, current, here, (*outputs, *_outputs(here)))
 
 
-def _outputs(where: Path) -> tuple[Path, Path]:
+def _outputs(here: Path) -> tuple[Path, Path]:
     """Return the folders that runs and baselines are written to."""
-    settings = config.load_settings(cwd=where)
-    return where / settings.runs_dir, where / settings.baselines_dir
+    settings = config.load_settings(cwd=here)
+    return here / settings.runs_dir, here / settings.baselines_dir
 
 
 def _with_unequal(ref: Ref, other: Ref, is_built: bool) -> Ref:
-    """Tell a working tree which of its files no worktree can have: generated ones that git ignores.
+    """Return a working tree with the generated files, ignored by git, that no other worktree can have.
 
-    With a build command both sides were made alike, and a file that one of them lacks is a difference of the code.
+    With a build command both refs were made alike, and a file that one of them lacks is a difference of the code.
     """
     if ref.name not in WORKING_TREE or other.name in WORKING_TREE:
         return ref
@@ -200,7 +200,7 @@ def _with_unequal(ref: Ref, other: Ref, is_built: bool) -> Ref:
 
 
 def code_of_ref(implementation: str, ref: Ref, folder: Path | None = None, framework: str | None = None) -> Code:
-    """An implementation as its workers find it with a ref's folders first on their path, and no other tree's."""
+    """Return the side of an implementation at a ref: its workers import from the ref's folders and no other tree's."""
     label, here = f"{implementation} at {ref.name}", (folder or Path.cwd()).resolve()
     path, home = tuple(str(folder) for folder in ref.pythonpath), git.root(here)
     hidden = "" if ref.path == home else str(home)
@@ -229,9 +229,10 @@ def code_of_ref(implementation: str, ref: Ref, folder: Path | None = None, frame
 
 
 def _in_tree(file: str, inner: Path, ref: Ref, home: Path) -> str:
-    """Return a file's path from the root of a repository if it was named in the folder `inner` of it.
+    """Return the path, from the root of a repository, of a file that was named in the folder `inner` of it.
 
-    As a shell has it if there is such a file, else from the root; UsageError if both are there and differ.
+    The file is the one that a shell would open if there is such a file, else the one from the root; raises UsageError
+    if both are there and differ.
     """
     from_here = os.path.normpath(inner / file)
     if inner == Path() or os.path.isabs(file) or from_here.startswith(".."):
@@ -251,7 +252,7 @@ def _in_tree(file: str, inner: Path, ref: Ref, home: Path) -> str:
 
 @contextmanager
 def sides(codes: Sequence[Code], device: str | None, threads: int | None) -> Iterator[list[Side]]:
-    """Live sides; all are ended on the way out."""
+    """Start both sides, and end them on the way out."""
     refuse_distortion()
     if os.environ.get("ATTNBENCH_WORKER"):
         raise UsageError("a worker cannot start a comparison: guard the call with `if __name__ == '__main__':`.")
@@ -282,4 +283,4 @@ def check(workload: Workload, budget_s: float) -> None:
 
 
 def _silent(launches: object, decision: object) -> None:
-    """No progress."""
+    """Show no progress at all."""

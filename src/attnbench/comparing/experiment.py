@@ -1,4 +1,5 @@
-"""Is b slower than a? Launch by launch: a fresh process of each, in turn call by call, until the evidence is enough."""
+"""The experiment behind a comparison: launch by launch a fresh process of each side, called in turn until the evidence
+is enough."""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ BLOCK_GPU_NS = 50e6
 LONGEST_BLOCK_NS = 200e6
 MOST_CALLS = 400
 CLOCKS_APART = 0.02
-"""Neighbours whose GPU clocks differ by more are measured again."""
+"""Share by which the GPU clocks of neighbouring blocks may differ; beyond it both are measured again."""
 MOST_REPEATS = 4
 Watch = Callable[[Sequence[Launch], Decision | None], None]
 Order = tuple[Literal["a", "b"], Literal["a", "b"]]
 
 
 class Terms(Struct, frozen=True, kw_only=True):
-    """What is compared, and how long."""
+    """Workload and settings of an experiment."""
 
     workload: Workload
     other: Workload | None = None
-    """b's workload, where it differs on purpose: a control with more work."""
+    """Workload of b if it differs on purpose: a control with more work."""
     budget_s: float = 60.0
     floor: float = FLOOR
     looks: tuple[int, ...] = LOOKS
@@ -46,8 +47,10 @@ class Terms(Struct, frozen=True, kw_only=True):
     timeout_s: float = 120.0
     seed: int | None = None
     confirm: bool = False
-    """Whether slower and faster must show again in as many launches of newly started processes. What all forks of one
-    process share, the layout of its libraries in memory, is drawn anew by that."""
+    """Whether slower and faster must show again in as many launches of newly started processes.
+
+    All forks of one process share the layout of its libraries in memory, and new processes draw that anew.
+    """
 
 
 class Experiment:
@@ -63,16 +66,16 @@ class Experiment:
         self._died: dict[str, bool] = {}
         self._launches: list[Launch] = []
         self._clock: str | None = None
-        """Of both sides, once they had to agree on one."""
+        """Clock of both sides, once they had to agree on one."""
         self._devices: dict[str, str] = {}
         self._kept: dict[str, SideWorker] = {}
-        """On an accelerator workers live as long as the comparison: a new context would take longer than a launch, and
-        what a process draws anew, the layout of its memory, is what CPU times depend on."""
+        """Workers that live as long as the comparison, on an accelerator only: a new context would take longer than a
+        launch, and what a process draws anew, the layout of its memory, matters for CPU times."""
         self._unequal = 0
         self._opened_at: float | None = None
 
     def run(self) -> Comparison:
-        """Launches until a verdict, the last look, or the end of the budget."""
+        """Add launches until there is a verdict, the last look is over, or the budget ends; return the comparison."""
         started = time.monotonic()
         decision: Decision | None = None
         with scratch() as shared:
@@ -93,7 +96,7 @@ class Experiment:
         return self._answer(decision, "", time.monotonic() - started)
 
     def _confirm(self, decision: Decision, started: float) -> Decision:
-        """Judge again with launches of new processes, as many as there were unless the budget ends before."""
+        """Judge again with as many launches of new processes, unless the budget ends before."""
         first, before = len(self._launches), time.monotonic()
         each = (before - started) / first
         self._dismiss(self._kept)
@@ -113,14 +116,13 @@ class Experiment:
             worker.end()
 
     def _decide(self, elapsed: float) -> Decision:
-        each = self._lasting(elapsed) / len(self._launches)
+        # Opening workers counts only if every launch opens them anew.
+        spent = time.monotonic() - self._opened_at if self._kept and self._opened_at is not None else elapsed
+        each = spent / len(self._launches)
         last = len(self._launches) >= self._terms.looks[-1] or elapsed + each > self._terms.budget_s
-        metrics = _metrics(self._launches[0])
+        a, b = self._launches[0].a[0], self._launches[0].b[0]
+        metrics = tuple(name for name in a.ns if name in b.ns)  # the sides may run on different kinds of device
         return decide(self._launches, metrics, floor=self._terms.floor, looks=self._terms.looks, last=last)
-
-    def _lasting(self, elapsed: float) -> float:
-        """What the launches took; opening counts with them only where every launch opens anew."""
-        return time.monotonic() - self._opened_at if self._kept and self._opened_at is not None else elapsed
 
     def _launch(self) -> Launch:
         order = self._order()
@@ -139,16 +141,16 @@ class Experiment:
         return Launch(a=tuple(a), b=tuple(b), first=order[0])
 
     def _order(self) -> Order:
-        """Which is started first: at random, but either of them in every two launches."""
+        """Return which side is started first: drawn at random, but each side once in every two launches."""
         if not self._orders:
             self._orders = [("a", "b"), ("b", "a")]
             self._rng.shuffle(self._orders)
         return self._orders.pop()
 
     def _open_all(self, order: Sequence[str], workers: dict[str, SideWorker]) -> None:
-        """Open both, even when the first is lost: whether the other one is right must be known too.
+        """Open both sides, even if the first is lost: whether the other one is right must be known too.
 
-        On an accelerator at once, where the host's work is what takes the time.
+        On an accelerator both open at once, since the host's work is what takes the time.
         """
         lost = self._attempt_each(self._start_worker, order, workers, 1)
         if not self._devices:
@@ -208,7 +210,7 @@ class Experiment:
         self._records.setdefault(side, record)
 
     def _warm_up_all(self, workers: Sequence[SideWorker]) -> None:
-        """Both by one clock, the same in every launch: kernel times where one of them is too short for events."""
+        """Warm both up by one clock, the same in every launch: kernel times if one side is too short for events."""
         for worker in workers:
             worker.warm_up(self._clock, brief=bool(self._kept))
         if len({worker.clock for worker in workers}) > 1 and self._clock is None:
@@ -220,7 +222,7 @@ class Experiment:
             self._clock = workers[0].clock
 
     def _rounds(self, workers: dict[str, SideWorker]) -> tuple[list[Block], list[Block]]:
-        """ABBA or BAAB at random, so that neither a trend nor who goes first favours a side."""
+        """Time blocks in the order ABBA or BAAB, at random, so that no trend and no first place favours a side."""
         taken: dict[str, list[Block]] = {"a": [], "b": []}
         calls, started = _calls(workers["a"], workers["b"]), time.monotonic()
         limit_s = min(self._terms.launch_s, LAUNCH_GPU_S) if self._kept else self._terms.launch_s
@@ -231,7 +233,7 @@ class Experiment:
         return taken["a"], taken["b"]
 
     def _pair(self, order: str, workers: dict[str, SideWorker], calls: int) -> dict[str, Block]:
-        """Neighbours in time, taken again while the clock of the GPU differs between them or is held down."""
+        """Time two neighbouring blocks, again while the GPU's clock differs between them or is held down."""
         pair = {side: workers[side].block(calls) for side in order}
         for _ in range(MOST_REPEATS):
             if _equal_clocks(pair["a"], pair["b"]):
@@ -285,13 +287,9 @@ def _equal_clocks(a: Block, b: Block) -> bool:
     return a.sm_mhz is None or b.sm_mhz is None or abs(a.sm_mhz / b.sm_mhz - 1) <= CLOCKS_APART
 
 
-def _metrics(launch: Launch) -> tuple[str, ...]:
-    """Those that both sides have: one of them may run on another kind of device."""
-    return tuple(name for name in launch.a[0].ns if name in launch.b[0].ns)
-
-
 def _calls(a: SideWorker, b: SideWorker) -> int:
-    """Calls of a block, the same for both: enough for the clock, not so many that neighbours are far apart."""
+    """Return the calls of a block, the same for both sides: enough for the clock, but so few that neighbours stay
+    close."""
     least = BLOCK_GPU_NS if a.on_device or b.on_device else BLOCK_NS
     wanted = ceil(least / max(1.0, min(a.call_ns, b.call_ns)))
     fitting = max(1, int(LONGEST_BLOCK_NS / max(1.0, a.call_ns, b.call_ns)))

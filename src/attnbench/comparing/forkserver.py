@@ -1,8 +1,9 @@
-"""`python -m attnbench.comparing.forkserver FD FRAMEWORK DEVICE`: imports once, then forks a fresh worker when asked.
+"""A server that imports a framework once, then forks a fresh worker for each request.
 
-A launch of a comparison needs a new process with a memory layout of its own, and importing a framework takes longer
-than the launch. So one process per arm imports the framework and the implementation, touches no device, runs no kernel
-(whatever starts threads or a CUDA context could not be forked), and every worker is a copy of that state.
+Run as `python -m attnbench.comparing.forkserver FD FRAMEWORK DEVICE`. A launch of a comparison needs a new process with
+a memory layout of its own, and importing a framework takes longer than the launch. So one process per side imports the
+framework and the implementation, touches no device and runs no kernel (a process with such threads or a CUDA context
+could not be forked), and every worker is a copy of that state.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ LARGEST_PADDING = 1 << 20
 
 
 class Fork(Struct, tag="fork"):
-    """Fork a worker; its socket follows the message. `seed` draws its heap padding."""
+    """A request to fork a worker; its socket follows the message. `seed` draws its heap padding."""
 
     seed: int
 
 
 class Inquire(Struct, tag="inquire"):
-    """Tell how a worker ended."""
+    """A request to say how a worker ended."""
 
     pid: int
 
@@ -51,13 +52,13 @@ class Forked(Struct, tag="forked"):
 
 
 class Ended(Struct, tag="ended"):
-    """Exit code as subprocess has it (negative: signal), or None while it runs."""
+    """An exit code as subprocess has it (negative: signal), or None while the worker runs."""
 
     code: int | None
 
 
 class Unforkable(Struct, tag="unforkable"):
-    """It is loaded, and doing so started threads or a device: no fork of this process could be trusted."""
+    """An answer: the code is loaded, but loading it started threads or a device, so that no fork could be trusted."""
 
 
 Request = p.Describe | p.Load | Fork | Inquire
@@ -67,16 +68,16 @@ decode_reply = msgspec.msgpack.Decoder(p.Numbered[Reply]).decode
 
 
 class Forkserver:
-    """The parent of one arm's workers."""
+    """The parent of one side's workers."""
 
     def __init__(self, connection: Connection, framework: str, device: str | None) -> None:
         self._connection, self._framework, self._device = connection, framework, device
         self._ended: dict[int, int] = {}
         self._state: ProcessState | None = None
-        """Taken before the arm's code was loaded."""
+        """State of the process before the side's code was loaded."""
 
     def serve(self) -> None:
-        """Until the other end hangs up; its workers go with it."""
+        """Answer requests until the other end hangs up, then end the workers."""
         while True:
             try:
                 request = decode_request(p.receive(self._connection))
@@ -97,7 +98,7 @@ class Forkserver:
         return Forked(self._start_worker(request.seed))
 
     def _loaded(self, load: Callable[[], p.Answer]) -> Reply:
-        """Load code of others; whether it can be forked afterwards is told by its threads."""
+        """Load user code, and return Unforkable if that has started threads."""
         before = _threads()
         answer = load()
         assert isinstance(answer, p.Done | p.Refused)
@@ -139,7 +140,7 @@ class Forkserver:
 
 
 def _threads() -> int:
-    """Of this process, those of C libraries included."""
+    """Return the number of threads of this process, including those of C libraries."""
     return psutil.Process().num_threads()
 
 

@@ -1,4 +1,4 @@
-"""`attnbench gate` between two git refs: every case in two stages, the controls, then one judgement over all."""
+"""`attnbench gate` between two git refs: every case in two stages, then the controls, then one judgement over all."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Timeout, Workload
 
 CONTROLS = ("a/a", "+5 %")
 SECOND_STAGE = (16,)
-"""Launches of stage two."""
+"""Number of launches of stage two."""
 SECOND_BUDGET = 2
-"""It may take so many times as long as stage one."""
+"""Budget of stage two, times that of stage one."""
 NO_CONTROL = (
-    "no implementation of the baseline could be timed as a control, nothing shows that this job can be believed"
+    "no implementation of the baseline could be timed as a control, so nothing shows that this job can be trusted"
 )
 NO_POWER_CONTROL = "no +5 % control: the implementations cannot do its workload, so what would be found is not known"
 HARNESS_DIFFERS = "attnbench's own code that measures differs between the refs"
@@ -45,19 +45,19 @@ DEVICE_MORE_WORK = Workload(batch=21, q_len=1024, heads=16, head_dim=128, dtype=
 
 
 class GateWatch(Protocol):
-    """Told of progress."""
+    """A listener to the progress of a gate."""
 
     def begin(self, title: str) -> None:
-        """Another comparison starts."""
+        """Note that another comparison starts."""
         ...
 
     def __call__(self, launches: Sequence[Launch], decision: Decision | None) -> None:
-        """One more launch of it is over."""
+        """Note that one more launch of it is over."""
         ...
 
 
 class GateOrder(Struct, frozen=True, kw_only=True):
-    """What is gated."""
+    """Refs, cases and settings of a gate."""
 
     baseline: str
     current: str
@@ -68,22 +68,22 @@ class GateOrder(Struct, frozen=True, kw_only=True):
     device: str | None = None
     threads: int | None = None
     budget_s: float = 60.0
-    """At most, per comparison."""
+    """Longest time of a comparison."""
     floors: Callable[[str, str], float] = lambda implementation, workload: FLOOR
     on_inconclusive: OnInconclusive = "inconclusive"
     outputs: tuple[Path, ...] = ()
-    """Files that are written meanwhile; in a working tree they do not count as its own."""
+    """Files that are written meanwhile; in a working tree they do not count as part of it."""
     on_progress: Callable[[GateReport], None] = lambda report: None
-    """Given what there is after each case, as if the gate were interrupted then: whatever ends it, that is not lost."""
+    """Function that gets the report after each case, as if the gate were interrupted then, so that nothing is lost."""
 
 
 def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
-    """Everything between two refs; raises UsageError when a ref cannot be had, or another gate is at work."""
+    """Run the gate between two refs; raises UsageError if a ref cannot be had, or another gate is running."""
     refuse_distortion()
     for workload in order.workloads:
         check(workload, order.budget_s)
-    if told := nothing_between(order.baseline, order.current, order.folder, order.outputs):
-        return _nothing(order, told)
+    if same := nothing_between(order.baseline, order.current, order.folder, order.outputs):
+        return _nothing(order, same)
     with machine_lock(), refs(order.baseline, order.current, order.folder, order.outputs) as (old, new):
         gate = _Gate(order, old, new, watch)
         try:
@@ -124,7 +124,7 @@ class _Gate:
         self._controls_done: list[Control] = []
 
     def measure(self) -> None:
-        """All cases, then the controls if anything was timed; what is finished stays whatever ends it."""
+        """Measure all cases, then the controls if anything was timed; finished cases stay whatever ends the gate."""
         for case in self.cases():
             self.finished.append(case)
             self._order.on_progress(self.report(interrupted=True))
@@ -138,7 +138,7 @@ class _Gate:
             self._notes.append(f"the controls ended early: {error}")
 
     def report(self, interrupted: bool) -> GateReport:
-        """What was found so far."""
+        """Report the cases and controls that are finished."""
         order, old, new, controls = self._order, self._old, self._new, self._controls_done
         cases = _with_culprit(confirm(self.finished), old, new, order.folder)
         if self._harness:
@@ -170,7 +170,8 @@ class _Gate:
         )
 
     def controls(self) -> Iterator[Control]:
-        """A/A, and 5 % more real work, with the first implementation of the baseline that can be timed at all."""
+        """Yield two controls, A/A and 5 % more real work, of the first implementation of the baseline that can be
+        timed."""
         for name in self._order.implementations:
             try:
                 with self._sides(name, self._old, self._old) as (first, second):
@@ -191,12 +192,12 @@ class _Gate:
             yield Control(name="+5 %", passed=slower.verdict == "slower", comparison=slower)
 
     def cases(self) -> Iterator[Case]:
-        """Implementation by implementation."""
+        """Yield the cases, implementation by implementation."""
         for name in self._order.implementations:
             yield from self._cases_of(name)
 
     def _cases_of(self, name: str) -> Iterator[Case]:
-        """All workloads of one implementation, as they are finished; its two processes are started once."""
+        """Yield the cases of one implementation as they are finished; its two processes are started once."""
         try:
             with self._sides(name, self._old, self._new) as (first, second):
                 for workload in self._order.workloads:
@@ -209,8 +210,10 @@ class _Gate:
                 yield self._unloaded(name, workload, problem)
 
     def _without_baseline(self, name: str, problem: _CannotLoad) -> Iterator[Case]:
-        """Yield the cases of an implementation that the baseline lacks or cannot load: the current ref's numbers must
-        be right all the same. If neither loads, nothing is known."""
+        """Yield the cases of an implementation that the baseline lacks or cannot load.
+
+        The current ref's results must be right all the same. If neither ref loads, nothing is known.
+        """
         try:
             with self._sides(name, self._new) as (side,):
                 for workload in self._order.workloads:
@@ -218,8 +221,8 @@ class _Gate:
                     yield _alone(self._unloaded(name, workload, problem), side)
         except _CannotLoad as other:
             if not problem.is_open:
-                told = f"{problem}; nor does the current ref's: {other} To load it, {REMEDY}."
-                problem = _CannotLoad(0, told, True)
+                reason = f"{problem}; nor does the current ref's: {other} To load it, {REMEDY}."
+                problem = _CannotLoad(0, reason, True)
             for workload in self._order.workloads:
                 yield self._unloaded(name, workload, problem)
 
@@ -245,10 +248,11 @@ class _Gate:
         return case_of(name, workload, stage_one)
 
     def _settled(self, first: Side, second: Side, terms: Terms, title: str) -> Comparison:
-        """A comparison, made again in new processes if one was lost: a crash, a hang or no memory may be someone else's
-        doing on a shared machine, whichever side it hits."""
+        """Compare, and compare again in new processes if a side was lost: on a shared machine a crash, a hang or
+        missing memory may be another process's doing, whichever side it hits."""
         found = self._compare(first, second, terms, title)
-        if not _broke_down(found):
+        records = (found.record_a, found.record_b)
+        if not any(isinstance(one, Failed | Timeout | OutOfMemory) for one in records):
             return found
         _restart(first, second)
         return self._compare(first, second, terms, f"{title}, once more")
@@ -258,7 +262,7 @@ class _Gate:
         return Experiment(first, second, terms, self._watch).run()
 
     def _unloaded(self, name: str, workload: Workload, problem: _CannotLoad) -> Case:
-        """A case of which one side does not even load: as if that side had failed."""
+        """Return a case of which one side cannot be loaded, as if that side had failed."""
         failed = Failed(implementation=name, workload=workload, reason=str(problem))
         is_old = problem.place == 0
         comparison = Comparison(
@@ -294,44 +298,39 @@ class _Gate:
 
 
 def _alone(case: Case, side: Side) -> Case:
-    """Return a case without a baseline as the numbers of the current ref leave it."""
+    """Return a case without a baseline, judged by the results of the current ref alone."""
     assert case.first is not None
     try:
         record = verify_alone(side, case.workload)
     except NotInRef as error:
         return replace(case, status="inconclusive", reason=str(error))
     case = replace(case, first=replace(case.first, record_b=record))
-    told = f"{record.status.replace('_', ' ')}: {record.reason}" if not isinstance(record, Ok) else ""
+    failure = f"{record.status.replace('_', ' ')}: {record.reason}" if not isinstance(record, Ok) else ""
     if isinstance(record, Incorrect):
-        return replace(case, status="wrong", reason=told)
-    if told and case.status == "no_baseline":
-        return replace(case, status="not_measured", reason=f"{told}; and no baseline: {case.reason}")
+        return replace(case, status="wrong", reason=failure)
+    if failure and case.status == "no_baseline":
+        return replace(case, status="not_measured", reason=f"{failure}; and no baseline: {case.reason}")
     return case
 
 
 class _CannotLoad(UsageError):
-    """The code of one side does not load; `is_open`: that says nothing about the code of its ref."""
+    """A side whose code cannot be loaded; `is_open` if that does not show anything about the code of its ref."""
 
     def __init__(self, place: int, reason: str, is_open: bool) -> None:
         super().__init__(reason)
         self.place, self.is_open = place, is_open
 
 
-def _broke_down(comparison: Comparison) -> bool:
-    """Whether a side gave no answer at all."""
-    return any(isinstance(one, Failed | Timeout | OutOfMemory) for one in (comparison.record_a, comparison.record_b))
-
-
 def _undecided(case: Case) -> Case:
-    """Return a case without what was judged by time or memory: the two sides were measured in different ways."""
+    """Return a case without a verdict by time or memory: the two sides were measured in different ways."""
     if case.status not in ("pass", "improved", "regression", "memory"):
         return case
-    told = f"{HARNESS_DIFFERS}{f' ({case.reason})' if case.reason else ''}"
-    return replace(case, status="inconclusive", reason=told, culprit="")
+    reason = f"{HARNESS_DIFFERS}{f' ({case.reason})' if case.reason else ''}"
+    return replace(case, status="inconclusive", reason=reason, culprit="")
 
 
 def _restart(*sides: Side) -> None:
-    """New processes for both; a side that cannot be had any more is told by the comparison that follows."""
+    """Start new processes for all sides; one that cannot be started is reported by the comparison that follows."""
     for side in reversed(sides):
         with suppress(WorkerDied):
             side.restart()
@@ -342,7 +341,8 @@ def _any_timed(cases: Sequence[Case]) -> bool:
 
 
 def _own_controls(workload: Workload) -> list[tuple[Workload, Workload | None]]:
-    """For kernels that cannot do the usual control: their own workload, with 5 % more sequences where that can be."""
+    """Return controls for kernels that cannot do the usual ones: their own workload, with 5 % more sequences if
+    possible."""
     own: list[tuple[Workload, Workload | None]] = [(workload, None)]
     if workload.visible_mask.per_batch:
         return own
@@ -351,7 +351,7 @@ def _own_controls(workload: Workload) -> list[tuple[Workload, Workload | None]]:
 
 
 def _control_workloads(side: Side) -> tuple[Workload, Workload]:
-    """The same work and 5 % more sequences, large enough for the device that the workers run on."""
+    """Return a workload and one with 5 % more sequences, large enough for the device that the workers run on."""
     try:
         worker = side.start_worker(0)
         answer = worker.ask(p.Describe([]), 120.0)
@@ -375,7 +375,7 @@ def _search_hint(cases: Sequence[Case], old: Ref, new: Ref) -> list[str]:
 
 
 def _with_culprit(cases: Sequence[Case], old: Ref, new: Ref, folder: Path) -> list[Case]:
-    """Where a single commit lies between the refs, it is the one."""
+    """Name the commit of each regression, if a single one lies between the refs."""
     if not old.commit or not new.commit or new.dirty or not any(case.status == "regression" for case in cases):
         return list(cases)
     try:

@@ -1,10 +1,12 @@
-"""Floors per case, from a TOML file that is reviewed like code: a noisy case may get a higher one, never a lower one.
+"""Cases of a gate: how much slower each may be, what its comparisons come to, and the outcome of them all.
 
-[[case]]
-implementation = "torch.sdpa"
-workload = "*causal*"
-floor = 0.03
-reason = "thread pool of the library: 2 % between launches"
+A noisy case may get a higher floor than the usual 1 %, never a lower one, from a TOML file that is reviewed like code:
+
+    [[case]]
+    implementation = "torch.sdpa"
+    workload = "*causal*"
+    floor = 0.03
+    reason = "thread pool of the library: 2 % between launches"
 """
 
 from __future__ import annotations
@@ -21,17 +23,24 @@ from msgspec.structs import replace
 from attnbench.comparing.statistics import CONTRADICTION
 from attnbench.comparison import ALPHA, FAILING, FLOOR, OPEN, Case, CaseStatus, Comparison, Control, Outcome
 from attnbench.errors import BrokenFile
-from attnbench.reading import convert, read_toml
+from attnbench.reading import convert, line_of, lines_of, read_toml
 from attnbench.results.ratios import LEAST_DIFFERENCE, Ratio, geometric_mean
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
-from attnbench.workloads.suite_file import line_of, lines_of
 
 Floors = Callable[[str, str], float]
-"""(implementation, workload id) -> share that a case must be slower by before it counts."""
+"""Function of (implementation, workload id): share that a case must be slower by before it counts."""
+LEAST_BYTES = 64 * 1024
+"""Least growth of a peak in bytes; allocators round, so that fewer bytes do not count as growth."""
+TOO_WIDE = "the stored times vary too much to tell anything: measure both again with more --budget, or compare refs"
+OnInconclusive = Literal["inconclusive", "pass", "fail"]
+"""Outcome of a job in which cases are inconclusive and nothing fails."""
+SILENT_CONTROLS = (
+    "no control gave an answer, so nothing shows what would have been found: raise --budget, or quieten the machine"
+)
 
 
 class Threshold(Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry; both names are patterns as in a shell."""
+    """One entry of the file; both names are patterns as in a shell."""
 
     floor: float
     reason: str
@@ -42,17 +51,17 @@ class Threshold(Struct, frozen=True, forbid_unknown_fields=True):
         if self.floor < FLOOR:
             raise ValueError(f"floor = {self.floor:g} is below {FLOOR:g}: floors go only upward")
         if not self.floor < 1:
-            raise ValueError(f"floor = {self.floor:g} is no share: write 0.03 for 3 %")
+            raise ValueError(f"floor = {self.floor:g} is not a share: write 0.03 for 3 %")
         if not self.reason.strip():
             raise ValueError("reason is empty: say why this case needs a higher floor")
 
     def covers(self, implementation: str, workload: str) -> bool:
-        """Whether the entry is about this case."""
+        """Return whether the entry applies to a case."""
         return fnmatchcase(implementation, self.implementation) and fnmatchcase(workload, self.workload)
 
 
 def load_thresholds(path: Path | str | None) -> Floors:
-    """The floor of each case: the highest of the entries that cover it, else FLOOR; everywhere FLOOR without a file."""
+    """Return the floor of each case: the highest of the entries that cover it, else the usual one."""
     entries = [] if path is None else read_thresholds(Path(path))
 
     def floor(implementation: str, workload: str) -> float:
@@ -62,11 +71,11 @@ def load_thresholds(path: Path | str | None) -> Floors:
 
 
 def read_thresholds(path: Path) -> list[Threshold]:
-    """The entries of a file; a wrong one is a BrokenFile with its line."""
+    """Read the entries of a file; raises BrokenFile with the line of a wrong one."""
     table, text = read_toml(path)
     for key in table:
         if key != "case":
-            raise BrokenFile(path, line_of(text, key), f'there is no "{key}" here: write [[case]] tables.')
+            raise BrokenFile(path, line_of(text, key), f'unknown key "{key}": write [[case]] tables.')
     cases = table.get("case", [])
     if not isinstance(cases, list):
         raise BrokenFile(path, line_of(text, "case"), "write [[case]] with two brackets.")
@@ -84,15 +93,13 @@ def _entry(path: Path, text: str, header: int, case: Any) -> Threshold:
         raise BrokenFile(path, line or header, f"{str(error).partition(' - at')[0]}.") from error
 
 
-LEAST_BYTES = 64 * 1024
-"""Allocators round: fewer bytes more are no growth, whatever share they are."""
-TOO_WIDE = "the stored times vary too much to tell anything: measure both again with more --budget, or compare refs"
-
-
 def case_of(
     implementation: str, workload: Workload, first: Comparison | None, second: Comparison | None = None
 ) -> Case:
-    """What both stages come to for one case; `gate.confirm` has the last word on regressions."""
+    """Return what both stages of a case come to: numbers first, then memory, then time.
+
+    `confirm` corrects regressions for the number of cases afterwards.
+    """
     stages = [stage for stage in (first, second) if stage is not None]
     status, reason = _by_numbers(stages) or _by_time(first, second)
     if status not in ("wrong", "regression") and stages and all(grew(stage) for stage in stages):
@@ -110,13 +117,13 @@ def case_of(
 
 
 def is_heavier(case: Case) -> bool:
-    """Whether every stage of a case found a higher peak."""
+    """Return whether every stage of a case found a higher peak."""
     stages = [stage for stage in (case.first, case.second) if stage is not None]
     return bool(stages) and all(grew(stage) for stage in stages)
 
 
 def _by_numbers(stages: Sequence[Comparison]) -> tuple[CaseStatus, str] | None:
-    """Status by whether the arms gave right numbers at all; None when times may decide."""
+    """Return the status if one of the sides lacks right results; None if times may decide."""
     for stage in stages:
         if isinstance(stage.record_b, Incorrect):
             return "wrong", _why(stage.record_b)  # whatever the baseline is: wrong, lost, or one that refuses the case
@@ -161,7 +168,8 @@ def _open_reason(comparison: Comparison) -> str:
         return comparison.reason
     count = len(comparison.launches)
     if contradiction := next((note for note in comparison.notes if note.startswith(CONTRADICTION)), ""):
-        return f"{contradiction} ({_by_metric(comparison)})"
+        ratios = ", ".join(f"{one.metric} {one.ratio:.3f}" for one in comparison.estimates.values())
+        return f"{contradiction} ({ratios})"
     parts = [f"after {count} launch{'' if count == 1 else 'es'}"] if count else []
     if comparison.reason:
         parts.append(comparison.reason)
@@ -172,12 +180,8 @@ def _open_reason(comparison: Comparison) -> str:
     return ": ".join(parts)
 
 
-def _by_metric(comparison: Comparison) -> str:
-    return ", ".join(f"{one.metric} {one.ratio:.3f}" for one in comparison.estimates.values())
-
-
 def _how_much(comparison: Comparison) -> str:
-    """The ratio that made it slower; its metric is named where that is not the published one."""
+    """Return the ratio that made it slower, with its metric if that is not the published one."""
     worst = min(comparison.estimates.values(), key=lambda one: one.p_slower, default=None)
     if worst is None or worst.ratio == comparison.ratio:
         return "?" if comparison.ratio is None else f"{comparison.ratio:.2f}"
@@ -193,28 +197,20 @@ def _peaks(comparison: Comparison) -> tuple[int | None, int | None]:
 
 
 def grew(comparison: Comparison) -> bool:
-    """Whether b's peak is over 1 % (and 64 kB) above a's."""
+    """Return whether b's peak is over 1 % (and 64 kB) above a's."""
     a, b = _peaks(comparison)
     return a is not None and b is not None and b > LEAST_DIFFERENCE * a and b - a > LEAST_BYTES
 
 
-OnInconclusive = Literal["inconclusive", "pass", "fail"]
-"""What inconclusive cases make of a job in which nothing fails."""
-
-SILENT_CONTROLS = (
-    "no control gave an answer, so nothing shows what would have been found: raise --budget, or quieten the machine"
-)
-
-
 class Judgement(Struct, frozen=True, kw_only=True):
-    """The gate's answer, and what should be known about it."""
+    """Outcome of a gate, with warnings."""
 
     outcome: Outcome
     warnings: tuple[str, ...] = ()
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p-value adjusted for being one of many (Holm's step-down), in the order given."""
+    """Adjust each p-value for being one of many (Holm's step-down procedure); returned in the order given."""
     adjusted, largest = [1.0] * len(p_values), 0.0
     for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, (len(p_values) - place) * p_values[index])
@@ -223,18 +219,18 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def p_slower(comparison: Comparison) -> float:
-    """Probability of such data on any of the metrics were b not slower (Bonferroni over metrics)."""
+    """Return the p-value of "b is slower": the probability of such data on any metric if b were not (Bonferroni)."""
     found = comparison.estimates.values()
     return min([1.0, *(len(found) * one.p_slower for one in found)])
 
 
 def confirm(cases: Sequence[Case]) -> list[Case]:
-    """Holm's correction over the second stage of all cases that had one."""
+    """Apply Holm's correction to the second stages of all cases that had one."""
     return with_holm(cases, {place: p_slower(one.second) for place, one in enumerate(cases) if one.second is not None})
 
 
 def with_holm(cases: Sequence[Case], p_values: Mapping[int, float]) -> list[Case]:
-    """Cases with the p-values at those places adjusted; a regression that chance explains becomes inconclusive."""
+    """Return the cases with adjusted p-values at those places; a regression that may be chance becomes inconclusive."""
     judged = list(cases)
     for place, p in zip(p_values, holm(list(p_values.values()))):
         case = replace(judged[place], p_holm=p)
@@ -249,7 +245,7 @@ def with_holm(cases: Sequence[Case], p_values: Mapping[int, float]) -> list[Case
 def judge(
     cases: Sequence[Case], controls: Sequence[Control], on_inconclusive: OnInconclusive = "inconclusive"
 ) -> Judgement:
-    """The outcome: wrong numbers and memory beat all, then a failed A/A control, then slowdowns, then what is open."""
+    """Return the outcome: wrong results and memory first, then a failed A/A control, slowdowns, and open cases."""
     still_open = sum(case.status in OPEN for case in cases)
     timed = any(case.comparison is not None and case.comparison.verdict is not None for case in cases)
     outcome: Outcome = "pass"
@@ -270,7 +266,8 @@ def judge(
 
 
 def geomean(cases: Sequence[Case]) -> tuple[float, float, float] | None:
-    """Geometric mean of all timed cases' ratios, its low and its high at the confidence of the cases; None if none."""
+    """Return the geometric mean of all timed cases' ratios with its interval, at the confidence of the cases; None if
+    there is none."""
     ratios = [
         Ratio(one.ratio, *one.interval)
         for one in (case.comparison for case in cases)
@@ -283,27 +280,27 @@ def geomean(cases: Sequence[Case]) -> tuple[float, float, float] | None:
 
 
 def _control_warnings(controls: Sequence[Control]) -> list[str]:
-    told = {
-        "a/a": "untrusted: the A/A control failed ({}), so no verdict of this job can be believed; run it again",
+    messages = {
+        "a/a": "untrusted: the A/A control failed ({}), so no verdict of this job can be trusted; run it again",
         "+5 %": "underpowered: the +5 % control was not found ({}), so passes may hide slowdowns of that size",
     }
     if controls and all(control.silent for control in controls):
         return [SILENT_CONTROLS]
     return [
-        told[control.name].format(control.comparison.verdict or control.comparison.reason or "not measured")
+        messages[control.name].format(control.comparison.verdict or control.comparison.reason or "not measured")
         for control in controls
         if not control.passed and not (control.silent and control.name == "a/a")
     ]
 
 
 def _case_warnings(cases: Sequence[Case]) -> list[str]:
-    told = {
+    messages = {
         "missing": "of the baseline missing in the current run",
         "no_baseline": "without a baseline: new since then, or never saved (`attnbench baseline save RUN`)",
         "not_measured": "not measured",
     }
-    counts = {status: sum(case.status == status for case in cases) for status in told}
-    return [f"{_cases(count)} {told[status]}" for status, count in counts.items() if count]
+    counts = {status: sum(case.status == status for case in cases) for status in messages}
+    return [f"{_cases(count)} {messages[status]}" for status, count in counts.items() if count]
 
 
 def _cases(count: int) -> str:

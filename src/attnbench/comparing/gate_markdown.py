@@ -1,7 +1,7 @@
-"""A gate as Markdown, for a job's page or a comment on a pull request.
+"""A gate's report as Markdown, for a job's page or a comment on a pull request.
 
-Names and reasons come from other people's code: all of it is escaped, so that no pipe breaks the table, no HTML gets
-through and nobody is mentioned.
+Names and reasons come from other people's code, so all text is escaped: no pipe breaks the table, no HTML gets through
+and nobody is mentioned.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 
 from attnbench.comparing.gate_text import control_text, figures, geomean_text, one_line, ordered, remark, verdict, word
 from attnbench.comparison import Case, GateReport
-from attnbench.report.detail import environment_line
+from attnbench.report.environment import environment_line
 from attnbench.report.units import duration
 from attnbench.spec import Environment
 
 MARKER = "<!-- attnbench-gate -->"
-"""Stands first, so that a later job finds the comment and updates it instead of writing another."""
+"""First line of a comment, by which a later job finds and updates it instead of adding another."""
 LIMIT = 65_000
-"""GitHub refuses a comment of more than 65,536 characters."""
+"""Characters of the longest page; GitHub refuses a comment of more than 65,536."""
 LONGEST = 300
-"""Characters of one cell; the whole text is in gate.json."""
+"""Characters of the longest cell; the whole text is in gate.json."""
 MOST_WARNINGS = 10
 SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "untrusted": "⚠️", "nothing": "⚠️", "interrupted": "⚠️"}
 HEADING = (
@@ -29,7 +29,8 @@ HEADING = (
 
 
 def markdown(report: GateReport) -> str:
-    """The verdict, what calls for attention, the rest folded away, which is what is cut first where it is too long."""
+    """Return the page: verdict, cases that call for attention, then the others folded, which are cut first if it is too
+    long."""
     cases = ordered(report.cases)
     rows = [case for case in cases if not _is_dull(case)]
     folded = sorted((case for case in cases if _is_dull(case)), key=lambda case: case.status != "pass")
@@ -44,17 +45,15 @@ def _is_dull(case: Case) -> bool:
 
 
 def _most_that_fit(count: int, page: Callable[[int], str]) -> int:
-    """The largest number of rows whose page is short enough."""
+    """Return the largest number of rows whose page is short enough."""
     low, high = 0, count
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if _length(page(middle)) <= LIMIT else (low, middle - 1)
+        fits = (
+            len(page(middle).encode("utf-16-le")) // 2 <= LIMIT
+        )  # GitHub counts a character beyond the basic plane as two
+        low, high = (middle, high) if fits else (low, middle - 1)
     return low
-
-
-def _length(text: str) -> int:
-    """As GitHub counts: a character beyond the basic plane is two."""
-    return len(text.encode("utf-16-le")) // 2
 
 
 def _page(report: GateReport, rows: Sequence[Case], folded: Sequence[Case], row_count: int, fold_count: int) -> str:
@@ -111,7 +110,7 @@ def _footer(report: GateReport) -> str:
 
 
 def environment_of(report: GateReport) -> Environment | None:
-    """Where it was measured, from the first record that says so."""
+    """Return the environment of the first record that has one."""
     for comparison in (case.comparison for case in report.cases):
         if comparison is None:
             continue
@@ -122,7 +121,7 @@ def environment_of(report: GateReport) -> Environment | None:
 
 
 def clean(text: str) -> str:
-    """One line of plain text: whatever Markdown, HTML or GitHub would read into it becomes a character reference."""
+    """Return one line of plain text; what Markdown, HTML or GitHub would interpret becomes a character reference."""
     text = one_line("".join(c for c in text if c.isprintable() or c.isspace()))
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - 1]}…"

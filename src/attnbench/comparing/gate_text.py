@@ -1,4 +1,4 @@
-"""A gate for the terminal, and the words that every other form of it (Markdown, annotations, JUnit) shares."""
+"""A gate's report for the terminal, and the words that its other forms (Markdown, annotations, JUnit) share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnbench.report import units
 ORDER: tuple[CaseStatus, ...] = (
     "regression", "wrong", "memory", "missing", "inconclusive", "no_baseline", "not_measured", "improved", "pass",
 )  # fmt: skip
-"""Worst first."""
+"""Statuses, the worst first."""
 NO_ANSWER = ("failed", "timeout", "out of memory", "unsupported")
 STYLES = {"regression": "red", "wrong": "red", "memory": "red", "improved": "green", "pass": "green"}
 COUNTED = {
@@ -33,7 +33,7 @@ COUNTED = {
 
 
 def print_gate(console: Console, report: GateReport) -> None:
-    """Controls, a line per case with the worst first, what was not measured, then the answer."""
+    """Print the controls, a line per case with the worst first, what was not measured, then the outcome."""
     head = f"attnbench gate · {report.baseline} -> {report.current} · suite {report.suite}"
     _say(console, head)
     if report.controls:
@@ -70,7 +70,7 @@ def _table(cases: Iterable[Case]) -> Table:
 
 
 def not_measured(cases: Iterable[Case]) -> list[tuple[str, list[str]]]:
-    """Reason -> implementations that it kept from being measured, each once."""
+    """Return each reason with the implementations that were not measured because of it."""
     groups: dict[str, list[str]] = {}
     for case in cases:
         if case.status == "not_measured":
@@ -81,12 +81,12 @@ def not_measured(cases: Iterable[Case]) -> list[tuple[str, list[str]]]:
 
 
 def ordered(cases: Iterable[Case]) -> list[Case]:
-    """Worst first; otherwise as they were given."""
+    """Sort the cases with the worst first, otherwise in the order given."""
     return sorted(cases, key=lambda case: ORDER.index(case.status))
 
 
 def word(case: Case) -> str:
-    """The verdict on one case in a word or two."""
+    """Return the verdict on one case in a word or two."""
     if case.status == "pass":
         verdict = case.comparison.verdict if case.comparison is not None else None
         return "same" if verdict == "same" else "pass"
@@ -97,7 +97,7 @@ def word(case: Case) -> str:
 
 
 def figures(case: Case) -> str:
-    """The ratio it was judged by, or both peaks where memory is the matter."""
+    """Return the ratio that a case was judged by, or both peaks if it is about memory."""
     if case.status == "memory":
         before, after = case.memory
         grown = f" (+{units.percent(after / before - 1)})" if before and after else ""
@@ -109,7 +109,7 @@ def figures(case: Case) -> str:
 
 
 def remark(case: Case) -> str:
-    """Everything else a reader should know, on one line."""
+    """Return everything else that a reader should know about a case, on one line."""
     parts = [one_line(case.reason) or _usual_reason(case)]
     if case.status in ("improved", "regression", "inconclusive") and case.comparison is not None:
         parts += [note for note in map(one_line, case.comparison.notes) if note not in parts[0]]
@@ -131,22 +131,22 @@ def _usual_reason(case: Case) -> str:
 
 
 def control_text(control: Control) -> str:
-    """Name, verdict, figures, and whether that is the right answer."""
+    """Return a control's name, verdict and figures, and whether that verdict is the right one."""
     comparison = control.comparison
-    told = comparison.verdict or one_line(comparison.reason) or "not measured"
+    outcome = comparison.verdict or one_line(comparison.reason) or "not measured"
     grounds = grounds_of(comparison)
     ratio = "" if grounds is None else f" {grounds}"
     mark = "✓" if control.passed else "?" if control.silent else "✗"
-    return f"{control.name} {told}{ratio} in {units.duration(comparison.elapsed_s * 1e9)} {mark}"
+    return f"{control.name} {outcome}{ratio} in {units.duration(comparison.elapsed_s * 1e9)} {mark}"
 
 
 def closing(report: GateReport) -> str:
-    """The answer: what was found in how many cases, and whether it may be believed."""
+    """Return the answer: how many cases ended how, and whether that can be trusted."""
     return " ".join([f"{verdict(report)}.", *([] if report.geomean is None else [f"{geomean_text(report)}."])])
 
 
 def verdict(report: GateReport) -> str:
-    """The outcome as a clause without a full stop."""
+    """Return the outcome as a clause without a full stop."""
     told = counts_text(report)
     if report.outcome == "untrusted":
         failed = ", ".join(control.name for control in report.controls if not (control.passed or control.silent))
@@ -155,14 +155,14 @@ def verdict(report: GateReport) -> str:
             why = "no control could be timed"
         return f"Untrusted: {why}, so nothing here counts ({told})"
     if report.outcome == "interrupted":
-        return f"Interrupted, so this is no verdict ({told})"
+        return f"Interrupted, so this is not a verdict ({told})"
     if report.outcome == "nothing":
         return f"Nothing could be measured ({told})"
     return told
 
 
 def counts_text(report: GateReport) -> str:
-    """How many cases ended how, the worst first."""
+    """Return how many cases ended how, the worst first."""
     counts = Counter(case.status for case in report.cases)
     shown = [(status, counts[status]) for status in ORDER if counts[status] and status in COUNTED]
     found = [f"{n} {COUNTED[status][n != 1]}" for status, n in shown]
@@ -173,7 +173,7 @@ def counts_text(report: GateReport) -> str:
 
 
 def geomean_text(report: GateReport) -> str:
-    """Ratio over all timed cases."""
+    """Return the ratio over all timed cases with its interval."""
     if report.geomean is None:
         return "No case was timed"
     ratio, low, high = report.geomean
@@ -181,5 +181,5 @@ def geomean_text(report: GateReport) -> str:
 
 
 def one_line(text: str) -> str:
-    """Without line breaks: a log line that began with `::` would be a command to some CI systems."""
+    """Join the lines of a text: a log line that began with `::` would be a command to some CI systems."""
     return " ".join(text.split())

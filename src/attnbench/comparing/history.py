@@ -1,7 +1,7 @@
-"""Runs of many commits -> one series per cell and machine, and where its level changed.
+"""Times of a cell over many commits: one series per cell and machine, and the steps in its level.
 
 A point is ln(time of the cell / geometric mean of the two anchors of its run and workload): milliseconds of different
-days say more about the days than about the code. Pure functions; git's part is handed in.
+days say more about the days than about the code. All functions are pure; the commits of git are passed in.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ MEDIAN_DISTANCE = 0.6745 * 2**0.5
 """Median distance of two neighbours in normal noise, in standard deviations."""
 
 Commits = Sequence[tuple[str, str]]
-"""(commit, subject), oldest first."""
+"""Pairs (commit, subject), oldest first."""
 
 
 class Source(Struct, frozen=True):
-    """A run file or a baseline: when it was measured, and what."""
+    """A run file or a baseline: its time and its records."""
 
     created: str
     records: Sequence[Record]
     places: Mapping[str, str] = {}
-    """File or module of the functions that were given by reference, by their names."""
+    """File or module of each function that was given by reference, by its name."""
 
 
 class Point(Struct, frozen=True, kw_only=True):
     """A commit of a series."""
 
     commit: str
-    """Empty if the run knew none, or was made with changes that its commit does not have."""
+    """Commit of the runs; empty if it is not known, or if the tree had changes that no commit has."""
     created: str
-    """Of its latest run."""
+    """Time of the latest run."""
     value: float
     """Median over the commit's runs."""
     runs: int = 1
 
 
 class Key(Struct, frozen=True, kw_only=True):
-    """What must not differ within a series."""
+    """Facts that must not differ within a series."""
 
     implementation: str
     workload: str
     fingerprint: str
-    """Of the machine and its libraries."""
+    """Fingerprint of the machine and its libraries."""
     clock: str
     anchors: str
     """Fingerprint and clock of the anchors, which run in the worker of the first cell."""
@@ -74,7 +74,7 @@ class Key(Struct, frozen=True, kw_only=True):
 
 
 class Series(Struct, frozen=True, kw_only=True):
-    """A cell over commits on one machine, oldest first."""
+    """The points of a cell over commits on one machine, oldest first."""
 
     key: Key
     workload: Workload
@@ -89,17 +89,17 @@ class Change(Struct, frozen=True, kw_only=True):
     ratio: float
     """New level / old level."""
     position: int
-    """First point of the new level."""
+    """Index of the first point of the new level."""
     old: str
     """Commit of the last point of the old level."""
     new: str
     """Commit of the first point of the new level."""
     suspects: tuple[tuple[str, str], ...] = ()
-    """(commit, subject) of what lies between, oldest first; empty without git."""
+    """Pairs (commit, subject) of the commits between, oldest first; empty without git."""
 
 
 class Excluded(Struct, frozen=True):
-    """A record that is no point, and why."""
+    """A record that is not a point of any series, and why."""
 
     cell: str
     created: str
@@ -116,9 +116,10 @@ class Trend(Struct, frozen=True):
 def gather(
     sources: Iterable[Source], order: Mapping[str, int] | None = None, per_run: bool = False
 ) -> tuple[list[Series], list[Excluded]]:
-    """Series of every timed cell; `order` is each commit's place in the history, without it time decides.
+    """Return the series of every timed cell, and the records that are left out.
 
-    A commit is one point, the median of its runs, or with `per_run` every run is one.
+    `order` is each commit's place in the history; without it, time decides. A commit is one point, the median of its
+    runs; with `per_run` every run is a point.
     """
     found: dict[Key, list[tuple[Point, Ok]]] = {}
     excluded: list[Excluded] = []
@@ -140,8 +141,10 @@ def gather(
 
 
 def _spelled_alike(sources: Sequence[Source]) -> dict[str, dict[str, str]]:
-    """Return for each function every spelling of its place -> the shortest that may mean the same; one that is not
-    known is the only one that is, if there is only one."""
+    """Return for each function every spelling of its place -> the shortest that may mean the same.
+
+    An unknown place is the only known one, if there is just one.
+    """
     spellings: dict[str, set[str]] = {}
     for source in sources:
         for record in source.records:
@@ -181,20 +184,16 @@ def _point(record: Ok, source: Source) -> tuple[Key, Point] | str:
 def _series(key: Key, found: Sequence[tuple[Point, Ok]], order: Mapping[str, int], per_run: bool) -> Series:
     record = found[0][1]
     assert record.environment is not None
-    points = _distinct(point for point, _ in found)
+    # Each run counts once: a baseline has the value of the run it was made of; two runs of one second differ in theirs.
+    points = list({(point.commit, point.created, point.value): point for point, _ in found}.values())
     points = points if per_run else _per_commit(points)
     known = all(point.commit in order for point in points)
     points.sort(key=lambda point: (order[point.commit] if known else 0, point.created))
     return Series(key=key, workload=record.workload, machine=record.environment.device_name, points=tuple(points))
 
 
-def _distinct(points: Iterable[Point]) -> list[Point]:
-    """Each run once: a baseline is the run that it was made of, and has its value; two runs of one second have not."""
-    return list({(point.commit, point.created, point.value): point for point in points}.values())
-
-
 def _per_commit(points: Iterable[Point]) -> list[Point]:
-    """One point per commit; a run without one is a point of its own."""
+    """Return one point per commit; a run without a commit is a point of its own."""
     groups: dict[str | int, list[Point]] = {}
     for number, point in enumerate(points):
         groups.setdefault(point.commit or number, []).append(point)

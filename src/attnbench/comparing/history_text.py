@@ -1,4 +1,4 @@
-"""A history for the terminal: a line per series with its course in small, and a sentence about what changed."""
+"""A history for the terminal: a line per series with a sparkline, and a sentence about each change."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from rich.console import Console
 
 from attnbench.comparing.history import LEAST_POINTS, Change, Excluded, Trend, detector_missing
 from attnbench.printable import printable, shortened
-from attnbench.report.plain import plain_table
+from attnbench.report.terminal import plain_table
 from attnbench.report.units import significant
 from attnbench.results.ratios import LEAST_STEP
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDEST = 40
 LEAST_SPAN = 0.05
-"""What a sparkline spans at least: noise of 1 % must not look like a mountain range."""
+"""Least height of a sparkline in logarithms: noise of 1 % must not look like a mountain range."""
 SHORT = 12
 MOST_TOLD = 5
 MOST_SUSPECTS = 3
 
 Suggest = Callable[[Trend, Change], str]
-"""The command that would confirm a change; empty where there is none."""
+"""Function that returns the command to confirm a change with; empty if there is none."""
 
 
 def print_history(console: Console, trends: Sequence[Trend], excluded: Iterable[Excluded]) -> None:
-    """The table, and under it what is no point of it and why."""
+    """Print the table, and below it how many records are left out and why."""
     if trends:
         console.print(plain_table(_rows(trends)), highlight=False)
     reasons = Counter(one.reason for one in excluded)
     for reason, count in reasons.most_common():
-        told = f"{count} record{'' if count == 1 else 's'} left out: {shortened(reason)}."
-        console.print(told, style="dim", highlight=False, markup=False, soft_wrap=True)
+        line = f"{count} record{'' if count == 1 else 's'} left out: {shortened(reason)}."
+        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def _rows(trends: Sequence[Trend]) -> list[dict[str, str]]:
@@ -57,15 +57,15 @@ def _rows(trends: Sequence[Trend]) -> list[dict[str, str]]:
 
 
 def _count(trend: Trend) -> str:
-    """Return how many commits a series has; runs that know none are no commits."""
+    """Return how many commits a series has, and how many runs without a commit."""
     commits = sum(bool(point.commit) for point in trend.series.points)
     runs = len(trend.series.points) - commits
-    told = [str(commits)] if commits else []
-    return " + ".join([*told, *([f"{runs} run{'' if runs == 1 else 's'}"] if runs else [])])
+    parts = [str(commits)] if commits else []
+    return " + ".join([*parts, *([f"{runs} run{'' if runs == 1 else 's'}"] if runs else [])])
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The course of a series, one block per point or, for long ones, per few."""
+    """Return the course of a series in blocks: one per point or, for long series, per few points."""
     heights = np.array([np.median(part) for part in np.array_split(np.asarray(values), min(len(values), WIDEST))])
     span = max(float(np.ptp(heights)), LEAST_SPAN)
     # A steady series lies in the middle of a block, not on the edge of two.
@@ -75,20 +75,20 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def size(change: Change) -> str:
-    """Such as "1.06x slower"; always above 1."""
+    """Return the size of a change such as "1.06x slower"; the ratio is always above 1."""
     ratio = change.ratio if change.direction == "slower" else 1 / change.ratio
     return f"{ratio:.2f}x {change.direction}"
 
 
 def closing(trends: Sequence[Trend], suggest: Suggest) -> str:
-    """What changed last in each series, regressions first, with the suspected commits and how to confirm."""
+    """Return what changed last in each series, regressions first, with the suspected commits and how to confirm."""
     changed = [(trend, trend.changes[-1]) for trend in trends if trend.changes]
     changed.sort(key=lambda pair: (pair[1].direction == "faster", -abs(pair[1].ratio - 1)))
     if not changed:
         return _no_change(trends)
-    told = [_sentence(trend, change, suggest) for trend, change in changed[:MOST_TOLD]]
-    left = len(changed) - len(told)
-    return "\n".join([*told, *([f"{left} more series changed: see the table."] if left else [])])
+    sentences = [_sentence(trend, change, suggest) for trend, change in changed[:MOST_TOLD]]
+    left = len(changed) - len(sentences)
+    return "\n".join([*sentences, *([f"{left} more series changed: see the table."] if left else [])])
 
 
 def _no_change(trends: Sequence[Trend]) -> str:
@@ -111,7 +111,7 @@ def _sentence(trend: Trend, change: Change, suggest: Suggest) -> str:
 
 
 def since(trend: Trend, change: Change) -> str:
-    """Which commits may have done it, where git knows them; else after which run."""
+    """Return which commits may have caused a change if git knows them, else after which run it was seen."""
     if len(change.suspects) == 1:
         return f"since {_commit(*change.suspects[0])}"
     if change.suspects:

@@ -1,4 +1,4 @@
-"""Git refs as arms of a comparison: each in a worktree of its own, built, and gone afterwards."""
+"""Git refs as sides of a comparison: each is checked out in a worktree of its own, built, and removed afterwards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,106 @@ from msgspec import Struct
 from attnbench.errors import UsageError
 from attnbench.printable import printable
 from attnbench.run import git
-from attnbench.run.git import ask, commits_between, is_repository, last_line, merge_base
+from attnbench.run.git import ask, last_line
 from attnbench.run.machine import PREFIX, owned, remove_if_abandoned, scratch
+
+WORKING_TREE = (".", "WORKTREE")
+"""Names of the working tree as it is, with everything that is not committed."""
+OWNER = "attnbench-owner"
+"""File beside a worktree's entry in the repository that shows who made it, and whether that process lives."""
+IMPORTABLE = (".py", ".so", ".pyd")
+LAST_LINES = 12
+MOST_NAMED = 3
+"""Files that a sentence names."""
+
+
+class BuildFailed(UsageError):
+    """A ref whose build command failed."""
+
+    def __init__(self, ref: str, commit: str, command: str, code: int, output: str) -> None:
+        lines = output.strip().splitlines()[-LAST_LINES:]
+        output_lines = "".join(f"\n    {line}" for line in lines) if lines else " It printed nothing."
+        super().__init__(
+            f"{ref} ({commit[:12]}) does not build: `{command}` ended with exit code {code}.{output_lines}"
+        )
+        self.ref, self.code, self.output = ref, code, output
+
+
+class Ref(Struct, frozen=True, kw_only=True):
+    """A ref, checked out and built."""
+
+    name: str
+    """Name as it was given."""
+    commit: str
+    """Full commit id; empty for a working tree without any commit."""
+    subject: str
+    """First line of the commit's message."""
+    path: Path
+    """Root folder of the checked-out tree."""
+    pythonpath: tuple[Path, ...]
+    """Absolute folders that its workers import from, first to last."""
+    dirty: bool = False
+    """Whether the tree holds changes that no commit has."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user, such as uncommitted changes that are not in the ref."""
+    files: dict[str, tuple[int, ...]] = {}
+    """Files of the tree as they were at the end of the build."""
+    outputs: tuple[Path, ...] = ()
+    """Files and folders that attnbench itself writes: they are not part of the ref."""
+    built_ns: tuple[int, int] = (0, 0)
+    """Times at which the build began and ended, by the clock of the system; 0 if there was none."""
+    unequal: tuple[str, ...] = ()
+    """Importable files of a working tree that git ignores and the ref beside it lacks, relative to the root."""
+
+    def altered(self) -> list[str]:
+        """Return the files that were changed or removed since the build; new files beside them do not count."""
+        now = _fingerprint(self.path, self.outputs)
+        return sorted(name for name, state in self.files.items() if now.get(name) != state)
+
+    def require_intact(self) -> None:
+        """Raise UsageError if anybody else, such as the build of another ref, has touched the tree."""
+        if self.commit and git.head(self.path) != self.commit:
+            raise UsageError(f"{self.name} was moved to another commit while refs were built: let no build do that.")
+        now = _fingerprint(self.path, self.outputs)
+        touched = sorted(name for name in self.files | now if self.files.get(name) != now.get(name))
+        if touched:
+            raise UsageError(
+                f"{_named(touched)} of {self.name} changed after it was built, so it is no longer what that ref has: "
+                "let the build command write to its own folder only."
+            )
+
+
+@contextmanager
+def checkout(
+    ref: str,
+    folder: Path,
+    build: str | None = None,
+    pythonpath: Sequence[str] = (),
+    outputs: Sequence[Path] = (),
+) -> Iterator[Ref]:
+    """Check out a ref of the repository that `folder` lies in, in a temporary worktree; "." is the working tree itself.
+
+    `outputs` are files and folders that attnbench writes: in a working tree they do not count as part of it.
+    """
+    top = git.root(folder)
+    outputs = own_outputs(top, outputs)
+    if ref in WORKING_TREE:
+        yield _ready(_working_tree(ref, top, outputs), build, pythonpath)
+        return
+    commit = git.resolve(ref, top)
+    with scratch() as temporary, ExitStack() as owner:
+        _forget_abandoned(top)
+        path = temporary / top.name
+        try:
+            git.answer(top, "worktree", "add", "--quiet", "--detach", str(path), commit)
+            with suppress(OSError):  # a file system without locks: nobody else will take its entry away then
+                owner.enter_context(owned(Path(git.answer(path, "rev-parse", "--absolute-git-dir")) / OWNER))
+            notes = (*_left_out(ref, commit, top, outputs), *fill_submodules(top, path))
+            made = Ref(name=ref, commit=commit, subject=git.subject(commit, top), path=path, pythonpath=(), notes=notes)
+            yield _ready(made, build, pythonpath)
+        finally:
+            git.ask(top, "worktree", "remove", "--force", "--force", str(path))
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def fill_submodules(top: Path, path: Path) -> list[str]:
@@ -47,106 +145,8 @@ def _fill(top: Path, path: Path, place: str) -> str:
     return ""
 
 
-__all__ = ["BuildFailed", "Ref", "WORKING_TREE", "checkout", "commits_between", "is_repository", "merge_base"]
-
-WORKING_TREE = (".", "WORKTREE")
-"""Names of the working tree as it is, with everything that is not committed."""
-OWNER = "attnbench-owner"
-"""File that tells a worktree's entry in the repository from those of other people, and whether its owner lives."""
-IMPORTABLE = (".py", ".so", ".pyd")
-LAST_LINES = 12
-MOST_NAMED = 3
-"""Files that a sentence names."""
-
-
-class BuildFailed(UsageError):
-    """A ref whose build command failed."""
-
-    def __init__(self, ref: str, commit: str, command: str, code: int, output: str) -> None:
-        lines = output.strip().splitlines()[-LAST_LINES:]
-        told = "".join(f"\n    {line}" for line in lines) if lines else " It printed nothing."
-        super().__init__(f"{ref} ({commit[:12]}) does not build: `{command}` ended with exit code {code}.{told}")
-        self.ref, self.code, self.output = ref, code, output
-
-
-class Ref(Struct, frozen=True, kw_only=True):
-    """A ref, checked out and built."""
-
-    name: str
-    """As it was asked for."""
-    commit: str
-    """In full; empty for a working tree without any commit."""
-    subject: str
-    """First line of the commit's message."""
-    path: Path
-    """Its root folder."""
-    pythonpath: tuple[Path, ...]
-    """Absolute folders that its workers import from, first to last."""
-    dirty: bool = False
-    """Whether it holds changes that no commit has."""
-    notes: tuple[str, ...] = ()
-    """What a user should know, such as uncommitted changes that are not in it."""
-    files: dict[str, tuple[int, ...]] = {}
-    """Its files as they were when its build was over."""
-    outputs: tuple[Path, ...] = ()
-    """Files and folders that attnbench itself writes: they are no part of it."""
-    built_ns: tuple[int, int] = (0, 0)
-    """When its build began and ended, by the clock of the system; 0 if there was none."""
-    unequal: tuple[str, ...] = ()
-    """Importable files of a working tree that git ignores and the ref beside it lacks, relative to the root."""
-
-    def altered(self) -> list[str]:
-        """Files that were changed or removed since its build was over; what is new beside them does not count."""
-        now = _fingerprint(self.path, self.outputs)
-        return sorted(name for name, state in self.files.items() if now.get(name) != state)
-
-    def require_intact(self) -> None:
-        """Raise UsageError if somebody else, such as the build of another ref, has touched it."""
-        if self.commit and git.head(self.path) != self.commit:
-            raise UsageError(f"{self.name} was moved to another commit while refs were built: let no build do that.")
-        now = _fingerprint(self.path, self.outputs)
-        touched = sorted(name for name in self.files | now if self.files.get(name) != now.get(name))
-        if touched:
-            raise UsageError(
-                f"{_named(touched)} of {self.name} changed after it was built, so it is no longer what that ref has: "
-                "let the build command write to its own folder only."
-            )
-
-
-@contextmanager
-def checkout(
-    ref: str,
-    folder: Path,
-    build: str | None = None,
-    pythonpath: Sequence[str] = (),
-    outputs: Sequence[Path] = (),
-) -> Iterator[Ref]:
-    """A ref of the repository that `folder` lies in, in a temporary worktree; the working tree itself for ".".
-
-    `outputs` are files and folders that attnbench writes: in a working tree they do not count as its own.
-    """
-    top = git.root(folder)
-    outputs = own_outputs(top, outputs)
-    if ref in WORKING_TREE:
-        yield _ready(_working_tree(ref, top, outputs), build, pythonpath)
-        return
-    commit = git.resolve(ref, top)
-    with scratch() as temporary, ExitStack() as owner:
-        _forget_abandoned(top)
-        path = temporary / top.name
-        try:
-            git.answer(top, "worktree", "add", "--quiet", "--detach", str(path), commit)
-            with suppress(OSError):  # a file system without locks: nobody else will take its entry away then
-                owner.enter_context(owned(Path(git.answer(path, "rev-parse", "--absolute-git-dir")) / OWNER))
-            notes = (*_left_out(ref, commit, top, outputs), *fill_submodules(top, path))
-            made = Ref(name=ref, commit=commit, subject=git.subject(commit, top), path=path, pythonpath=(), notes=notes)
-            yield _ready(made, build, pythonpath)
-        finally:
-            _remove(top, path)
-
-
 def own_outputs(top: Path, outputs: Sequence[Path]) -> tuple[Path, ...]:
-    """Return those that lie inside a repository: one that is its root, or holds it, would hide the code itself."""
+    """Return the outputs inside a repository, without its root and folders that hold code: these hide code."""
     real = [Path(os.path.realpath(one)) for one in outputs]
     inside = [one for one in real if one != top and one.is_relative_to(top)]
     return tuple(one for one in inside if not _holds_code(top, one))
@@ -158,8 +158,7 @@ def _holds_code(top: Path, place: Path) -> bool:
 
 
 def same_code(baseline: str, current: str, folder: Path, outputs: Sequence[Path] = ()) -> str:
-    """Say that two refs are one and the same code, so that comparing them would show nothing; empty if they may
-    differ."""
+    """Return why two refs are one and the same code, so that comparing them shows nothing; empty if they may differ."""
     top = git.root(folder)
     trees = [one in WORKING_TREE for one in (baseline, current)]
     commits = {git.head(top) if is_tree else git.resolve(one, top) for one, is_tree in zip((baseline, current), trees)}
@@ -205,10 +204,10 @@ def _named(files: Sequence[str]) -> str:
 
 
 def _forget_abandoned(top: Path) -> None:
-    """Unregister worktrees of processes that were killed; their folders are gone by now.
+    """Remove the worktree entries of processes that were killed; their folders are gone by now.
 
-    A folder that cannot be seen from here may be that of a living process in a container with a temporary folder of its
-    own, so its owner must be dead too. What is left alone, git itself forgets after three months.
+    A folder that cannot be seen from here may belong to a living process in a container with a temporary folder of its
+    own, so its owner must be dead too. Git itself forgets what is left after three months.
     """
     common = Path(git.answer(top, "rev-parse", "--path-format=absolute", "--git-common-dir"))
     for entry in common.glob("worktrees/*/gitdir"):
@@ -218,8 +217,11 @@ def _forget_abandoned(top: Path) -> None:
 
 
 def _fingerprint(path: Path, outputs: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """What tells of each file whether it was touched. Of a working tree that people use, only what git does not
-    ignore and attnbench does not write; of a worktree that was made for this, everything."""
+    """Return for each file what shows whether it was touched.
+
+    Of a worktree that was made for this, all files count; of a working tree that people use, only those that git does
+    not ignore and attnbench does not write.
+    """
     if path.parent.name.startswith(PREFIX):
         names = []
         for folder, inner, files in os.walk(path):
@@ -238,11 +240,6 @@ def _fingerprint(path: Path, outputs: Sequence[Path]) -> dict[str, tuple[int, ..
             continue
         states[name] = (found.st_ino, found.st_size, found.st_mode, found.st_ctime_ns)
     return states
-
-
-def _remove(top: Path, path: Path) -> None:
-    git.ask(top, "worktree", "remove", "--force", "--force", str(path))
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _ready(ref: Ref, build: str | None, pythonpath: Sequence[str]) -> Ref:
@@ -278,7 +275,7 @@ def _default_pythonpath(path: Path) -> list[str]:
 
 
 def _build(ref: Ref, command: str) -> None:
-    """Run it in the ref's root with this interpreter first on PATH, so that `python` means the one that measures."""
+    """Run the command in the ref's root with this interpreter first on PATH: `python` is then the one that measures."""
     print(f"building {printable(ref.name)}: {printable(command)}", file=sys.stderr, flush=True)
     environment = git.environment()
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])

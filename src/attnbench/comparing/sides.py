@@ -1,4 +1,4 @@
-"""The two sides of a comparison, each a forkserver of fresh workers."""
+"""The two sides of a comparison: where their code comes from, their worker processes, and how these take turns."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ START_S = 180.0
 
 
 class Code(Struct, frozen=True, kw_only=True):
-    """An implementation, and where its code comes from."""
+    """An implementation, and the place that its code comes from."""
 
     label: str
-    """What people read: a name, or a name with the ref it comes from."""
+    """Name that people read: the implementation, with its ref if it comes from one."""
     name: str
-    """What its workers call it."""
+    """Name of the implementation in the workers."""
     framework: str
     config: dict[str, int | float | str | bool] = {}
-    """What it is set to beyond its defaults."""
+    """Settings beyond the defaults."""
     user_function: UserFunction | None = None
     path: tuple[str, ...] = ()
-    """Folders before all others on the import path of its workers: a git ref's. Its code must come from them."""
+    """Folders that come first on the workers' import path, those of a git ref; the code must come from them."""
     hidden: str = ""
-    """Folder whose code its workers must not see: the repository that the ref was checked out of."""
+    """Folder whose code the workers must not see: the repository that the ref was checked out of."""
     origin: Origin | None = None
-    """Where the code of the git ref lies, and where other code of its repository does."""
+    """Folders of the ref's code, and of other code of its repository."""
     cwd: str = ""
-    """Folder that its workers run in: a git ref's, so that files with relative names are its own; empty for this
+    """Working folder of the workers: that of a git ref, so that relative file names are its own; empty for this
     process's."""
     commit: str = ""
 
     def describe(self) -> p.Describe:
-        """The first message to each of its processes."""
+        """Return the first message to each of its processes."""
         by_name = self.origin is not None and self.user_function is None
         return p.Describe(self.import_path, self.origin, self.name if by_name else "")
 
     @property
     def import_path(self) -> list[str]:
-        """Where else its workers may look: everywhere this process does, or for a ref everywhere else."""
+        """Further folders of the workers' import path: this process's, without the hidden one if there is a ref."""
         if not self.path:
             return [*sys.path, ""]
         return [folder for folder in sys.path if folder and not Path(folder).is_relative_to(self.hidden or "/")]
@@ -77,9 +77,9 @@ def code_of(
     origin: Origin | None = None,
     cwd: str = "",
 ) -> Code:
-    """A side from a name, a `file.py:function` or `module:function` reference, a function or an Implementation.
+    """Return the side for a name, a `file.py:function` or `module:function` reference, a function or an Implementation.
 
-    A reference or a name under another import path is looked up by the workers, not here.
+    A reference, or a name under another import path, is looked up by the workers and not here.
     """
     facts = {"path": path, "hidden": hidden, "commit": commit, "origin": origin, "cwd": cwd}
     if isinstance(what, str) and ":" in what:
@@ -105,37 +105,37 @@ def code_of(
 
 
 class DiedLoading(UsageError):
-    """A process was lost while it loaded an side's code: perhaps the code's doing, perhaps the machine's."""
+    """A process that was lost while it loaded a side's code: the fault of the code, or of the machine."""
 
 
 class Side(Protocol):
-    """A live side."""
+    """A side with processes that can be started, paused and ended."""
 
     code: Code
 
     def start_worker(self, seed: int) -> Remote | Local:
-        """A fresh worker."""
+        """Start a fresh worker and return it."""
         ...
 
     def pause(self) -> None:
-        """Stop all its processes while it is the other side's turn."""
+        """Stop all processes of the side while the other side takes its turn."""
         ...
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Let the stopped processes go on."""
         ...
 
     def restart(self) -> None:
-        """Begin again with new processes."""
+        """End all processes and start new ones."""
         ...
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes for good."""
         ...
 
 
 class _WorkerProcess:
-    """A worker's process as its forkserver sees it."""
+    """A worker's process, asked for through its forkserver."""
 
     def __init__(self, pid: int, side: ForkedSide) -> None:
         self.pid, self._side = pid, side
@@ -169,13 +169,13 @@ class ForkedSide:
             raise
 
     def _start(self) -> None:
-        """Start the forkserver and load the side's code in it; raises UsageError if that cannot be."""
+        """Start the forkserver and load the side's code in it; raises UsageError if that fails."""
         self._forks = True
         self._workers: list[_WorkerProcess] = []
         code, started = self.code, self._process_of("attnbench.comparing.forkserver")
         self._process, self._connection = started
         self._tree = ProcessTree(self._process.pid)
-        # What it says when it dies is told as a worker's last words are.
+        # Its last output is reported as that of a worker that died.
         self._forkserver = Remote(code.framework, *started, self._output)
         try:
             self._demand(code.describe())
@@ -188,7 +188,7 @@ class ForkedSide:
             self._end_forkserver()
             raise
         self._helpers = descendants(self._process.pid)
-        """What loading has started, for all workers."""
+        """Processes that loading has started, for all workers."""
         if not self._forks:
             self._end_forkserver()
 
@@ -219,9 +219,10 @@ class ForkedSide:
         return self._forkserver.exchange(question, START_S, n.decode_reply, pass_on)
 
     def start_worker(self, seed: int) -> Remote:
-        """A fork with an untouched framework and its own heap padding; a new process where loading began to compute.
+        """Fork a worker with an untouched framework and its own heap padding, and return it.
 
-        A forkserver that is gone is started again, once.
+        If loading the code began to compute, the worker is a new process instead. A forkserver that is gone is started
+        again, once.
         """
         if not self._forks:
             return self._spawn()
@@ -246,7 +247,7 @@ class ForkedSide:
         return Remote(self.code.framework, self._workers[-1], Connection(ours.detach()), self._output)
 
     def _spawn(self) -> Remote:
-        """Slower to start than a fork, but one with other threads' locks in it might never answer."""
+        """Start a worker as a new process: slower than a fork, which might hang in other threads' locks."""
         code, started = self.code, self._process_of("attnbench.run.worker")
         worker = Remote(code.framework, *started, self._output)
         self._tree = ProcessTree(started[0].pid)
@@ -264,15 +265,15 @@ class ForkedSide:
         return worker
 
     def pause(self) -> None:
-        """Take the processor away from all processes of this side, helpers that its code has started included."""
+        """Stop all processes of this side, including helpers that its code has started."""
         self._tree.stop()
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Let the stopped processes go on."""
         self._tree.resume()
 
     def restart(self) -> None:
-        """Begin again with new processes; raises WorkerDied if the code cannot be loaded any more."""
+        """End all processes and start new ones; raises WorkerDied if the code cannot be loaded any more."""
         self._end_forkserver()
         try:
             self._start()
@@ -280,7 +281,7 @@ class ForkedSide:
             raise WorkerDied("failed", str(error)) from error
 
     def exit_code(self, pid: int) -> int | None:
-        """How a worker ended; None while it runs."""
+        """Return the exit code of a worker; None while it runs."""
         try:
             reply = self._ask(n.Inquire(pid))
         except WorkerDied:
@@ -289,7 +290,7 @@ class ForkedSide:
         return reply.code
 
     def close(self) -> None:
-        """End the forkserver with its workers and whatever these have started."""
+        """End the forkserver, its workers and whatever these have started."""
         self._end_forkserver()
         self._output.close()
 
@@ -313,25 +314,25 @@ class LocalSide:
         registry.register(implementation)
 
     def start_worker(self, seed: int) -> Local:
-        """Fresh sessions; the process stays the same."""
+        """Return fresh sessions in this same process."""
         del seed
         return Local(self.code.framework, self._device)
 
     def pause(self) -> None:
-        """Both sides are this process, which cannot be stopped."""
+        """Leave this process running: it is both sides, so neither can be stopped."""
 
     def resume(self) -> None:
-        """Nothing was stopped."""
+        """Leave this process as it is; it was not stopped."""
 
     def restart(self) -> None:
-        """There is no process to begin again with."""
+        """Keep this process: there is no other to restart."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Keep this process: there is no other to end."""
 
 
 class Lost(Exception):
-    """A side gave up its worker (`died`) or its answer; `record` is what is left."""
+    """The loss of a side's worker (`died`) or of its answer; `record` is what is left."""
 
     def __init__(self, side: str, record: Record, died: bool = False) -> None:
         super().__init__(record.reason)
@@ -339,7 +340,7 @@ class Lost(Exception):
 
 
 def verify_alone(side: Side, workload: Workload, timeout_s: float = 120.0) -> Record:
-    """Return how a side is verified if there is nothing to compare it with; raises NotInRef as a comparison does."""
+    """Verify a side that has nothing to be compared with; raises NotInRef as a comparison does."""
     try:
         worker = side.start_worker(secrets.randbits(31))
     except WorkerDied as died:
@@ -355,7 +356,7 @@ def verify_alone(side: Side, workload: Workload, timeout_s: float = 120.0) -> Re
 
 
 class SideWorker:
-    """One side's worker in one launch, its cell open. It runs only while it is asked something.
+    """One side's worker in one launch, with its cell open; it runs only while it is asked something.
 
     Between its turns all of its processes are stopped: threads that spin and helpers that it has started would take the
     processor from the other side, whose time would then be too long. A stopped process keeps its GPU context.
@@ -367,13 +368,13 @@ class SideWorker:
         self.call_ns, self.clock, self.other_clocks = 0.0, "wall", ()
 
     def describe(self) -> str:
-        """The kind of device it runs on."""
+        """Return the kind of device that the worker runs on."""
         described = self._ask(p.Describe([]))
         assert isinstance(described, p.Described)
         return described.environment.device
 
     def open(self, seed: int, shared: str, again: bool) -> Ok:
-        """Build and verify; raises Lost."""
+        """Build and verify the cell; raises Lost if that fails."""
         opened = self._ask(p.Open(self._cell, False, True, None, seed, shared, again))
         assert isinstance(opened, p.Opened)
         if not opened.timed:
@@ -381,18 +382,18 @@ class SideWorker:
         return opened.record
 
     def warm_up(self, clock: str | None = None, brief: bool = False) -> None:
-        """Until it is steady, by the clock named or the one that suits it; `brief`: it has not rested since."""
+        """Call until times are steady, by the clock named or the one that suits; `brief` if just in use."""
         warm = self._ask(p.WarmUp(self._cell.id, clock, brief))
         assert isinstance(warm, p.Warm)
         self.call_ns, self.clock, self.other_clocks = warm.call_ns, warm.clock, warm.other_clocks
 
     @property
     def on_device(self) -> bool:
-        """Whether it is timed by a clock of the device."""
+        """Whether calls are timed by a clock of the device."""
         return self.clock != "wall"
 
     def block(self, calls: int) -> Block:
-        """One turn."""
+        """Time one block of calls."""
         taken = self._ask(p.TakeBlock(self._cell.id, calls))
         assert isinstance(taken, p.BlockTaken)
         return taken.block
@@ -421,9 +422,9 @@ class SideWorker:
         return Failed(reason=reason, **self._facts)
 
     def abort(self) -> None:
-        """Make another thread's question to it fail at once."""
+        """Make a question that another thread has asked the worker fail at once."""
         self._worker.abort()
 
     def end(self) -> None:
-        """The launch is over."""
+        """End the worker: the launch is over."""
         self._worker.kill()

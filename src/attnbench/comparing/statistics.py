@@ -1,7 +1,7 @@
-"""Launches of two sides -> time of b / time of a with intervals, and the rule that says when the evidence is enough.
+"""Statistics of a comparison: time of b / time of a with intervals, and the rule that says when the evidence is enough.
 
-Everything is worked out on ln(b / a) of neighbouring blocks. Swapping the sides negates each figure to the last bit and
-so mirrors the verdict. Metrics that contradict each other decide nothing.
+Everything is computed on ln(b / a) of neighbouring blocks. Swapping the sides negates each figure to the last bit, and
+so mirrors the verdict. If metrics contradict each other, there is no verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +18,19 @@ from attnbench.errors import UsageError
 from attnbench.results.ratios import LARGE_DIFFERENCE, SAME_WIDTH, SAME_WITHIN
 
 LAUNCHES_PER_TRIMMED = 8
-"""One launch in so many is left out at either end: none of 6, one of 10, two of 16, three of 24."""
+"""Launches per launch that is left out at either end: none of 6, one of 10, two of 16, three of 24."""
+DRAWS = 4000
+SEED = 20240229
+ENDLESS = 50.0
+"""Logarithm that stands for infinity, which JSON cannot hold."""
+FEW_LAUNCHES = 6
+"""Fewest launches for a bootstrap, which is far too narrow below; Student's t takes its place there."""
+SES_TO_DETECT = 4.0
+SURE_P = 1e-4
+"""p-value below which a large difference needs no confirmation."""
+CONFIRM_ALPHA, FEWEST_FRESH = 0.05, 3
+CONTRADICTION = "the metrics contradict each other"
+_WORDS = {1: "slower", -1: "faster", 0: "neither slower nor faster"}
 
 
 class TrimmedMean(Struct, frozen=True):
@@ -26,18 +38,18 @@ class TrimmedMean(Struct, frozen=True):
 
     value: float
     se: float | None
-    """None of a single launch: it says nothing about its own spread."""
+    """Standard error; None for a single launch, which says nothing about its own spread."""
     freedom: int
     """Degrees of freedom of the t distribution that the mean, over its standard error, follows."""
 
     def half_width(self, alpha: float) -> float:
-        """Of the t interval each of whose bounds errs with probability alpha."""
+        """Return half the width of the t interval each of whose bounds errs with probability alpha."""
         from scipy.special import stdtrit
 
         return float("inf") if self.se is None else float(stdtrit(self.freedom, 1 - alpha)) * self.se
 
     def p_above(self, excess: float) -> float:
-        """One-sided p-value of an excess that is not really there."""
+        """Return the one-sided p-value of an excess under the hypothesis that there is none."""
         from scipy.special import stdtr
 
         if self.se is None:
@@ -48,10 +60,11 @@ class TrimmedMean(Struct, frozen=True):
 
 
 def trimmed_mean(values: np.ndarray) -> TrimmedMean:
-    """Below 8 values Student's t as it is: with five or fewer left between the extremes its bounds are hopelessly wide.
+    """Compute the trimmed mean of one value per launch; of fewer than 8 values nothing is trimmed.
 
-    Extremes leave the mean but not its error, where they count as their nearest neighbour that stays. All sums run in
-    the order of the launches, so that negated values give the negated mean to the last bit.
+    With five or fewer values left between the extremes, the bounds would be hopelessly wide. Extremes leave the mean
+    but not its error, in which each counts as its nearest neighbour that stays. All sums run in the order of the
+    launches, so that negated values give the negated mean to the last bit.
     """
     cut = len(values) // LAUNCHES_PER_TRIMMED
     ordered, kept = np.sort(values), len(values) - 2 * cut
@@ -64,12 +77,8 @@ def trimmed_mean(values: np.ndarray) -> TrimmedMean:
     return TrimmedMean(mean, spread / kept**0.5, kept - 1)
 
 
-DRAWS = 4000
-SEED = 20240229
-
-
 def median_draws(logs: Sequence[np.ndarray], seed: int = SEED) -> np.ndarray:
-    """Medians over all pairs of launches drawn anew with replacement, ascending."""
+    """Draw launches anew with replacement, many times, and return the medians over all pairs, ascending."""
     sizes = [len(one) for one in logs]
     pooled, owner = np.concatenate(logs), np.repeat(np.arange(len(logs)), sizes)
     order = np.argsort(pooled)
@@ -82,7 +91,7 @@ def median_draws(logs: Sequence[np.ndarray], seed: int = SEED) -> np.ndarray:
 
 
 def _first_reaching(passed: np.ndarray, times: np.ndarray, rank: np.ndarray) -> np.ndarray:
-    """Per draw, where in ascending order `rank` values have been passed, a launch counted as often as it was drawn."""
+    """Return per draw where in ascending order `rank` values are passed, a launch counted as often as it was drawn."""
     low, high = np.zeros(len(times), int), np.full(len(times), len(passed) - 1)
     while np.any(low < high):
         middle = (low + high) // 2
@@ -91,25 +100,13 @@ def _first_reaching(passed: np.ndarray, times: np.ndarray, rank: np.ndarray) -> 
     return low
 
 
-ENDLESS = 50.0
-"""Stands for infinity among logarithms: JSON has none."""
-FEW_LAUNCHES = 6
-"""Below this a bootstrap over launches is far too narrow; Student's t takes its place."""
-SES_TO_DETECT = 4.0
-SURE_P = 1e-4
-"""p-value below which a large difference needs no confirmation."""
-CONFIRM_ALPHA, FEWEST_FRESH = 0.05, 3
-CONTRADICTION = "the metrics contradict each other"
-_WORDS = {1: "slower", -1: "faster", 0: "neither slower nor faster"}
-
-
 class Decision(Struct, frozen=True, kw_only=True):
-    """What is known after so many launches."""
+    """Verdict and estimates after so many launches."""
 
     verdict: Verdict | None
-    """None: go on."""
+    """Verdict; None if more launches are needed."""
     estimates: dict[str, Estimate] = {}
-    """By metric; empty between looks."""
+    """Estimate by each metric; empty between looks."""
     notes: tuple[str, ...] = ()
 
 
@@ -122,23 +119,23 @@ class _Evidence(Struct, frozen=True, kw_only=True):
     t_low: float
     t_high: float
     mean: TrimmedMean
-    """Of the launches' medians: where the t interval and the p-values come from."""
+    """Trimmed mean of the launches' medians, which the t interval and the p-values come from."""
     se: float
-    """Of the point."""
+    """Standard error of the point."""
     launches: int
     pairs: int
 
 
 def published(metrics: Sequence[str]) -> str:
-    """The metric whose ratio is published: device time where there is one, else wall time."""
+    """Return the metric whose ratio is published: device time if there is one, else wall time."""
     return next((name for name in ("device", "wall") if name in metrics), metrics[0])
 
 
 def estimate(launches: Sequence[Launch], metric: str, alpha: float, floor: float = FLOOR, seed: int = SEED) -> Estimate:
-    """Ratio by one metric; each bound of an interval errs with probability alpha.
+    """Estimate the ratio by one metric; each bound of an interval errs with probability alpha.
 
     The p-values are those of a trimmed t over the launches' medians. Launches are what is independent, and with 6 to 16
-    of them t keeps its level where the bootstrap rejects two to six times too often; the trimming keeps a launch or two
+    of them t keeps its level, while the bootstrap rejects two to six times too often. Trimming keeps a launch or two
     that something else disturbed from hiding what the others show.
     """
     return _as_estimate(_evidence(launches, metric, alpha, seed), metric, floor)
@@ -152,10 +149,10 @@ def decide(
     alpha: float = ALPHA,
     last: bool = False,
 ) -> Decision:
-    """Judge at a look, or when this is the `last` chance; between looks go on. The floor may only be raised.
+    """Judge the launches at a look, or if this is the `last` chance; between looks there is no verdict.
 
-    Slower on any metric is slower and faster on any is faster, unless another metric's interval lies on the other side
-    of 1; same is the published metric's to say.
+    Slower by any metric is slower and faster by any is faster, unless another metric's interval lies on the other side
+    of 1. `same` is decided by the published metric. The floor may only be raised.
     """
     if floor < FLOOR:
         raise UsageError(f"a floor of {floor:g} is below {FLOOR:g}, what layout alone makes: it may only be raised.")
@@ -184,9 +181,9 @@ def decide(
 
 
 def is_overwhelming(decision: Decision) -> bool:
-    """Whether a decision needs no confirmation: it claims no difference, or one that is large and beyond doubt.
+    """Return whether a decision needs no confirmation: it claims no difference, or a large and highly significant one.
 
-    A device's time does not depend on how a process happens to lie in memory, and is not asked for one either.
+    A verdict by device time needs none either: such a time does not depend on how a process lies in memory.
     """
     if decision.verdict not in ("slower", "faster") or "device" in decision.estimates:
         return True
@@ -199,10 +196,10 @@ def is_overwhelming(decision: Decision) -> bool:
 
 
 def after_fresh_launches(decision: Decision, launches: Sequence[Launch], first: int, floor: float = FLOOR) -> Decision:
-    """A verdict after launches that had no part in it (all but the `first` ones): it stays if they show the difference.
+    """Return the decision after fresh launches, all but the `first` ones: a verdict stays if they confirm it.
 
     They do if Student's t over them lies on the same side of 1 at 5 % by a metric that made the verdict, and by no
-    metric on the other. The figures are those of all launches together.
+    metric on the other side. The estimates are those of all launches together.
     """
     fresh, word = launches[first:], decision.verdict
     sign, judged = (1 if word == "slower" else -1), list(decision.estimates)
@@ -225,13 +222,13 @@ def after_fresh_launches(decision: Decision, launches: Sequence[Launch], first: 
 
 
 def _is_beyond(one: Estimate, sign: int, floor: float) -> bool:
-    """Whether a metric's interval alone makes that verdict."""
+    """Return whether a metric's interval alone makes the verdict with this sign."""
     low, high = one.interval
     return low > 1 + floor if sign > 0 else high < 1 / (1 + floor)
 
 
 def _judged_metrics(launches: Sequence[Launch], metrics: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Metrics that can be judged, and why the others cannot; the published one always has to."""
+    """Return the metrics that can be judged, and why the others cannot; the published one is always judged."""
     blind = [
         name
         for name in metrics
@@ -242,7 +239,7 @@ def _judged_metrics(launches: Sequence[Launch], metrics: Sequence[str]) -> tuple
 
 
 def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -> tuple[Verdict | None, list[str]]:
-    """The verdict of b, None when it is still open, and what is doubtful about it."""
+    """Return the verdict on b, None while it is open, and what is doubtful about it."""
     signs = {name: _sign(one, floor) for name, one in found.items()}
     doubtful = [
         name for name, sign in signs.items() if (sign or name == main) and not _mean_agrees(found[name], sign, floor)
@@ -255,13 +252,13 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
     # Wall time beside device time is the host's: it contradicts only beyond the floor.
     sides = signs if main == "device" else {name: _sign(one, 0.0) for name, one in found.items()}
     if any(signs[name] and -signs[name] in sides.values() for name in found):
-        # Something may have taken the processor in one arm's turns, so that "faster" cannot be believed. "Slower" by
+        # Something may have taken the processor in one side's turns, so that "faster" cannot be trusted. "Slower" by
         # the published time can if it is much, or if the other is hardly faster: waiting, or fewer threads, is slower
         # however little the processor did meanwhile.
-        told = ", ".join(f"{_WORDS[side]} by {name} time" for name, side in sides.items())
+        claims = ", ".join(f"{_WORDS[side]} by {name} time" for name, side in sides.items())
         much = found[main].low > log(LARGE_DIFFERENCE) or -1 not in signs.values()
         slower = signs[main] == 1 and main not in doubtful and much
-        return ("slower" if slower else None), [*doubts, f"{CONTRADICTION}: {told}"]
+        return ("slower" if slower else None), [*doubts, f"{CONTRADICTION}: {claims}"]
     if 1 in certain:
         return "slower", doubts
     if -1 in certain and 1 not in signs.values():
@@ -277,7 +274,7 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
 
 
 def _holds_in_cycles(launches: Sequence[Launch], sign: int, floor: float) -> bool:
-    """Whether a verdict by device time is no work of the GPU's clock; true where that clock is not known."""
+    """Return whether a verdict by device time is not due to the GPU's clock; True if that clock is not known."""
     blocks = [block for launch in launches for block in (*launch.a, *launch.b)]
     if any("device" not in block.ns or block.sm_mhz is None for block in blocks):
         return True
@@ -292,14 +289,17 @@ def _sign(one: _Evidence, floor: float) -> int:
 
 
 def _mean_agrees(one: _Evidence, sign: int, floor: float) -> bool:
-    """Whether the t interval lies on the same side of 1; clearing the floor is asked of the pooled median alone."""
+    """Return whether the t interval lies on the same side of 1; only the pooled median has to clear the floor."""
     if sign == 0:
         return not (one.t_low > log1p(floor) or one.t_high < -log1p(floor))
     return one.t_low > 0 if sign > 0 else one.t_high < 0
 
 
 def _is_same(one: _Evidence, floor: float) -> bool:
-    """Within +-5 % and narrower than 6 %; a raised floor raises both by as much, or nothing near it could ever pass."""
+    """Return whether an interval lies within 5 % of 1 and is narrower than 6 %.
+
+    A raised floor raises both limits by as much; otherwise no ratio near the floor could ever pass.
+    """
     slack = floor - FLOOR
     edge = log1p(SAME_WITHIN + slack)
     return -edge < one.low and one.high < edge and one.high - one.low < log1p(SAME_WIDTH + slack)
@@ -322,7 +322,7 @@ def _as_estimate(one: _Evidence, metric: str, floor: float) -> Estimate:
 def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int = SEED) -> _Evidence:
     logs = [_log_ratios(launch, metric) for launch in launches if launch.a and launch.b]
     if not logs:
-        raise ValueError("no launch holds a block of both arms: there is nothing to estimate from")
+        raise ValueError("no launch holds a block of both sides, so there is nothing to estimate from")
     pooled = np.concatenate(logs)
     point, mean = float(np.median(pooled)), trimmed_mean(np.array([np.median(one) for one in logs]))
     half = mean.half_width(alpha)

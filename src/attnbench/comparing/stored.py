@@ -1,8 +1,12 @@
-"""`attnbench gate` on what was measured before: two run files, or a run file and the folder of saved baselines."""
+"""`attnbench gate` on stored times: two run files, or a run file and a folder of baselines.
+
+Times of different runs are never compared bare. Each is taken relative to the two anchor kernels that were interleaved
+with it. As the anchors drift too, both must agree, and the floor is higher than for launches in turn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import erfc, exp, log, log1p, sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -24,13 +28,22 @@ from attnbench.results.run_file import Run, read_run
 from attnbench.run.user_functions import sources_of
 from attnbench.spec import DIRTY, Environment, Incorrect, Ok, Record
 
-NO_CONTROLS = (
-    "stored times have no controls: a verdict between refs (`--baseline REF --current REF`) can be believed more"
+NO_CONTROLS = "stored times have no controls: a verdict between refs (`--baseline REF --current REF`) is more reliable"
+MEASURE_BOTH = (
+    "Measure both on one machine with the same packages and the same attnbench, "
+    "or make a new baseline here with `attnbench baseline save RUN`."
 )
+SHAKY = 0.1
+"""Half-width of a stored time's interval above which the time cannot show that nothing changed."""
+SAME_MEASUREMENT = "both sides are one and the same measurement"
+MISSING = "ok in the baseline, but not in the current run: measure it too, or take it out of the baseline"
+ROUNDING_NS = 0.06
+"""Largest error of rounding: files keep tenths of nanoseconds."""
+Z = NormalDist().inv_cdf(1 - ALPHA)
 
 
 def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: OnInconclusive) -> GateReport:
-    """A run file against another one, or against a folder of baselines; UsageError where machines differ."""
+    """Compare a run file with another one, or with a folder of baselines; raises UsageError if the machines differ."""
     run = read_run(current)
     if baseline.is_dir():
         old, cases = None, _against_folder(baseline, run, floors)
@@ -80,8 +93,8 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
     sources = sources_of(run)
     for record in records:
         assert record.environment is not None
-        where = (folder, record.environment, record.implementation, record.workload)
-        found, other = find_baseline(*where, config=record.config), ""
+        cell = (folder, record.environment, record.implementation, record.workload)
+        found, other = find_baseline(*cell, config=record.config), ""
         source = sources.get(record.implementation, "")
         if found is not None and not one_source(found.source, source):
             found, other = None, _other_function(found.source, source)
@@ -93,13 +106,14 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
             check_comparable(found.records, [record, *anchors])
         [case] = cases_of_runs(() if found is None else found.records, [record, *anchors], floors)
         if found is None and case.status != "wrong":
-            case = replace(case, status="no_baseline", reason=other or why_missing(*where))
+            case = replace(case, status="no_baseline", reason=other or why_missing(*cell))
         cases.append(case)
     return [*_corrected(cases), *_not_run(folder, records)]
 
 
 def _not_run(folder: Path, records: Sequence[Record]) -> list[Case]:
-    """Baselines of this machine that the run does not hold: missing where it has their workload, else listed only."""
+    """Return cases for baselines of this machine that the run lacks: missing if the run has their workload, else not
+    measured."""
     here = {one.environment.fingerprint for one in records if one.environment is not None}
     measured, asked = {one.cell.id for one in records}, {one.workload.id for one in records}
     kept = [one for one in list_baselines(folder) if one.environment.fingerprint in here]
@@ -115,14 +129,8 @@ def _not_run(folder: Path, records: Sequence[Record]) -> list[Case]:
     ]
 
 
-MEASURE_BOTH = (
-    "Measure both on one machine with the same packages and the same attnbench, "
-    "or make a new baseline here with `attnbench baseline save RUN`."
-)
-
-
 def check_comparable(baseline: Sequence[Record], current: Sequence[Record]) -> None:
-    """Refuse what two runs both hold, anchors included, where environments are not known or their hard keys differ."""
+    """Raise UsageError if the machines of two runs, or of their anchors, differ in a hard fact or are not known."""
     for old, new in _judged_pairs(baseline, current):
         here = _known(old, "baseline", anchors_beside(old, baseline))
         there = _known(new, "current", anchors_beside(new, current)) if isinstance(new, Ok) else new.environment
@@ -134,8 +142,7 @@ def check_comparable(baseline: Sequence[Record], current: Sequence[Record]) -> N
 
 
 def _judged_pairs(baseline: Sequence[Record], current: Sequence[Record]) -> Iterator[tuple[Ok, Record]]:
-    """Yield what judges and what is judged: each cell, then its anchors; a refusal of the current run needs no
-    machine."""
+    """Yield each cell of both runs, then its anchors; a cell that the current run refused is left out."""
     old = {one.cell.id: one for one in baseline if isinstance(one, Ok) and not is_anchor(one)}
     for new in current:
         if new.cell.id not in old or new.status == "unsupported":
@@ -147,7 +154,8 @@ def _judged_pairs(baseline: Sequence[Record], current: Sequence[Record]) -> Iter
 
 
 def _known(record: Ok, run: str, anchors: Sequence[Record]) -> Environment:
-    """Where it was made; refuses what nobody knows that of, and anchors beside it that are of another machine."""
+    """Return the environment of a record; raises UsageError if it is not known, or if anchors beside it are of another
+    machine."""
     here = record.environment
     if here is None or not here.device_name:
         field = "environment" if here is None else "device_name"
@@ -167,21 +175,18 @@ def _known(record: Ok, run: str, anchors: Sequence[Record]) -> Environment:
 
 
 def differences(a: Environment, b: Environment) -> list[str]:
-    """Fields of the hard key in which b, the current one, is not what a was, each with both values."""
+    """Return the fields of the hard key in which b, the current one, differs from a, each with both values."""
     old, new = a.hard_key, b.hard_key
-    told = [
+    found = [
         f"{name} is {_shown(old[name])} in the baseline and {_shown(new[name])} in the current run"
         for name in old
         if name != "packages" and old[name] != new[name]
     ]
-    return told + _package_differences(a.packages, b.packages)
-
-
-def _package_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    return [
-        f"package {name} is {old.get(name, 'absent')} in the baseline and {new.get(name, 'absent')} in the current run"
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name)
+    return found + [
+        f"package {name} is {a.packages.get(name, 'absent')} in the baseline and "
+        f"{b.packages.get(name, 'absent')} in the current run"
+        for name in sorted({*a.packages, *b.packages})
+        if a.packages.get(name) != b.packages.get(name)
     ]
 
 
@@ -191,17 +196,8 @@ def _shown(value: object) -> str:
     return "unknown" if value in ("", None) else str(value)
 
 
-SHAKY = 0.1
-"""Half-width of a stored time's interval above which it cannot show that nothing changed."""
-SAME_MEASUREMENT = "both sides are one and the same measurement"
-MISSING = "ok in the baseline, but not in the current run: measure it too, or take it out of the baseline"
-ROUNDING_NS = 0.06
-"""Files keep tenths of nanoseconds."""
-Z = NormalDist().inv_cdf(1 - ALPHA)
-
-
 def cases_of_runs(baseline: Sequence[Record], current: Sequence[Record], floor_of: Floors | None = None) -> list[Case]:
-    """Every cell of two runs as a case, with Holm's correction over the timed ones; floors below 0.05 do not count."""
+    """Return every cell of two runs as a case, with Holm's correction over the timed ones; no floor is below 5 %."""
     old, new = ({one.cell.id: one for one in records if not is_anchor(one)} for records in (baseline, current))
     cases: list[Case] = []
     for cell, record in {**old, **new}.items():
@@ -224,10 +220,10 @@ def _corrected(cases: Sequence[Case]) -> list[Case]:
 def compare_records(
     a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record], floor: float = STORED_FLOOR
 ) -> Comparison:
-    """Return time of b / time of a across two runs, by each anchor of their own sittings.
+    """Compare the times of two runs, each relative to the anchors of its own sitting.
 
-    Slower or faster only if both anchors say so. A measurement is the same as itself, whatever its anchors. Times by
-    different clocks are compared by one that both records hold beside them, if there is one.
+    Slower or faster only if both anchors agree. A measurement is the same as itself, whatever its anchors. Times by
+    different clocks are compared by a clock that both records hold, if there is one.
     """
     anchors_a, anchors_b = anchors_beside(a, run_a), anchors_beside(b, run_b)
     problem = _lacks(a, b, run_a, run_b)
@@ -268,12 +264,12 @@ def _by_one_clock(a: Ok, b: Ok) -> tuple[Ok, Ok]:
 
 
 def _counterparts(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> list[tuple[Ok, Ok]]:
-    """What stands against what: the cell, then each anchor."""
+    """Return the pairs of records to compare: the cell, then each anchor."""
     return [(a, b), *((_named(anchors_a, name), _named(anchors_b, name)) for name in NAMES)]
 
 
 def _is_one_measurement(a: Ok, b: Ok) -> bool:
-    """Whether b's rounds are a's: a file against itself, or against the baseline that was saved from it."""
+    """Return whether b's rounds are a's: a file against itself, or against the baseline saved from it."""
     if a.time is None or b.time is None or (a.time.sitting, a.time.clock) != (b.time.sitting, b.time.clock):
         return False
     first, second = (round_medians(time) if time.rounds else np.asarray(time.samples_ns) for time in (a.time, b.time))
@@ -281,7 +277,7 @@ def _is_one_measurement(a: Ok, b: Ok) -> bool:
 
 
 def _shaky(records: Sequence[Ok]) -> str:
-    """Why these times are no ground to say that nothing changed; empty when they are."""
+    """Return why these times cannot show that nothing changed; empty if they can."""
     for record in records:
         assert record.time is not None
         interval = record.time.ci95_ns
@@ -302,8 +298,8 @@ def _case(a: Record, b: Record, run_a: Sequence[Record], run_b: Sequence[Record]
         return replace(case, status="no_baseline" if a.time is None else "inconclusive")
     if comparison.verdict != "slower":
         return case
-    told = " and ".join(f"{one.ratio:.2f} by {name}" for name, one in comparison.estimates.items())
-    return replace(case, status="regression", reason=f"slower than the stored run: {told}")
+    ratios = " and ".join(f"{one.ratio:.2f} by {name}" for name, one in comparison.estimates.items())
+    return replace(case, status="regression", reason=f"slower than the stored run: {ratios}")
 
 
 def _one_sided(a: Record | None, b: Record | None) -> Case:
@@ -320,7 +316,7 @@ def _one_sided(a: Record | None, b: Record | None) -> Case:
 
 
 def _lacks(a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record]) -> str:
-    """Say which of the times is missing that a comparison needs; empty if all are there."""
+    """Return which time is missing for a comparison; empty if all are there."""
     for record, run, name in ((a, run_a, "baseline"), (b, run_b, "current")):
         if record.time is None:
             return f"verified but not timed in the {name} run"
@@ -332,16 +328,16 @@ def _lacks(a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record]) -> st
 
 
 def _unlike(pairs: Sequence[tuple[Ok, Ok]]) -> str:
-    """Say which times are not of the same thing; empty if all are."""
+    """Return which times are not of the same thing; empty if all are."""
     for old, new in pairs:
         if _kind(old) != _kind(new):
-            told = " and ".join(" ".join(str(part) for part in _kind(one)) for one in (old, new))
-            return f"{old.implementation} was not measured alike in both runs ({told}): measure the baseline again"
+            kinds = " and ".join(" ".join(str(part) for part in _kind(one)) for one in (old, new))
+            return f"{old.implementation} was not measured alike in both runs ({kinds}): measure the baseline again"
     return ""
 
 
 def _kind(record: Ok) -> tuple[str, ...]:
-    """What must not differ for two times to be of the same thing: the clock, and for an anchor what made it how big."""
+    """Return what two times of the same thing share: the clock, and for an anchor its framework and size."""
     assert record.time is not None
     if not is_anchor(record):
         return (record.time.clock,)
@@ -364,7 +360,7 @@ def _verdict(ratios: Sequence[Ratio], floor: float) -> Verdict:
 
 
 def _estimate(name: str, ratio: Ratio, a: Ok, b: Ok, floor: float) -> Estimate:
-    """A stored run is one launch: its interval comes from rounds, and there is no second one over launches."""
+    """Return the estimate by one anchor; a stored run is one launch, so both intervals come from its rounds."""
     assert a.time is not None
     assert b.time is not None
     below, above = log(ratio.value / ratio.low) / Z, log(ratio.high / ratio.value) / Z

@@ -1,4 +1,5 @@
-"""One comparison in words: who is faster, by how much, how sure, and how small a slowdown would have been seen."""
+"""One comparison in words: which is faster, by how much, how significant, and how small a slowdown would have been
+seen."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,12 +21,18 @@ from attnbench.report import units
 
 Interval = tuple[float, float]
 MOST = 1000.0
-"""Ratios beyond this are no figures: they come of intervals over one or two launches."""
+"""Largest ratio that is printed; larger ones come from intervals over one or two launches."""
 STYLES = {"faster": "green", "slower": "red", "same": "green", "inconclusive": "yellow"}
+CALIBRATION = Path(__file__).with_name("calibration.json")
+"""File with the measured error rates of verdicts.
+
+It is written by benchmarks/compare_calibration.py and equals results/cpu/compare_calibration.summary.json.
+"""
+WHERE = {"idle": "on an idle machine", "busy": "beside a busy process"}
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """A row per metric, what else must be said, and the answer last."""
+    """Print a row per metric, then the notes, then the answer."""
     console.print(f"[bold]{escape(comparison.workload.title)}[/bold]", highlight=False)
     if comparison.estimates:
         console.print(_table(comparison), highlight=False)
@@ -57,10 +64,10 @@ def _table(comparison: Comparison) -> Table:
 
 
 def sentence(comparison: Comparison) -> str:
-    """The answer in one line; what could not be compared says why instead."""
-    a, b = arm_names(comparison)
+    """Return the answer in one line, or why there is none."""
+    a, b = side_names(comparison)
     if comparison.verdict is None:
-        return f"{b} was not compared with {a}: {comparison.reason or 'an arm could not be timed'}"
+        return f"{b} was not compared with {a}: {comparison.reason or 'one of the two could not be timed'}"
     figures = "; ".join(
         f"{one.metric} {ratio_text(one.ratio)}, {interval_text(one.interval)}" for one in comparison.estimates.values()
     )
@@ -74,7 +81,7 @@ def _claim(comparison: Comparison, a: str, b: str) -> str:
     if comparison.verdict == "same":
         return f"{b} is as fast as {a}"
     if comparison.verdict == "inconclusive":
-        return f"whether {b} is slower than {a} cannot be told"
+        return f"inconclusive whether {b} is slower than {a}"
     grounds = grounds_of(comparison)
     if grounds is None:
         return f"{b} is {comparison.verdict} than {a}"
@@ -83,13 +90,13 @@ def _claim(comparison: Comparison, a: str, b: str) -> str:
 
 
 def _factor(ratio: float) -> str:
-    """How many times as fast or slow, always above one."""
+    """Return how many times as fast or slow, always above one."""
     factor = max(ratio, 1 / ratio)
     return f"{factor:.{3 if factor < 1.1 else 2 if factor < 10 else 1}f}x"
 
 
 class Grounds(NamedTuple):
-    """The figures a verdict stands on; the metric is empty where they are the published ones."""
+    """The figures that a verdict rests on; the metric is empty if they are the published ones."""
 
     metric: str
     ratio: float
@@ -100,7 +107,7 @@ class Grounds(NamedTuple):
 
 
 def grounds_of(comparison: Comparison) -> Grounds | None:
-    """The published ratio, unless only another metric clears the floor; None when nothing was timed."""
+    """Return the published ratio, unless only another metric clears the floor; None if nothing was timed."""
     if comparison.ratio is None:
         return None
     published = Grounds("", comparison.ratio, comparison.interval)
@@ -118,7 +125,7 @@ def _clears(comparison: Comparison, grounds: Grounds) -> bool:
 
 
 def effort(comparison: Comparison) -> str:
-    """What it took, and what it was worth."""
+    """Return how many launches and how much time it took, and how small a slowdown would have been seen."""
     launches = len(comparison.launches) or max((one.launches for one in comparison.estimates.values()), default=0)
     parts = [f"{launches} launch{'' if launches == 1 else 'es'}"] if launches else []
     if comparison.elapsed_s:
@@ -129,12 +136,12 @@ def effort(comparison: Comparison) -> str:
 
 
 def _seen(slowdown: float | None) -> str:
-    """Nothing where no slowdown that anybody meets would have been seen."""
+    """Return the slowdown as text; empty if none that matters would have been seen."""
     return "" if slowdown is None or slowdown > MOST else units.percent(slowdown)
 
 
-def arm_names(comparison: Comparison) -> tuple[str, str]:
-    """Both arms, with their commits where nothing else tells them apart."""
+def side_names(comparison: Comparison) -> tuple[str, str]:
+    """Return the names of both sides, with their commits if the names are equal."""
     a, b = comparison.a, comparison.b
     if a != b or comparison.commit_a == comparison.commit_b:
         return a, b
@@ -146,51 +153,42 @@ def _at(name: str, commit: str) -> str:
 
 
 def ratio_and_interval(ratio: float, interval: Interval | None) -> str:
-    """1.063 (1.041-1.085)."""
+    """Return text such as 1.063 (1.041-1.085)."""
     return ratio_text(ratio) if interval is None else f"{ratio_text(ratio)} ({interval_text(interval)})"
 
 
 def ratio_text(ratio: float) -> str:
-    """A ratio with the digits that a few percent need."""
+    """Return a ratio with the digits that a few percent need."""
     return f"{MOST:g}+" if ratio > MOST else f"{ratio:.{3 if ratio < 10 else 1}f}"
 
 
 def interval_text(interval: Interval) -> str:
-    """low-high."""
+    """Return both ends of an interval, such as 1.041-1.085."""
     return f"{ratio_text(interval[0])}-{ratio_text(interval[1])}"
 
 
-CALIBRATION = Path(__file__).with_name("calibration.json")
-"""Written by benchmarks/compare_calibration.py, equal to results/cpu/compare_calibration.summary.json."""
-WHERE = {"idle": "on an idle machine", "busy": "beside a busy process"}
-
-
 def fine_print() -> str:
-    """Say how often a function compared with a copy of itself was called slower or faster, with the 95 % bound."""
-    rows = [row for row in _rows() if row["effect"] == "same"]
+    """Return how often copies of one function were called slower or faster, with the 95 % bound."""
+    rows = [row for row in json.loads(CALIBRATION.read_text(encoding="utf-8")) if row["effect"] == "same"]
     if not rows:
         return "How often a verdict is wrong on your functions has not been measured for this version."
-    told = [
+    counts = [
         f"{row['wrong']} of {row['comparisons']} {WHERE[row['condition']]} (at most {100 * row['at_most']:.2g} %, 95 % "
         "confidence)"
         for row in sorted(rows, key=lambda row: row["condition"], reverse=True)
     ]
     machines = "; ".join(sorted({machine for row in rows for machine in row["machines"]}))
-    return f"Copies of one function were called slower or faster in {' and in '.join(told)}, measured on {machines}."
-
-
-def _rows() -> list[dict[str, Any]]:
-    return json.loads(CALIBRATION.read_text(encoding="utf-8"))
+    return f"Copies of one function were called slower or faster in {' and in '.join(counts)}, measured on {machines}."
 
 
 class ExperimentProgress:
-    """Called after each launch."""
+    """A line on stderr about the running comparison, updated after each launch if stderr is a terminal."""
 
     def __init__(self, console: Console, quiet: bool) -> None:
         shown = console.is_terminal and not quiet
         self._title = ""
         self._lines = None if quiet or console.is_terminal else console
-        """Where nobody looks at a terminal (a CI job) each comparison is told by a line."""
+        """Console that gets a line per comparison if it is not a terminal, as in a CI job."""
         self._status = Status("starting both", console=console) if shown else None
 
     def __enter__(self) -> ExperimentProgress:
@@ -203,7 +201,7 @@ class ExperimentProgress:
             self._status.stop()
 
     def begin(self, title: str) -> None:
-        """Another comparison starts."""
+        """Note that another comparison starts."""
         self._title = f"{escape(printable(title))} · "
         if self._lines is not None:
             self._lines.print(f"measuring {title}", highlight=False, markup=False, soft_wrap=True)
@@ -211,7 +209,7 @@ class ExperimentProgress:
             self._status.update(f"{self._title}starting both")
 
     def __call__(self, launches: Sequence[Launch], decision: Decision | None) -> None:
-        """One more launch is over."""
+        """Note that one more launch is over."""
         if self._status is not None:
             self._status.update(f"{self._title}{_words(len(launches), decision)}")
 

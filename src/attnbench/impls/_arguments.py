@@ -123,7 +123,7 @@ def fitting(
     if layout not in LAYOUTS:
         raise InvalidWorkload(f'layout is one of {", ".join(LAYOUTS)}, not "{layout}".')
     if heads is not None and layout != "packed":
-        raise InvalidWorkload(f"heads= belongs to layout packed; in {layout} the arrays say how many heads there are.")
+        raise InvalidWorkload(f"heads= is for layout packed only; in layout {layout} the arrays have an axis of heads.")
     q_heads, kv_heads = both_heads(heads)
     a, b, c = (sizes(x, layout, n) for x, n in ((q, q_heads), (k, kv_heads), (v, kv_heads)))
     if a.batch != b.batch or b[:3] != c[:3] or a.dim != b.dim:

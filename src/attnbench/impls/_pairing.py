@@ -101,9 +101,9 @@ class Pairing(Implementation):
 
     def _hindrance(self, workload: Workload, environment: Environment) -> str | None:
         if not workload.needs_gradients:
-            return "is for training: a forward pass alone has no second library to take"
+            return "is for training only: without a backward pass there is no second library"
         if has_large_bias(workload.visible_mask):
-            return "hands the LSE from one library to the other, and beside so large a bias it would be rounded away"
+            return "passes the LSE from one library to the other, and a bias so large leaves no precision in it"
         forward, backward = self.names.values()
         if forward == backward != AUTO:
             return f"both passes are {forward}: ask for {forward} itself"
@@ -116,7 +116,7 @@ class Pairing(Implementation):
             if not fine:
                 return "; ".join(_refusal_text(role, name, str(reason)) for name, reason in tried.items())
             able |= fine
-        return f"takes two libraries, and only {' or '.join(sorted(able))} can run this here"
+        return f"needs two libraries, and only {' or '.join(sorted(able))} can run this here"
 
     def _refusal(self, role: Role, name: str, workload: Workload, environment: Environment) -> str | None:
         part = registry.get(name)
@@ -124,9 +124,9 @@ class Pairing(Implementation):
         own = kind.partial is not Implementation.partial or kind.passes is not Implementation.passes
         fit = own or (role == "forward" and kind.build_lse is not Implementation.build_lse)
         if part.framework != self.framework:
-            return f"is no {self.framework} implementation"
+            return f"is not a {self.framework} implementation"
         if isinstance(part, Pairing):
-            return "is a pair itself: name the library whose pass is wanted"
+            return "is a pair itself: name the library of the pass"
         if part.approximate:
             return "is approximate, and another's backward pass is not the gradient of what it computes"
         asked = _of_pass(workload, role)

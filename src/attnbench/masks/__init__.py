@@ -83,7 +83,7 @@ def documents(ids: Any, q_ids: Any = None) -> Documents:
 def lengths(kv_lengths: Any) -> Lengths:
     """Return the mask of right padding: batch row b has kv_lengths[b] valid keys."""
     if to_numpy(kv_lengths, "kv_lengths").dtype == bool:
-        raise InvalidWorkload("kv_lengths are numbers of keys, not booleans: masks.valid takes those of which exist.")
+        raise InvalidWorkload("kv_lengths must be numbers of keys, not booleans: use masks.valid for booleans.")
     frozen = integers(kv_lengths, "kv_lengths", (1,))
     if frozen.array.min() < 0:
         raise InvalidWorkload(f"key lengths cannot be negative: {frozen.array.min()}.")

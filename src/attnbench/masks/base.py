@@ -73,7 +73,7 @@ def check_constant(values: Any, what: str) -> None:
     """Refuse a torch tensor that requires gradients while gradients are recorded: they would be lost silently."""
     if getattr(values, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
         raise InvalidWorkload(
-            f"{what} is a constant and gives no gradients, but this tensor wants some: pass it with .detach()."
+            f"{what} is a constant without gradients, but this tensor requires them: pass it with .detach()."
         )
 
 

@@ -113,10 +113,10 @@ def pieces(mask: Mask, shape: MaskShape, most: int) -> list[Piece] | str:
         rest = rest if isinstance(part, Lengths) else both(rest, part)
     interval = None if rest.weighted else rest.interval(shape)
     if interval is None:
-        return f"takes masks by which a query sees one run of keys, which {rest.id} does not say"
+        return f"needs a mask in which every query sees one run of keys, not {rest.id}"
     low, high = (np.broadcast_to(np.clip(edge, 0, shape.kv_len), (len(edge), shape.q_len)) for edge in interval)
     if (low != low[:1]).any() or (high != high[:1]).any():
-        return "takes masks whose batch rows are alike, but for key lengths"
+        return "needs batch rows with the same mask, apart from key lengths"
     low, high = low[0], high[0]
     if (high <= low).any():
         return "takes no mask with rows that see no key"

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from attnbench import masks
-from attnbench.errors import InvalidWorkload, UnknownName
+from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.masks import AnyMask, Mask, MaskShape
 from attnbench.masks.base import whole_number
-from attnbench.workloads.block_patterns import BLOCK_SIZE, sparse_mask
+from attnbench.masks.block_patterns import BLOCK_SIZE, sparse_mask
 
 FORMS = (
     "full",
@@ -34,6 +34,8 @@ documents; PATTERN is local, strided, global_local or random, PERCENT the share 
 
 MOST_DIGITS = 50
 """Largest number of digits that is read; longer numbers are too large in any case."""
+LARGEST_ARRAY = 1 << 20
+"""Largest number of values of a mask that is written to a file."""
 _ALIGNMENTS = ("bottom-right", "top-left")
 
 
@@ -233,3 +235,47 @@ def _whole(text: str, what: str) -> int:
     if not text.isdecimal():
         raise InvalidWorkload(f'{what} "{text}" is not a whole number.')
     return whole_number(int(text[:MOST_DIGITS]), what)
+
+
+def mask_value(mask: Mask) -> str | dict[str, Any]:
+    """Return text such as `window:128:0`, or a table if the mask holds an array that has no text form."""
+    if isinstance(mask, masks.Both):
+        parts = [mask_value(part) for part in mask.parts]
+        texts = [part for part in parts if isinstance(part, str)]
+        return "&".join(texts) if len(texts) == len(parts) else {"kind": "both", "parts": parts}
+    align = ":top-left" if getattr(mask, "align", "") == "top-left" else ""
+    if isinstance(mask, masks.Window):
+        sides = ("all" if side is None else str(side) for side in (mask.left, mask.right))
+        return f"window:{':'.join(sides)}{align}"
+    if isinstance(mask, masks.Prefix):
+        return f"prefix:{mask.n}{align}"
+    if isinstance(mask, masks.Lengths):
+        return "lengths:" + ",".join(str(length) for length in mask.kv_lengths.array)
+    if isinstance(mask, masks.Dilated):
+        branches = zip(mask.segment_lengths, mask.dilation_rates)
+        return "dilated:" + "+".join(f"{w}r{r}" for w, r in branches) + (":group" if mask.offset == "group" else "")
+    if isinstance(mask, masks.Full | masks.Causal):
+        return mask.kinds[0] + align
+    return _array_table(mask)
+
+
+def _array_table(mask: Mask) -> dict[str, Any]:
+    told: dict[str, str] = {}
+    if isinstance(mask, masks.BlockCausal | masks.Documents):
+        fields: dict[str, Any] = {"ids": mask.ids.array}
+        if mask.q_ids is not None:
+            fields["q_ids"] = mask.q_ids.array
+    elif isinstance(mask, masks.Valid):
+        fields = {"mask_bj": mask.keys.array}
+    elif isinstance(mask, masks.Blocks):
+        fields = {"block_mask": mask.block_mask.array, "block_size": mask.block_size}
+    else:
+        assert isinstance(mask, masks.Dense)
+        fields = {"array": mask.values.array}
+        told = {"dtype": "float32"} if mask.values.dtype == "float32" else {}  # numbers in TOML have 64 bits
+    size = max(np.size(value) for value in fields.values())
+    if size > LARGEST_ARRAY:
+        raise UsageError(
+            f"the mask {mask.id} has {size} values, more than the {LARGEST_ARRAY} of a suite file: build it in Python."
+        )
+    return {"kind": mask.kinds[0], **{name: np.asarray(value).tolist() for name, value in fields.items()}, **told}

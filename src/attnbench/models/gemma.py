@@ -18,7 +18,7 @@ from attnbench.errors import UsageError
 from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config, Variant, get_config
 from attnbench.models.layers import Embedder, RMSNorm
-from attnbench.models.lora import Einsum, FeedForward
+from attnbench.models.lora import Einsum, FeedForward, project_qkv
 from attnbench.models.masks import TokenMask, prepared
 from attnbench.models.rope import apply_rope
 
@@ -75,19 +75,9 @@ class Attention(nn.Module):
 
     def _project(self, expert: int, x: Array) -> tuple[Array, Array, Array]:
         config = self.configs[expert]
-        lecun, lora = nn.initializers.lecun_normal, config.lora_configs.get("attn")
-        inner = (config.width, config.head_dim)
-        if config.num_kv_heads == config.num_heads:
-            init = lecun(in_axis=-2, out_axis=-1, batch_axis=(0, 1))
-            qkv = Einsum((3, config.num_heads, *inner), init, lora, name=named("qkv_einsum", expert))
-            q, k, v = qkv("BSD,3KDH->3BSKH", x)
-            return q, k, v
-        init = lecun(in_axis=-2, out_axis=-1, batch_axis=(0,))
-        q = Einsum((config.num_heads, *inner), init, lora, name=named("q_einsum", expert))("BTD,NDH->BTNH", x)
-        init = lecun(in_axis=-2, out_axis=-1, batch_axis=(0, 1))
-        kv = Einsum((2, config.num_kv_heads, *inner), init, lora, name=named("kv_einsum", expert))
-        k, v = kv("BSD,2KDH->2BSKH", x)
-        return q, k, v
+        lora = config.lora_configs.get("attn")
+        heads = config.num_heads, config.num_kv_heads
+        return project_qkv(x, heads, (config.width, config.head_dim), lora, named("", expert))
 
     def _project_back(self, expert: int, encoded: Array) -> Array:
         config = self.configs[expert]

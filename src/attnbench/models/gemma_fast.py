@@ -18,7 +18,7 @@ from attnbench.errors import UnknownName, UsageError
 from attnbench.models import gemma_config
 from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
 from attnbench.models.layers import Embedder, RMSNorm
-from attnbench.models.lora import Einsum, FeedForward, LoRAConfig
+from attnbench.models.lora import Einsum, FeedForward, LoRAConfig, project_qkv
 from attnbench.models.masks import TokenMask, prepared
 from attnbench.models.rope import apply_rope
 
@@ -80,7 +80,8 @@ class Attention(nn.Module):
         takes one more token.
         """
         del decode, deterministic  # part of openpi's call
-        q, k, v = self._project(x)
+        heads = self.num_heads, self.num_kv_heads
+        q, k, v = project_qkv(x, heads, (self.features, self.head_dim), self.lora_config)
         q = apply_rope(q, positions) * self.head_dim**-0.5
         k = apply_rope(k, positions)
         slots = attn_mask.kv_len if isinstance(attn_mask, TokenMask) else attn_mask.shape[-1]
@@ -91,19 +92,6 @@ class Attention(nn.Module):
         out = Einsum(shape, init, self.lora_config, name="attn_vec_einsum")("BTNH,NHD->BTD", encoded)
         return out, cache
 
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        lecun, inner = nn.initializers.lecun_normal, (self.features, self.head_dim)
-        pairs = lecun(in_axis=-2, out_axis=-1, batch_axis=(0, 1))
-        if self.num_kv_heads == self.num_heads:
-            q, k, v = Einsum((3, self.num_heads, *inner), pairs, self.lora_config, name="qkv_einsum")(
-                "BSD,3KDH->3BSKH", x
-            )
-            return q, k, v
-        single = lecun(in_axis=-2, out_axis=-1, batch_axis=(0,))
-        q = Einsum((self.num_heads, *inner), single, self.lora_config, name="q_einsum")("BTD,NDH->BTNH", x)
-        k, v = Einsum((2, self.num_kv_heads, *inner), pairs, self.lora_config, name="kv_einsum")("BSD,2KDH->2BSKH", x)
-        return q, k, v
-
     def _new_cache(self, k: Array, v: Array, slots: int) -> Cache:
         dtype = self.cache_dtype or k.dtype
         free = ((0, 0), (0, slots - k.shape[1]), (0, 0), (0, 0))
@@ -112,7 +100,7 @@ class Attention(nn.Module):
 
     def _grown(self, k: Array, v: Array, cache: Cache) -> Cache:
         if k.shape[1] != 1:
-            raise UsageError(f"a cache that exists takes one new token, not {k.shape[1]}.")
+            raise UsageError(f"a cache takes one new token at a time, not {k.shape[1]}.")
         slot, k_cache, v_cache = cache
         k_cache, v_cache = (
             jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot[0], 0, 0))

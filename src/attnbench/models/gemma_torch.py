@@ -56,7 +56,6 @@ class Block(nn.Module):
         self.pre_ffw_norm = nn.Parameter(torch.zeros(width, device=device))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the output [B, T, D] of tokens [B, T, D]."""
         normed = rms_norm(x, self.pre_attention_norm)
         q = torch.einsum("btd,ndh->btnh", normed, self.q_einsum.to(x.dtype))
         k, v = torch.einsum("bsd,ckdh->cbskh", normed, self.kv_einsum.to(x.dtype))
@@ -96,7 +95,6 @@ class Stack(nn.Module):
         self.final_norm = nn.Parameter(torch.zeros(config.width, device=device))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the output [B, T, D] of tokens [B, T, D]."""
         for layer in self.layers:
             x = checkpoint(layer, x, positions, use_reentrant=False) if torch.is_grad_enabled() else layer(x, positions)  # pyright: ignore[reportAssignmentType]
         return rms_norm(x, self.final_norm)

@@ -62,6 +62,24 @@ class Einsum(nn.Module):
         return result + low * config.scaling_value
 
 
+def project_qkv(
+    x: Array, heads: tuple[int, int], inner: tuple[int, int], lora: LoRAConfig | None, end: str = ""
+) -> tuple[Array, Array, Array]:
+    """Return q, k and v of tokens x by the weights q_einsum and kv_einsum, or qkv_einsum if all heads are alike.
+
+    `heads` are those of queries and of keys, `inner` the widths of a token and of a head; `end` is added to the names
+    of the weights. Call inside a compact method.
+    """
+    lecun = nn.initializers.lecun_normal
+    single, several = (lecun(in_axis=-2, out_axis=-1, batch_axis=axes) for axes in ((0,), (0, 1)))
+    if heads[0] == heads[1]:
+        q, k, v = Einsum((3, heads[0], *inner), several, lora, name=f"qkv_einsum{end}")("BSD,3KDH->3BSKH", x)
+        return q, k, v
+    q = Einsum((heads[0], *inner), single, lora, name=f"q_einsum{end}")("BTD,NDH->BTNH", x)
+    k, v = Einsum((2, heads[1], *inner), several, lora, name=f"kv_einsum{end}")("BSD,2KDH->2BSKH", x)
+    return q, k, v
+
+
 def low_rank_equations(eqn: str, config: LoRAConfig) -> tuple[str, str]:
     """Return the equations x -> rank and rank -> out.
 

@@ -206,7 +206,7 @@ def fitted(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: int) ->
     else:
         found, wanted = tuple(attn_mask.shape), (batch, 1, q_len, kv_len)
         if attn_mask.dtype != bool:
-            raise InvalidWorkload(f"an attention mask says by booleans who is seen, not by {attn_mask.dtype}.")
+            raise InvalidWorkload(f"an attention mask is boolean, not {attn_mask.dtype}.")
     if found != wanted:
         raise WrongMaskShape(f"the attention mask covers {found}, queries and keys are {wanted}.")
     return _for_batch(attn_mask, batch) if isinstance(attn_mask, TokenMask) else attn_mask
@@ -224,7 +224,7 @@ def _for_batch(mask: TokenMask, batch: int) -> TokenMask:
         arrays[name] = jnp.broadcast_to(truths(name, array) if "valid" in name else array, (batch, length))
     if mask.runs is not None:
         if any(not 0 <= keys <= mask.kv_len for _, keys in mask.runs):
-            raise WrongMaskShape(f"runs reach 0 to {mask.kv_len} keys, as many as there are; these are {mask.runs}.")
+            raise WrongMaskShape(f"runs must reach 0 to {mask.kv_len} keys, not {mask.runs}.")
         arrays["runs"] = tuple(run for run in mask.runs if run[0])
     return mask.replace(**arrays)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -1,4 +1,4 @@
-"""What is running and how long it will take, on stderr: two bars in a terminal, a line per workload elsewhere."""
+"""Progress of a run on stderr: two bars in a terminal, a line per workload elsewhere."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from attnbench.analyse.wording import counted
 from attnbench.printable import printable
 from attnbench.results.records import ANCHOR
+from attnbench.results.sentences import counted
 from attnbench.run.launch import Listener
 from attnbench.run.plan import Planned
 from attnbench.spec import Cell, Environment, Ok, Record
 
 
-class Tally:
-    """Cells asked for, checked and finished; the bars and the plain lines both count from it."""
+class Count:
+    """Cells asked for, checked and finished, for the bars and for the plain lines."""
 
     def __init__(self) -> None:
         self.runnable: dict[str, Cell] = {}
@@ -39,18 +39,18 @@ class Tally:
         self.finished: dict[str, bool] = {}
 
     def plan(self, cells: Sequence[Planned]) -> None:
-        """Add cells; those with a reason will not run."""
+        """Add cells to run; cells with a reason will not run."""
         self.runnable |= {one.cell.id: one.cell for one in cells if one.reason is None}
         self.skipped += sum(one.reason is not None for one in cells)
 
     def check(self, cell: Cell, ok: bool) -> None:
-        """A cell was verified."""
+        """Count a cell that was verified."""
         self.checked.add(cell.id)
         if ok:
             self.good.add(cell.id)
 
     def finish(self, record: Record) -> None:
-        """A cell that was to run has its record. One that crashed was never reported as verified, but is over too."""
+        """Count a cell that has its record, a crashed one too, which was never reported as verified."""
         if record.cell.id not in self.runnable:
             return
         self.finished[record.cell.id] = isinstance(record, Ok)
@@ -58,16 +58,16 @@ class Tally:
 
     @property
     def to_measure(self) -> int:
-        """Cells that are, or may still be, worth timing."""
+        """Number of cells that are, or may still be, worth timing."""
         return len(self.runnable) - sum(not ok for ok in self.finished.values())
 
     def workload_is_over(self, workload_id: str) -> bool:
-        """Whether all its cells have a record."""
+        """Return whether all cells of a workload have a record."""
         return all(i in self.finished for i, cell in self.runnable.items() if cell.workload.id == workload_id)
 
 
 class Silent(Listener):
-    """`--quiet`: warnings only."""
+    """Listener for `--quiet`, which prints warnings only."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -92,42 +92,42 @@ class Silent(Listener):
 
 
 class Lines(Silent):
-    """No terminal: one line when a workload is over."""
+    """Listener without a terminal, which prints one line when a workload is over."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self.tally = Tally()
+        self.count = Count()
         self._announced: set[str] = set()
 
     def planned(self, cells: Sequence[Planned]) -> None:
-        self.tally.plan(cells)
+        self.count.plan(cells)
         self.console.print(escape(headline(self.environments, cells)), highlight=False)
 
     def finished(self, record: Record) -> None:
         if record.implementation.startswith(ANCHOR):
             return
-        self.tally.finish(record)
+        self.count.finish(record)
         workload = record.workload.id
-        if workload in self._announced or not self.tally.workload_is_over(workload):
+        if workload in self._announced or not self.count.workload_is_over(workload):
             return
         self._announced.add(workload)
-        done = len(self.tally.finished)
-        self.console.print(f"{done}/{len(self.tally.runnable)} cells · {escape(workload)}", highlight=False)
+        done = len(self.count.finished)
+        self.console.print(f"{done}/{len(self.count.runnable)} cells · {escape(workload)}", highlight=False)
 
 
 class ToldColumn(ProgressColumn):
-    """The text of the field `told`, which is not read as markup."""
+    """Column with the text of the field `told`, which is not read as markup."""
 
     def render(self, task: Task) -> Text:
         return task.fields["told"]
 
 
 class Bars(Silent):
-    """A terminal: bars for verify and measure, the current cell, the time left."""
+    """Listener of a terminal: bars for verify and measure, the current cell, the time left."""
 
     def __init__(self, console: Console, measure: bool = True) -> None:
         super().__init__(console)
-        self.tally = Tally()
+        self.count = Count()
         columns = (
             TextColumn("  {task.description:8}"), BarColumn(), MofNCompleteColumn(), ToldColumn(),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -142,7 +142,7 @@ class Bars(Silent):
         self._progress.stop()
 
     def planned(self, cells: Sequence[Planned]) -> None:
-        self.tally.plan(cells)
+        self.count.plan(cells)
         self._progress.start()
         self._progress.console.print(escape(headline(self.environments, cells)), highlight=False)
         self._draw()
@@ -153,33 +153,33 @@ class Bars(Silent):
         self._progress.update(bar, told=Text(printable(f"{cell.implementation} · {cell.workload.id}")))
 
     def verified(self, cell: Cell, ok: bool) -> None:
-        self.tally.check(cell, ok)
+        self.count.check(cell, ok)
         self._draw()
 
     def finished(self, record: Record) -> None:
         if not record.implementation.startswith(ANCHOR):
-            self.tally.finish(record)
+            self.count.finish(record)
             self._draw()
 
     def _draw(self) -> None:
-        tally = self.tally
-        bad = len(tally.checked) - len(tally.good)
-        told = Text.assemble((f"✓ {len(tally.good)}", "green"), (f" ✗ {bad}" if bad else "", "red"))
-        self._progress.update(self._bars["verify"], total=len(tally.runnable), completed=len(tally.checked), told=told)
+        count = self.count
+        bad = len(count.checked) - len(count.good)
+        told = Text.assemble((f"✓ {len(count.good)}", "green"), (f" ✗ {bad}" if bad else "", "red"))
+        self._progress.update(self._bars["verify"], total=len(count.runnable), completed=len(count.checked), told=told)
         if "measure" in self._bars:
-            done = sum(tally.finished.values())
-            self._progress.update(self._bars["measure"], total=max(tally.to_measure, 1), completed=done, told=Text())
+            done = sum(count.finished.values())
+            self._progress.update(self._bars["measure"], total=max(count.to_measure, 1), completed=done, told=Text())
 
 
 def make_listener(console: Console, quiet: bool, measure: bool = True) -> Silent:
-    """Bars in a terminal, lines elsewhere, nothing but warnings when quiet."""
+    """Return bars in a terminal, lines elsewhere, and only warnings if `quiet`."""
     if quiet:
         return Silent(console)
     return Bars(console, measure) if console.is_terminal else Lines(console)
 
 
 def headline(environments: dict[str, Environment], cells: Sequence[Planned]) -> str:
-    """Where this runs and how much it is, in one line."""
+    """Return devices, frameworks and the number of cells in one line."""
     devices = list(dict.fromkeys(e.device_name for e in environments.values()))
     frameworks = [f"{name} {e.packages.get(name, '')}".strip() for name, e in environments.items()]
     shadowed = [

@@ -1,4 +1,4 @@
-"""What a pytest session verified and timed: its file, its lines in the terminal, and how it stands to an earlier."""
+"""Records and comparisons of a pytest session: its file, its lines in the terminal, ratios to an earlier session."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ CAVEAT = (
 
 
 class SessionFile(Struct, frozen=True, kw_only=True):
-    """What `--attnbench-json` writes."""
+    """File that `--attnbench-json` writes."""
 
     records: list[Record]
     comparisons: list[Comparison]
     tests: dict[str, list[str]]
-    """Id of a test -> what it asked for."""
+    """Id of a test -> ids of the cells that it asked for."""
     attnbench: str = ""
     created: str = ""
     schema: int = 1
 
 
 class _WithRecords(Struct, frozen=True):
-    """The part that is read again; `attnbench run --json` has it too."""
+    """Part of the file that is read again; `attnbench run --json` has it too."""
 
     records: list[Record]
 
 
 def check_path(path: Path) -> None:
-    """Refuse a file that cannot be written before the tests run, not after."""
+    """Refuse a file that cannot be written, before the tests run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
@@ -56,7 +56,7 @@ def check_path(path: Path) -> None:
 
 
 def write_session(path: Path, session: SessionFile) -> None:
-    """One JSON document."""
+    """Write the session as one JSON document."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     stamped = msgspec.structs.replace(session, created=now, attnbench=version("attnbench"))
     with draft_of(path) as draft:
@@ -64,7 +64,7 @@ def write_session(path: Path, session: SessionFile) -> None:
 
 
 def read_earlier(path: Path) -> list[Record]:
-    """Records of a run file, of an earlier `--attnbench-json`, or of `attnbench run --json`."""
+    """Return the records of a run file, of an earlier `--attnbench-json`, or of `attnbench run --json`."""
     if not path.is_file():
         raise UsageError(f"--attnbench-compare: there is no file {path}; --attnbench-json PATH makes one.")
     if path.suffix == ".jsonl":
@@ -80,7 +80,7 @@ def read_earlier(path: Path) -> list[Record]:
 
 
 def summary_lines(session: SessionFile) -> Iterator[str]:
-    """A line per time and per comparison, then the counts."""
+    """Yield a line per time and per comparison, then the counts."""
     timed = [record for record in session.records if is_timed(record)]
     for record in timed:
         yield f"{_what(record)}: {_time(record)}"
@@ -98,7 +98,7 @@ def summary_lines(session: SessionFile) -> Iterator[str]:
 
 
 def earlier_lines(now: Sequence[Record], then: Iterable[Record]) -> Iterator[str]:
-    """Ratio of every time to the earlier one, where both come from the same environment; else what differs."""
+    """Yield the ratio of every time to the earlier one, if both come from the same environment; else what differs."""
     known = {record.cell.id: record for record in then}
     refused: dict[str, list[str]] = {}
     compared = False
@@ -117,7 +117,7 @@ def earlier_lines(now: Sequence[Record], then: Iterable[Record]) -> Iterator[str
 
 
 def _obstacle(now: Ok, then: Record | None, measured: Sequence[str]) -> str | None:
-    """Why two times may not be compared; None when they may."""
+    """Return why two times may not be compared; None if they may."""
     if measured.count(now.cell.id) > 1:
         return "measured more than once in this session"
     if then is None:

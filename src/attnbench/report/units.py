@@ -1,4 +1,4 @@
-"""Numbers for people. What was not measured prints as an en dash, never as 0."""
+"""Numbers for people. A figure that was not measured prints as an en dash, never as 0."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from math import floor, log10
 
 DASH = "–"
 SMALL, TINY = 0.01, 1e-6
-"""Below the one three decimals say too little, below the other no decimals help."""
+"""Values below which three decimals are too few, and below which an exponent is needed."""
 MANY_TIMES = 10
 
 
 def duration(ns: float | None) -> str:
-    """Nanoseconds with three significant digits and a unit."""
+    """Return nanoseconds with three significant digits and a unit."""
     if ns is None:
         return DASH
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
@@ -21,7 +21,7 @@ def duration(ns: float | None) -> str:
 
 
 def size(count: int | None) -> str:
-    """Bytes in decimal units."""
+    """Return bytes in decimal units."""
     if count is None:
         return DASH
     for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -31,7 +31,7 @@ def size(count: int | None) -> str:
 
 
 def significant(value: float | None) -> str:
-    """Three significant digits without an exponent; of what is very small two."""
+    """Return three significant digits without an exponent; two digits of a very small value."""
     if value is None:
         return DASH
     magnitude = abs(value)
@@ -42,7 +42,7 @@ def significant(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of one; beyond 1000 % as a multiple."""
+    """Return a share of 1 in percent; beyond 1000 % as a multiple."""
     if share is None:
         return DASH
     if abs(share) >= MANY_TIMES:
@@ -51,12 +51,12 @@ def percent(share: float | None) -> str:
 
 
 def error(value: float | None) -> str:
-    """A relative error."""
+    """Return a relative error as text."""
     return DASH if value is None else "inf" if value > 1e300 else f"{value:.1e}"
 
 
 def half_interval(median: float, interval: tuple[float, float] | None) -> str:
-    """Half the width of an interval in percent of the median."""
+    """Return half the width of an interval in percent of the median."""
     if interval is None:
         return DASH
     share = 100 * (interval[1] - interval[0]) / 2 / median if median else 0.0

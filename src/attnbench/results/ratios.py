@@ -1,8 +1,8 @@
-"""Ratios of times with intervals, and the margins that say when one time counts as less than another.
+"""Ratios of times with intervals, and the margins that decide whether one time counts as less than another.
 
 Implementations of a workload are sampled in interleaved rounds, so rounds are paired: whatever slowed the machine down
 in a round slowed both. Records of rounds that were not taken together are compared unpaired, by resampling the rounds
-of each: samples of one round are alike, and taking them for independent ones finds differences where there are none.
+of each: samples of one round are alike, and taking them for independent ones finds differences that do not exist.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SEED = 20240229
 FEW_ROUNDS = 6
 """Fewest rounds, or workloads, for a percentile bootstrap; over fewer it is far too narrow and Student's t is used."""
 LARGEST_LOG = 700.0
-"""Nothing larger has an exponential."""
+"""Largest logarithm with an exponential that a float holds."""
 
 
 class Ratio(Struct, frozen=True):
@@ -61,8 +61,8 @@ class Ratio(Struct, frozen=True):
 
     @property
     def sign(self) -> int:
-        """+1 if the whole interval lies more than 1 % above 1, -1 if below, else 0. The ratio is time of b / time of
-        a: +1 says that a is faster for certain."""
+        """+1 if the whole interval lies more than 1 % above 1, -1 if below, else 0. The ratio is time of b / time of a:
+        +1 says that a is significantly faster."""
         return int(self.low > LEAST_DIFFERENCE) - int(self.high < 1 / LEAST_DIFFERENCE)
 
 
@@ -80,7 +80,7 @@ class LogRatio(Struct, frozen=True):
 
 
 def condensed(record: Record) -> Record:
-    """Return a record with the median of each round in place of its samples: all that a ratio looks at, found once."""
+    """Return a record with the median of each round in place of its samples: all that a ratio needs."""
     if not isinstance(record, Ok) or record.time is None or len(record.time.rounds) == len(record.time.samples_ns):
         return record
     medians = round_medians(record.time)
@@ -120,7 +120,7 @@ def mean_log_ratio(pairs: Sequence[tuple[Ok, Ok]]) -> LogRatio:
     """Return the geometric mean of the ratios b / a over workloads, which are taken as a sample of more.
 
     From 6 workloads on the draws resample workloads and, within each, rounds. Of 2 to 5 the resampled mean would never
-    leave what was seen, so their spread makes a Student's t, or the noise of the rounds where that is larger.
+    leave what was seen, so their spread makes a Student's t, or the noise of the rounds if that is larger.
     """
     each = [log_ratio(a, b, SEED + index) for index, (a, b) in enumerate(pairs)]
     points = np.array([one.point for one in each])
@@ -136,8 +136,8 @@ def mean_log_ratio(pairs: Sequence[tuple[Ok, Ok]]) -> LogRatio:
 def combine(ratios: Sequence[Ratio], weights: Sequence[float]) -> Ratio:
     """Return the product of independent ratios, each to the power of its weight, at the confidence of the intervals.
 
-    The distances from value to bound add up as standard errors do, each side for itself (Zou and Donner's MOVER), so
-    nothing but the intervals need be known and skew ones stay skew.
+    The distances from value to bound add up as standard errors do, each side by itself (Zou and Donner's MOVER). Only
+    the intervals need to be known, and skew ones stay skew.
     """
     middle = sum(weight * log(ratio.value) for ratio, weight in zip(ratios, weights))
     below, above = [], []
@@ -163,8 +163,10 @@ def _paired(logs: np.ndarray, seed: int) -> LogRatio:
 
 
 def _quick_ratio(logs: np.ndarray, level: float) -> Ratio:
-    """Return what `_paired(logs, SEED).ratio(level)` is: many draws are the same pair of places, and few pairs are soon
-    sorted."""
+    """Return the same as `_paired(logs, SEED).ratio(level)`, sooner.
+
+    Many draws are the same pair of places, and few pairs are soon sorted.
+    """
     low, high, counts = _distinct_places(len(logs), SEED)
     ordered = np.sort(logs)
     values = (ordered[low] + ordered[high]) / 2
@@ -208,8 +210,7 @@ def _median_places(count: int, rng: np.random.Generator) -> tuple[np.ndarray, np
 
 @lru_cache(8)
 def _student_draws(freedom: int) -> np.ndarray:
-    """Return quantiles of Student's t at evenly spaced shares: plain draws of one or two degrees of freedom have wild
-    tails."""
+    """Return quantiles of Student's t at evenly spaced shares; random draws have wild tails at few degrees."""
     from scipy.special import stdtrit
 
     return stdtrit(freedom, (np.arange(DRAWS) + 0.5) / DRAWS)

@@ -1,4 +1,4 @@
-"""Facts about records that every reader needs: names, frameworks, clocks, and which of them may be compared."""
+"""Properties of records that all readers need: names, frameworks, clocks, and which of them may be compared."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def median_ns(record: Ok) -> float:
 
 
 def same_kernel(a: Ok, b: Ok) -> bool:
-    """Return whether profiles of both records show the same kernels; without a profile nobody knows."""
+    """Return whether profiles of both records show the same kernels; without a profile that is not known."""
     return bool(a.kernels) and set(a.kernels or ()) == set(b.kernels or ())
 
 

@@ -1,8 +1,8 @@
-"""Run files: where records go the moment a workload is done, and where show, compare and resume read them again.
+"""Run files: records are written as soon as a workload is done, and read again by show, compare and resume.
 
-JSON lines. The first is the header; an environment is written once and records point at it; records come in the order
-they were made, and a later record of the same cell replaces the earlier one. Anchors of several sittings are all kept.
-A resumed run that is asked for something else than the file was begun for adds a header of its own before its records.
+The format is JSON lines. The first is the header; an environment is written once and records refer to it; records come
+in the order they were made, and a later record of the same cell replaces the earlier one. Anchors of several sittings
+are all kept. A resumed run with another request than the file began with adds a header of its own before its records.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from attnbench.spec import Environment, Ok, Record, Time
 
 SCHEMA = 1
 KERNELS_ONLY = "kernels only"
-"""Clock of older records of JAX: device time without copies and fills, which a call does wait for."""
+"""Clock of older records of JAX: device time without copies and fills, for which a call does wait."""
 LONGEST_SLUG = 80
 """Characters of a device or suite name in a file's name, which may have 255."""
 
 
 class Header(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="line", tag="header"):
-    """What was asked, of which version, when."""
+    """Request, version and time of a run."""
 
     schema: int
     attnbench: str
     created: str
     suite: str = ""
     request: dict[str, Any] = {}
-    """The whole request: `run --resume RUN` goes on with it."""
+    """Whole request, with which `run --resume RUN` continues."""
     seed: int | None = None
     against: tuple[str, ...] = ()
-    """What the others are compared with, where that was said."""
+    """Implementations that the others are compared with, if that was requested."""
     sources: dict[str, str] = {}
     """File or module of each function given by reference -> SHA-256 of its file."""
 
 
 class EnvironmentLine(Struct, frozen=True, tag_field="line", tag="environment"):
-    """One environment. `key` also covers soft facts and the framework, which `fingerprint` leaves out."""
+    """An environment. `key` also covers soft facts and the framework, which `fingerprint` leaves out."""
 
     key: str
     fingerprint: str
@@ -62,7 +62,7 @@ class EnvironmentLine(Struct, frozen=True, tag_field="line", tag="environment"):
 
 
 class RecordLine(Struct, frozen=True, omit_defaults=True, tag_field="line", tag="record"):
-    """A record without its environment, which is the one of the key."""
+    """A record with the key of its environment instead of the environment itself."""
 
     record: Record
     environment: str | None = None
@@ -72,30 +72,33 @@ Line = Header | EnvironmentLine | RecordLine
 
 
 class Run(Struct, frozen=True):
-    """A run file, read."""
+    """Content of a run file."""
 
     header: Header
     environments: dict[str, Environment]
-    """By key."""
+    """Environments by key."""
     records: tuple[Record, ...]
     warnings: tuple[str, ...] = ()
     added: tuple[Header, ...] = ()
-    """Headers of resumed runs that were asked for something else than the first."""
+    """Headers of resumed runs with another request than the first."""
 
     @property
     def headers(self) -> tuple[Header, ...]:
-        """Everything that the file was asked for, in order."""
+        """All headers, in order."""
         return (self.header, *self.added)
 
     @property
     def against(self) -> tuple[str, ...]:
-        """What the others are compared with, as it was last said."""
+        """Implementations that the others are compared with, by the last header that names any."""
         return next((header.against for header in reversed(self.headers) if header.against), ())
 
     @property
     def done(self) -> frozenset[str]:
-        """Ids of the cells that need not run again: all but those for which no process could be started, and those
-        whose anchors are lost because the file was cut between them."""
+        """Ids of the cells that need not run again.
+
+        That is all but those for which no process could be started, and those whose anchors are lost because the file
+        was cut between them.
+        """
         anchored = any(record.implementation in ANCHORS for record in self.records)
         return frozenset(
             record.cell.id
@@ -121,7 +124,7 @@ def new_header(
     against: Sequence[str] = (),
     sources: Mapping[str, str] | None = None,
 ) -> Header:
-    """The header of a run that starts now."""
+    """Return the header of a run that starts now."""
     return Header(
         schema=SCHEMA,
         attnbench=version,
@@ -135,10 +138,10 @@ def new_header(
 
 
 class RunWriter:
-    """Appends to a run file; after `write` returns, the records survive `kill -9` and a power cut.
+    """A writer that appends to a run file; after `write` returns, the records survive `kill -9` and a power cut.
 
-    The file is locked until `close`, or until the process ends: a second writer is refused. A torn last line of an
-    earlier writer is cut off first, which `warning` then tells.
+    The file is locked until `close`, or until the process ends: a second writer is refused. An incomplete last line of
+    an earlier writer is cut off first; `warning` says so.
     """
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
@@ -160,17 +163,17 @@ class RunWriter:
 
     @classmethod
     def create(cls, runs_dir: Path, machine: str, suite: str, header: Header | None = None) -> RunWriter:
-        """A new file runs_dir/<machine>/<timestamp>-<suite>-<id>.jsonl."""
+        """Start a new file runs_dir/<machine>/<timestamp>-<suite>-<id>.jsonl."""
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
         name = f"{stamp}-{slug(suite)}-{secrets.token_hex(2)}.jsonl"
         return cls(runs_dir / slug(machine) / name, header or new_header("", suite))
 
     def add_header(self, header: Header) -> None:
-        """Say what else the records that follow were asked for."""
+        """Append a header with the request of the records that follow."""
         self._append([header])
 
     def write(self, records: Sequence[Record]) -> None:
-        """All records of a workload in one write, on disk when this returns."""
+        """Append all records of a workload in one write; they are on disk when this returns."""
         lines: list[Line] = []
         for record in records:
             environment = record.environment
@@ -182,7 +185,7 @@ class RunWriter:
         self._append(lines)
 
     def close(self) -> None:
-        """Close the file; nothing is left to flush but what a full disk refused, which was told."""
+        """Close the file; all records are on disk already."""
         with suppress(OSError):
             self._file.close()
 
@@ -196,7 +199,7 @@ class RunWriter:
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
-    """Refuse at once, not after the first workload, when nothing can be written there."""
+    """Refuse a folder that cannot be written to at once, and not after the first workload."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{secrets.token_hex(4)}"
@@ -207,18 +210,18 @@ def check_writable(folder: Path, option: str = "--out") -> None:
 
 
 def environment_key(environment: Environment) -> str:
-    """The fingerprint, and six digits over everything else that the environment says."""
+    """Return the fingerprint, and six digits over everything else in the environment."""
     whole = msgspec.json.encode(environment, order="sorted")
     return f"{environment.fingerprint}.{hashlib.sha256(whole).hexdigest()[:6]}"
 
 
 def slug(text: str) -> str:
-    """A folder name made of a device or suite name."""
+    """Return a device or suite name as a folder name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:LONGEST_SLUG] or "unknown"
 
 
 def read_run(path: Path) -> Run:
-    """Read a run file; a torn last line is left out with a warning, anything else that is wrong is a BrokenFile."""
+    """Read a run file; an incomplete last line gives a warning, and any other fault raises BrokenFile."""
     lines, torn = _split(path)
     warnings = (_torn_warning(path, len(lines) + 1, torn),) if torn else ()
     header, added = _read_header(path, lines[0] if lines else b""), []
@@ -246,14 +249,14 @@ def _anchor_sitting(record: Record) -> str:
 
 
 def repair(path: Path) -> str | None:
-    """Cut a torn last line off, or finish it when only its newline is missing; returns the warning, if any."""
+    """Cut an incomplete last line off, or add its newline if only that is missing; returns the warning, if any."""
     writer = RunWriter(path)
     writer.close()
     return writer.warning
 
 
 def _mend(path: Path, file: BinaryIO) -> str | None:
-    """Repair the last line through the file that holds the lock, so that nobody is in the middle of writing it."""
+    """Repair the last line through the file that holds the lock, so that no other process is writing it."""
     lines, torn = _split(path)
     whole = b"".join(line + b"\n" for line in lines)
     if not lines or path.stat().st_size == len(whole):
@@ -299,7 +302,7 @@ def _pid_of_writer(path: Path) -> int | None:
 
 
 def _finite(record: Record) -> Record:
-    """JSON knows no infinity: an error that is NaN or infinite is written as the largest float."""
+    """Return the record with errors that JSON can hold: NaN and infinity become the largest float."""
     errors = record.errors
     if errors is None:
         return record
@@ -309,7 +312,7 @@ def _finite(record: Record) -> Record:
 
 
 def _split(path: Path) -> tuple[list[bytes], bytes]:
-    """Whole lines, and what is left of a last line that was being written when the process died."""
+    """Return the whole lines, and the rest of a last line that was being written when the process died."""
     try:
         lines = read_lines(path)
     except OSError as error:
@@ -329,7 +332,7 @@ def _is_json(text: bytes) -> bool:
 
 
 def _read_header(path: Path, text: bytes) -> Header:
-    why = "this is no attnbench run file (its first line is no header)."
+    why = "not an attnbench run file: its first line is not a header."
     try:
         found = decode_json(text)
     except msgspec.DecodeError as error:
@@ -368,9 +371,9 @@ def _rejoin(path: Path, number: int, line: RecordLine, environments: Mapping[str
 
 
 def _with_true_clock(record: Record, environment: Environment) -> Record:
-    """Rename the device time of JAX that attnbench wrote before its estimator had a number.
+    """Rename the clock of JAX's device times of versions whose estimator had no number yet.
 
-    It left out copies and fills, which the clock of torch counted, so the two must not be ranked as one.
+    Those times left out copies and fills, which torch's clock counted, so the two must not be ranked together.
     """
     if environment.framework != "jax" or environment.device != "cuda" or "estimator" in environment.harness:
         return record

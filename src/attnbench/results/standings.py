@@ -1,6 +1,6 @@
 """Who is fastest on a workload: the order, the ties, the names of one kernel, and which of several runs decides.
 
-Every output reads this file: terminal, `--json`, report page, Markdown, summaries, advice, gallery and `choose`.
+All outputs read this file: terminal, `--json`, report page, Markdown, summaries, advice, gallery and `choose`.
 docs/method.md ("Who is faster?") describes the rules.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from msgspec import Struct, structs
@@ -49,10 +50,12 @@ class Row(Struct, frozen=True, kw_only=True):
     record: Record
     rank: int | None = None
     tied: bool = False
-    """Whether it shares its rank with the row above: the row, or one below it that is certainly not slower, cannot be
-    told from all rows of that rank."""
+    """Whether the row shares its rank with the row above.
+
+    The row, or one below it that is not significantly slower, does not differ significantly from all rows of that rank.
+    """
     behind: bool = False
-    """Whether it is certainly slower than the first row of its rank, which it shares only through another row."""
+    """Whether the row is significantly slower than the first row of its rank, which it shares through another row."""
     speedup: Ratio | None = None
     """Time of the baseline / time of this row, at 95 %."""
     reason: str = ""
@@ -103,7 +106,7 @@ class Standing:
 
     @cached_property
     def unbeaten(self) -> tuple[str, ...]:
-        """Names of the first rank without those that are certainly slower than its first row."""
+        """Names of the first rank without those that are significantly slower than its first row."""
         return tuple(row.implementation for row in self.rows if row.rank == 1 and not row.behind)
 
     @cached_property
@@ -133,7 +136,7 @@ class Standing:
 
     def one_kernel(self, a: str, b: str) -> bool:
         """Return whether two ranked names are one kernel here: both launched the same kernels, share a rank, and
-        neither is certainly faster."""
+        neither is significantly faster."""
         if a == b or not same_kernel(self.ranked[a], self.ranked[b]):
             return a == b
         ranks = {row.rank for row in self.rows if row.implementation in (a, b)}
@@ -212,10 +215,11 @@ def _why_no_time(record: Record) -> str:
 def _places(timed: Sequence[Ok], ratios: Ratios) -> Iterator[tuple[Ok, dict[str, Any]]]:
     """Yield each record with its rank, in order of time.
 
-    A new rank opens with a record that is certainly slower than every record of the rank before, and than none after
-    it. Being too close to tell is not transitive: a ~ b and b ~ c with a certainly ahead of c. All three share a rank
-    then, since any line between them would part two that nobody can tell apart; c is `behind`. On a machine that drifts
-    medians and rounds may contradict each other: no line is drawn above what a later record certainly beats.
+    A new rank opens with a record that is significantly slower than every record of the rank before, and than none
+    after it. "Not significantly different" is not transitive: a ~ b and b ~ c, with a significantly ahead of c. All
+    three share a rank then, since any line between them would part two that do not differ significantly; c is `behind`.
+    On a machine that drifts, medians and rounds may contradict each other: no line is drawn above a record that a later
+    one significantly beats.
     """
 
     def slower(record: Ok, than: Ok) -> bool:
@@ -274,19 +278,17 @@ def supersedes(new: Standing, old: Standing) -> bool:
 
 
 class Position(Struct, frozen=True):
-    """Where a ranked row stands among all rows of its workload that are shown together."""
+    """Place of a ranked row among all rows of its workload that are shown together."""
 
     row: Row
     place: int
     """Place in the order, from 0 on."""
-    tie: int
-    """Number that kernels share if they cannot be told apart; of two that are unbeaten it is the same."""
-    within: int
-    """Number that kernels share if they cannot be told apart among those of their framework alone."""
     kernel: int
     """Number that names of one kernel share."""
     group: int
     """Number of rows that were timed together; times of two groups do not compare."""
+    near: tuple[int, ...]
+    """Later places of other kernels that cannot be told from this one: with this row first, each would be unbeaten."""
 
 
 class Standings:
@@ -351,8 +353,8 @@ class Standings:
 
     @cached_property
     def overall(self) -> dict[str, Standing]:
-        """Workload id -> standing of all frameworks that one run decides for; of a workload that nobody was ranked on,
-        the newest standing, which has the reasons."""
+        """Workload id -> standing of all frameworks that one run decides for; of a workload without ranked rows, the
+        newest standing, which has the reasons."""
         return {key: standing for key, (_, standing) in self._overall.items()}
 
     def apart(self, key: str) -> list[Standing]:
@@ -366,22 +368,24 @@ class Standings:
         return [whole, *others]
 
     def order(self, key: str) -> list[Position]:
-        """Return the ranked rows of a workload, one standing of `apart` after the other. Those that are unbeaten in a
-        further standing share the tie of the first row if they took at most 1.1 times as long by the same clock."""
+        """Return the ranked rows of a workload, one standing of `apart` after the other.
+
+        Rows that are unbeaten in a further standing are near a row of an earlier one if they were timed by the same
+        clock and took at most 1.1 times as long.
+        """
+        apart = self.apart(key)
+        kernels = [(group, names) for group, standing in enumerate(apart) for names in standing.kernels]
+        starts = list(accumulate((len(names) for _, names in kernels), initial=0))
         found: list[Position] = []
-        own = {
-            row.implementation: _tie(names)
-            for _, standing in self._decided[key].values() for names in standing.kernels for row in names
-        }  # fmt: skip
-        for group, standing in enumerate(apart := self.apart(key)):
-            before, kernels = len(found), len({position.kernel for position in found})
-            near = group > 0 and _clock(standing) == _clock(apart[0])
-            near = near and min(standing.times.values()) <= ACROSS_RUNS * min(apart[0].times.values())
-            for number, names in enumerate(standing.kernels):
-                led = any(row.implementation in standing.unbeaten for row in names)
-                tie = found[0].tie if near and led else _tie(names) + 2 * before
-                places = [(row, len(found) + n, tie, own[row.implementation]) for n, row in enumerate(names)]
-                found += [Position(*place, kernel=kernels + number, group=group) for place in places]
+        for kernel, (group, names) in enumerate(kernels):
+            first = min(names, key=lambda row, group=group: apart[group].times[row.implementation])
+            near = tuple(
+                starts[other] + place
+                for other in range(kernel + 1, len(kernels))
+                for place, row in enumerate(kernels[other][1])
+                if _is_near(apart[group], first, apart[kernels[other][0]], row)
+            )
+            found += [Position(row, starts[kernel] + n, kernel, group, near) for n, row in enumerate(names)]
         return found
 
     @cached_property
@@ -414,9 +418,13 @@ def _last(records: Iterable[Record]) -> list[Record]:
     return list({(device_of(record), record.cell.id): record for record in records}.values())
 
 
-def _tie(names: Sequence[Row]) -> int:
-    """Return a number for the names of one kernel: even by their rank, and one more if all of them are behind."""
-    return min(2 * (row.rank or 0) + row.behind for row in names)
+def _is_near(standing: Standing, first: Row, home: Standing, row: Row) -> bool:
+    """Return whether a later row of the standing `home` cannot be told from the first row of a kernel."""
+    if home is standing:
+        return row.rank == first.rank and standing.ratio(first.implementation, row.implementation).sign <= 0
+    limit = ACROSS_RUNS * standing.times[first.implementation]
+    near = _clock(home) == _clock(standing) and min(home.times.values()) <= limit
+    return near and row.implementation in home.unbeaten
 
 
 def _clock(standing: Standing) -> str:

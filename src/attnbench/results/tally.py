@@ -1,7 +1,7 @@
-"""Standings of several workloads together -> the one to recommend, and whether it is faster than another.
+"""Standings of several workloads together: the implementation to recommend, and whether it is faster than another.
 
-A verdict uses the confidence of the ranking, so that no sentence is surer than the table beside it; the interval that
-is printed is the 95 % one, which lies within.
+A verdict uses the confidence of the ranking, so that no sentence claims more than the table beside it. The interval
+that is printed is the 95 % one, which lies within.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ class Verdict(Struct, frozen=True):
     """Whether a is faster than b over some workloads, and how much."""
 
     ratio: Ratio
-    """Geometric mean of time of b / time of a at 95 %; if nothing is certain, at the ranking's confidence."""
+    """Geometric mean of time of b / time of a, at 95 % if it is significant, else at the ranking's level."""
     sign: int
-    """+1 if a is faster for certain, -1 if b is, else 0."""
+    """+1 if a is significantly faster, -1 if b is, else 0."""
     each: tuple[Ratio, ...]
     """Time of b / time of a on each workload, at the ranking's confidence."""
     on_average: bool
-    """Whether the mean alone carries the sign; else it holds on every workload measured, and for these only."""
+    """Whether the mean alone carries the sign; else it holds on each measured workload, and for these only."""
 
     @property
     def from_each(self) -> bool:
-        """Whether it was read from the workloads one by one and not from their mean."""
+        """Whether the verdict comes from the workloads one by one and not from their mean."""
         return not self.on_average and (bool(self.sign) or self.apart)
 
     @property
     def apart(self) -> bool:
-        """Whether the two differ for certain on some workload."""
+        """Whether the two differ significantly on some workload."""
         return any(ratio.sign for ratio in self.each)
 
     @property
     def certain(self) -> bool:
-        """Whether the two differ for certain, on average or on each workload, whoever is ahead there."""
+        """Whether the two differ significantly, on average or on each workload, whichever is ahead there."""
         return bool(self.sign) or all(ratio.sign for ratio in self.each)
 
     @property
     def never_behind(self) -> bool:
-        """Whether b is faster for certain on no workload."""
+        """Whether b is significantly faster on none of the workloads."""
         return min(ratio.sign for ratio in self.each) >= 0
 
     @property
@@ -69,7 +69,7 @@ def judge(pairs: Sequence[tuple[Ok, Ok]], each: Sequence[Ratio] = ()) -> Verdict
 
 
 class Recommended(Struct, frozen=True):
-    """The implementation to use for some workloads."""
+    """Implementation to use for some workloads."""
 
     name: str
     """Plainest name of its kernel: the one that ran most often, then the shortest."""
@@ -94,13 +94,15 @@ class Tally:
 
     @cached_property
     def names(self) -> set[str]:
-        """All that were ranked."""
+        """Names of all ranked implementations."""
         return {name for standing in self.standings.values() for name in standing.ranked}
 
     @cached_property
     def recommended(self) -> Recommended:
-        """The one that is unbeaten on most workloads, of several the one with the least mean loss, by the plainest name
-        of its kernel."""
+        """Implementation that is unbeaten on most workloads; of several, the one with the least mean loss.
+
+        Its name is the plainest of its kernel.
+        """
         counts = Counter(name for standing in self.standings.values() for name in standing.unbeaten)
         first = min(counts, key=lambda name: (-counts[name], self.mean_loss(name), name))
         names = {first, *self.same_kernel(first)}
@@ -108,8 +110,11 @@ class Tally:
         return Recommended(name, tuple(sorted(names & {name, *self.same_kernel(name)} - {name})))
 
     def next_best(self, but: Iterable[str] = ()) -> str | None:
-        """Return the one to compare the recommended one with: of those that ran where it ran most often the one with
-        the least mean loss, by the plainest name of its kernel; None if there is no other. `but` are left out."""
+        """Return the implementation to compare the recommended one with, by the plainest name of its kernel.
+
+        Of those that share the most workloads with it, this is the one with the least mean loss; None if there is no
+        other. Names in `but` are left out.
+        """
         best = self.recommended
         left = sorted(self.names - {*best.names, *but})
         shared = {name: len(self.pairs(best.name, name)) for name in left}
@@ -120,11 +125,11 @@ class Tally:
         return self.plainest({other, *self.same_kernel(other)} - {best.name})
 
     def led(self, names: Iterable[str]) -> int:
-        """Return on how many workloads one of these is unbeaten: nobody is faster for certain."""
+        """Return on how many workloads one of these is unbeaten: no other is significantly faster."""
         return sum(not set(names).isdisjoint(one.unbeaten) for one in self.standings.values())
 
     def won(self, names: Iterable[str]) -> int:
-        """Return on how many workloads these alone are unbeaten: faster for certain than everybody else."""
+        """Return on how many workloads these alone are unbeaten: significantly faster than all others."""
         return sum(set(names).issuperset(one.unbeaten) for one in self.standings.values())
 
     def pairs(self, a: str, b: str) -> list[tuple[Ok, Ok]]:
@@ -132,7 +137,7 @@ class Tally:
         return [(one.ranked[a], one.ranked[b]) for one in self._with(a, b)]
 
     def verdict(self, a: str, b: str) -> Verdict:
-        """Return whether a is faster than b over the workloads that both ran; one of them at least."""
+        """Return whether a is faster than b over the workloads that both ran, which must be one at least."""
         return judge(self.pairs(a, b), [one.ratio(a, b) for one in self._with(a, b)])
 
     def mean_loss(self, name: str) -> float:
@@ -141,12 +146,12 @@ class Tally:
         return sum(losses) / len(losses)
 
     def same_kernel(self, name: str) -> list[str]:
-        """Return the others that are one kernel with it on every workload that both ran, of one workload at least."""
+        """Return the other names of its kernel: one kernel with it on every workload that both ran."""
         others = ((other, self._with(name, other)) for other in sorted(self.names - {name}))
         return [other for other, shared in others if shared and all(one.one_kernel(name, other) for one in shared)]
 
     def plainest(self, names: Iterable[str]) -> str:
-        """Return the name that ran most often, then the shortest: a rule that noise does not move."""
+        """Return the name that ran most often, then the shortest, so that noise does not decide."""
         return min(names, key=lambda name: (-len(self._with(name)), len(name), name))
 
     def _with(self, *names: str) -> list[Standing]:

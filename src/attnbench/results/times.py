@@ -1,4 +1,4 @@
-"""Times as a file gives them -> what cannot be true of them: everything that reads records takes logarithms."""
+"""Plausibility of the times in a file: readers take logarithms, so that impossible times must be refused first."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ POSITIVE = ("median_ns", "min_ns", "max_ns", "p50_ns", "p95_ns", "p99_ns", "mean
 
 
 ROUNDING_NS = 0.06
-"""Files keep tenths of nanoseconds of a sample."""
+"""Largest error of rounding: files keep tenths of nanoseconds of a sample."""
 
 
 def impossible_times(record: Record, trimmed: bool = False) -> str:
     """Return the first time of a record that no clock can have given, in words; empty if there is none.
 
-    `trimmed`: samples are the medians of rounds, as a baseline keeps them.
+    With `trimmed` the samples are the medians of rounds, as a baseline keeps them.
     """
     if not isinstance(record, Ok):
         return ""
@@ -34,9 +34,9 @@ def _problem(time: Time) -> str:
         return "samples_ns is empty"
     for name, value in [("samples_ns", one) for one in time.samples_ns] + [(n, getattr(time, n)) for n in POSITIVE]:
         if not (isfinite(value) and value > 0):
-            return f"{name} holds {value:g}, which is no positive number of nanoseconds"
+            return f"{name} holds {value:g}, which is not a positive number of nanoseconds"
     if not (isfinite(time.std_ns) and time.std_ns >= 0):
-        return f"std_ns is {time.std_ns:g}, which is no spread"
+        return f"std_ns is {time.std_ns:g}, which is not a spread"
     if not time.min_ns <= time.median_ns <= time.max_ns:
         return f"median_ns {time.median_ns:g} is not between min_ns {time.min_ns:g} and max_ns {time.max_ns:g}"
     if time.ci95_ns is not None and not time.ci95_ns[0] <= time.median_ns <= time.ci95_ns[1]:
@@ -49,7 +49,7 @@ def _problem(time: Time) -> str:
 
 
 def _not_of_samples(time: Time, trimmed: bool) -> str:
-    """Say which summary is not that of the samples: rankings read the one, intervals the other."""
+    """Return which summary does not fit the samples; rankings read the summaries, intervals the samples."""
     least, most = min(time.samples_ns), max(time.samples_ns)
     if trimmed:
         # The median of all samples lies between the medians of the rounds.

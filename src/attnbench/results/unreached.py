@@ -1,4 +1,4 @@
-"""Shapes that a run was asked for and did not come to: it was stopped, and `attnbench run --resume` goes on."""
+"""Shapes that a stopped run was asked for and did not reach; `attnbench run --resume` continues with them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ MOST_NAMED = 3
 
 
 def unreached(run: Run, elsewhere: Collection[str] = ()) -> list[str]:
-    """Ids of the workloads asked for that neither this run holds nor `elsewhere`; records come by whole workloads."""
+    """Return the ids of requested workloads that neither this run nor `elsewhere` holds; records come by whole
+    workloads."""
     held = {record.workload.id for record in run.records} | set(elsewhere)
     return [name for name in _asked(run) if name not in held]
 
 
 def tell_unreached(name: str, run: Run, elsewhere: Collection[str] = ()) -> str | None:
-    """Return a sentence that names the workloads that are missing and the command that goes on; None if none is."""
+    """Return a sentence that names the missing workloads and the command that continues; None if none is missing."""
     left = unreached(run, elsewhere)
     if not left:
         return None
@@ -37,10 +38,10 @@ def tell_unreached(name: str, run: Run, elsewhere: Collection[str] = ()) -> str 
 
 
 def resume_command(name: str, run: Run, trace: object = None, timeout_s: object = None) -> str:
-    """Return the command that goes on with everything that a run file was asked for.
+    """Return the command that continues with everything that a run file was asked for.
 
-    It says again what a file alone does not decide: functions given by reference, because a file imports no code, where
-    traces go, and how long a stage may take if that is not what the settings say.
+    The command repeats what the file does not decide: functions given by reference, since a file imports no code, the
+    folder of traces, and the timeout of a stage if it differs from the settings.
     """
     words = [word for reference in references(run) for word in ("--impl", reference)]
     words += ["--trace", str(trace)] if trace is not None else []
@@ -50,12 +51,12 @@ def resume_command(name: str, run: Run, trace: object = None, timeout_s: object 
 
 
 def references(run: Run) -> list[str]:
-    """Return the functions that a run file was asked for by reference, each once."""
+    """Return the functions given by reference that a run file was asked for, each once."""
     return list(dict.fromkeys(one for header in run.headers for one in asked_references(header.request)))
 
 
 def asked_references(request: dict[str, Any]) -> list[str]:
-    """Return the references among the implementations of a header's request, which may hold anything."""
+    """Return the references among the implementations of a header's request; the request may hold anything."""
     found = request.get("implementations")
     return [one for one in found if is_reference(one)] if isinstance(found, list | tuple) else []
 

@@ -1,16 +1,18 @@
-"""Gemma's layers as a step, `gemma-stack`: its weights, and the float64 reference written apart from the models."""
+"""The step `gemma-stack`: its weights, a float64 reference independent of the models, and PyTorch's blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 
-from attnbench.spec import Workload
-from attnbench.steps import Outputs, Rounded, StepKind, Values
-from attnbench.workloads.steps import GEMMA_DEPTH, gemma_width
+from attnbench import registry
+from attnbench.errors import UsageError
+from attnbench.spec import Array, Config, Environment, Workload
+from attnbench.steps import Outputs, Rounded, StepImplementation, StepKind, Values
+from attnbench.workloads.steps import GEMMA_DEPTH, STEPS, gemma_width
 
 BASE = 10_000.0
 Weights = Mapping[str, Any]
@@ -245,3 +247,72 @@ def why_no_stack(workload: Workload) -> str | None:
     if workload.visible_mask.kinds not in (("causal",), ("full",)) or workload.softcap or workload.scale is not None:
         return "takes a causal or full mask, the usual scale and no softcap"
     return None if workload.kv_heads < workload.heads else "takes grouped heads, as Gemma has them"
+
+
+class TorchGemmaStack(StepImplementation):
+    """Gemma blocks with the weights of the JAX models, each recomputed in the backward pass."""
+
+    framework = "torch"
+    step = "gemma-stack"
+    untested = ("cuda",)
+
+    def __init__(self, name: str, impl: str) -> None:
+        self.name, self._impl, self.materialises_scores = name, impl, impl == "standard"
+        way = {"standard": "plain operators", "sdpa": "torch.sdpa", "auto": "what attnbench picks"}[impl]
+        self.description = f"Step gemma-stack in PyTorch: {STEPS['gemma-stack'].description}; attention by {way}."
+        self.tunables = {"impl": impl} if impl == "auto" else {}
+
+    def configured(self, config: Config) -> Self:
+        """Return the implementation itself; raise for an attention that is not one of torch's."""
+        impl = str(config.get("impl", self._impl))
+        if impl not in ("standard", "sdpa", "auto"):
+            chosen = registry.get(impl)
+            if chosen.framework != "torch" or chosen.step:
+                raise UsageError(f"{self.name} takes an attention of torch, not {impl}.")
+        return self
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return why_no_stack(workload)
+
+    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
+        """Return (the stack with these weights, x, the positions, the cotangent)."""
+        import torch
+        from torch import nn
+
+        from attnbench.models.gemma_config import Config as Sizes
+        from attnbench.models.gemma_torch import Stack
+
+        width = gemma_width(workload)
+        sizes = Sizes(width, GEMMA_DEPTH, 8 * width, workload.heads, workload.kv_heads, workload.head_dim)
+        causal = "causal" in workload.visible_mask.kinds
+        with torch.device("meta"):
+            stack = Stack(sizes, causal=causal, impl=str(config.get("impl", self._impl)), device="meta")
+        for number, layer in enumerate(stack.layers):
+            for name in (*WEIGHTS, *NORMS):
+                setattr(layer, name, nn.Parameter(arrays[name][number]))
+        stack.final_norm = nn.Parameter(arrays["final_norm"])
+        positions = torch.arange(workload.q_len, device=arrays["x"].device).expand(workload.batch, -1)
+        return stack, arrays["x"], positions, arrays["dout"]
+
+    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
+        import torch
+
+        def run(state: Any) -> tuple[Array, ...]:
+            stack, x, positions, dout = state
+            if not workload.needs_gradients:
+                with torch.no_grad():
+                    return (stack(x, positions),)
+            x = x.detach().requires_grad_()
+            out = stack(x, positions)
+            weights = [getattr(layer, name) for name in WEIGHTS for layer in stack.layers]
+            dx, *found = torch.autograd.grad(out, (x, *weights), dout)
+            depth = len(stack.layers)
+            stacked = [torch.stack(found[n * depth : (n + 1) * depth]) for n in range(len(WEIGHTS))]
+            return (dx, *stacked) if workload.pass_ == "backward" else (out.detach(), dx, *stacked)
+
+        return run
+
+
+TORCH = TorchGemmaStack("torch.gemma-stack", "standard")
+TORCH_SDPA = TorchGemmaStack("torch.gemma-stack-sdpa", "sdpa")
+TORCH_AUTO = TorchGemmaStack("torch.gemma-stack-auto", "auto")

@@ -99,7 +99,6 @@ class JaxGemmaStack(JaxModelStep):
     untested = ("cuda", "rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Return why the workload is not causal or full self-attention; None if it is."""
         return why_no_stack(workload)
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
@@ -107,7 +106,6 @@ class JaxGemmaStack(JaxModelStep):
         return model_tree(arrays, ONE), arrays["x"], arrays["dout"]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Return the function of one pass of the stack."""
         import jax
         import jax.numpy as jnp
 
@@ -143,7 +141,6 @@ class JaxPi0(JaxModelStep):
     """One of pi0's or pi0-FAST's steps."""
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Return why the mask does not have the form of the step in openpi; None if it does."""
         return unsupported(workload)
 
 
@@ -164,7 +161,6 @@ class JaxPi0Attention(JaxPi0):
         return tree(arrays, EXPERTS), xs, douts
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Return the function of one pass of the module."""
         import jax
         import jax.numpy as jnp
 
@@ -217,7 +213,6 @@ class JaxPi0Model(JaxPi0):
         return tree, pi0.Observation(image_tokens=arrays["prefix"], state=wide("state")), given
 
     def model(self, workload: Workload, config: Config) -> Any:
-        """Return the complete pi0 model."""
         from attnbench.models import pi0
 
         large, small = sizes(workload)
@@ -233,7 +228,6 @@ class JaxPi0Model(JaxPi0):
         )
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Return the function of velocity and loss, and of the gradients of its mean."""
         import jax
         import jax.numpy as jnp
 
@@ -260,7 +254,6 @@ class JaxPi0Sampler(JaxPi0Model):
     """pi0's sampling of actions, `pi0.sample_actions`."""
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Return the function of ten Euler steps."""
         import jax
 
         from attnbench.models import pi0
@@ -284,11 +277,9 @@ class JaxPi0Fast(JaxPi0):
     """Base of pi0-FAST's steps: the model and its tree."""
 
     def tree(self, arrays: Mapping[str, Array]) -> dict[str, Any]:
-        """Return the parameters as openpi has them."""
         return {"PaliGemma": {"llm": {**model_tree(arrays, ONE), "embedder": {TABLE: arrays[TABLE]}}}}
 
     def model(self, workload: Workload, config: Config) -> Any:
-        """Return the complete pi0-FAST model."""
         from attnbench.models import pi0_fast
 
         words = {"paligemma_variant": sizes(workload)[0], "vocab_size": vocabulary(workload)}
@@ -308,7 +299,6 @@ class JaxPi0Prefill(JaxPi0Fast):
         return self.tree(whole(arrays, workload, jnp.tile)), prompt
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Return the function of the last token's logits and the cache."""
         model = self.model(workload, config)
 
         def run(state: Any) -> tuple[Array, ...]:
@@ -334,7 +324,6 @@ class JaxPi0Decode(JaxPi0Fast):
         return self.tree(arrays), (slot, keys, values), arrays["tokens"]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        """Return the function that decodes the tokens one after another."""
         import jax
         import jax.numpy as jnp
 

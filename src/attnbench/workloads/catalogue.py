@@ -9,9 +9,9 @@ import numpy as np
 
 from attnbench import masks
 from attnbench.masks import MaskShape, block_causal
+from attnbench.masks.block_patterns import SPARSITIES, sparse_mask
 from attnbench.masks.text import parse_mask
 from attnbench.spec import Workload
-from attnbench.workloads.block_patterns import SPARSITIES, sparse_mask
 from attnbench.workloads.steps import in_blocks
 from attnbench.workloads.suite_file import grid, models
 

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from attnbench import masks
 from attnbench.drafts import write_texts
 from attnbench.errors import BrokenFile, InvalidWorkload, UnknownName, UsageError
-from attnbench.masks import Mask, MaskShape
-from attnbench.masks.text import MOST_DIGITS, read_mask
-from attnbench.reading import read_toml
+from attnbench.masks import MaskShape
+from attnbench.masks.text import MOST_DIGITS, mask_value, read_mask
+from attnbench.reading import line_of, lines_of, read_toml
 from attnbench.spec import SAME, Workload
 from attnbench.workloads.steps import STEPS
 
@@ -59,17 +58,6 @@ def read_suite(path: Path) -> Suite:
     return Suite(name, description, tuple(workloads.values()))
 
 
-def line_of(text: str, key: str, after: int = 0) -> int | None:
-    """Return the number of the first line after line `after` that sets the key."""
-    return next((number for number in lines_of(text, key) if number > after), None)
-
-
-def lines_of(text: str, key: str) -> Iterator[int]:
-    """Return the numbers of the lines that set the key or open a table of that name."""
-    pattern = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*[=.]|^\s*\[+\s*{re.escape(key)}\s*\]+""")
-    return (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
-
-
 def _line_of_problem(text: str, number: int, entry: Mapping[str, Any], message: str) -> int | None:
     """Return the line of the field that the message names, else of the number-th [[workload]] header."""
     header = next(islice(lines_of(text, "workload"), number, None), None)
@@ -103,9 +91,6 @@ def models() -> tuple[tuple[str, str, tuple[Workload, ...]], ...]:
     return tuple(found)
 
 
-LARGEST_ARRAY = 1 << 20
-"""Largest number of values of a mask in a file."""
-
 _SAME = {"kv_len": "q_len", "kv_heads": "heads", "v_head_dim": "head_dim"}
 """Fields that default to another field."""
 
@@ -130,48 +115,6 @@ def _table(workload: Workload) -> str:
             continue
         lines.append(f"{field.encode_name} = {_value(value)}")
     return "\n".join(lines) + "\n"
-
-
-def mask_value(mask: Mask) -> str | dict[str, Any]:
-    """Return text such as `window:128:0`, or a table if the mask holds an array that has no text form."""
-    if isinstance(mask, masks.Both):
-        parts = [mask_value(part) for part in mask.parts]
-        texts = [part for part in parts if isinstance(part, str)]
-        return "&".join(texts) if len(texts) == len(parts) else {"kind": "both", "parts": parts}
-    align = ":top-left" if getattr(mask, "align", "") == "top-left" else ""
-    if isinstance(mask, masks.Window):
-        sides = ("all" if side is None else str(side) for side in (mask.left, mask.right))
-        return f"window:{':'.join(sides)}{align}"
-    if isinstance(mask, masks.Prefix):
-        return f"prefix:{mask.n}{align}"
-    if isinstance(mask, masks.Lengths):
-        return "lengths:" + ",".join(str(length) for length in mask.kv_lengths.array)
-    if isinstance(mask, masks.Dilated):
-        branches = zip(mask.segment_lengths, mask.dilation_rates)
-        return "dilated:" + "+".join(f"{w}r{r}" for w, r in branches) + (":group" if mask.offset == "group" else "")
-    if isinstance(mask, masks.Full | masks.Causal):
-        return mask.kinds[0] + align
-    return _array_table(mask)
-
-
-def _array_table(mask: Mask) -> dict[str, Any]:
-    told: dict[str, str] = {}
-    if isinstance(mask, masks.BlockCausal | masks.Documents):
-        fields: dict[str, Any] = {"ids": mask.ids.array}
-        if mask.q_ids is not None:
-            fields["q_ids"] = mask.q_ids.array
-    elif isinstance(mask, masks.Valid):
-        fields = {"mask_bj": mask.keys.array}
-    elif isinstance(mask, masks.Blocks):
-        fields = {"block_mask": mask.block_mask.array, "block_size": mask.block_size}
-    else:
-        assert isinstance(mask, masks.Dense)
-        fields = {"array": mask.values.array}
-        told = {"dtype": "float32"} if mask.values.dtype == "float32" else {}  # numbers in TOML have 64 bits
-    size = max(np.size(value) for value in fields.values())
-    if size > LARGEST_ARRAY:
-        raise UsageError(f"the mask {mask.id} holds {size} values, more than a suite file should: keep it in Python.")
-    return {"kind": mask.kinds[0], **{name: np.asarray(value).tolist() for name, value in fields.items()}, **told}
 
 
 def _value(value: Any) -> str:
@@ -218,8 +161,8 @@ def grid(**axes: Any) -> list[Workload]:
             raise InvalidWorkload(f"{name} is an empty list: give it at least one value, or leave it out.")
     if (count := count_workloads(named)) > MOST_WORKLOADS:
         raise InvalidWorkload(
-            f"{count:,} combinations of {', '.join(_axes(named))}; {MOST_WORKLOADS:,} at most are made at once: "
-            "shorten a list, or ask in parts."
+            f"{count:,} combinations of {', '.join(_axes(named))}; {MOST_WORKLOADS:,} at most are allowed at once: "
+            "shorten a list, or split it."
         )
     unique = {workload.id: workload for workload in map(_workload, _combinations(named))}
     return list(unique.values())

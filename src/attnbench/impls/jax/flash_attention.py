@@ -7,18 +7,8 @@ case is refused. Its binary holds code for sm_80 only: newer GPUs compile it at 
 
 from __future__ import annotations
 
-from attnbench.impls.conditions import (
-    first_reason,
-    needs_capability,
-    needs_device,
-    needs_dtype,
-    needs_equal_dims,
-    needs_head_dim,
-    needs_mask,
-    needs_no_softcap,
-    needs_package,
-    needs_positive_scale,
-)
+from attnbench.impls import conditions
+from attnbench.impls.conditions import first_reason
 from attnbench.masks import Causal, Window
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
@@ -36,21 +26,21 @@ class FlashAttn(Implementation):
 
     def available(self, environment: Environment) -> str | None:
         return first_reason(
-            needs_package("flash_attn_jax", "pip install flash-attn-jax einops (needs libcudart.so.12)"),
-            needs_device(environment, "cuda"),
+            conditions.needs_package("flash_attn_jax", "pip install flash-attn-jax einops (needs libcudart.so.12)"),
+            conditions.needs_device(environment, "cuda"),
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
-            needs_device(environment, "cuda"),
-            needs_capability(environment, (8, 0)),
-            needs_dtype(workload, "float16", "bfloat16"),
-            needs_mask(workload, "full", "causal", "window"),
+            conditions.needs_device(environment, "cuda"),
+            conditions.needs_capability(environment, (8, 0)),
+            conditions.needs_dtype(workload, "float16", "bfloat16"),
+            conditions.needs_mask(workload, "full", "causal", "window"),
             _one_mask(workload),
-            needs_equal_dims(workload),
-            needs_head_dim(workload, 256, multiple_of=8),
-            needs_no_softcap(workload),
-            needs_positive_scale(workload),
+            conditions.needs_equal_dims(workload),
+            conditions.needs_head_dim(workload, 256, multiple_of=8),
+            conditions.needs_no_softcap(workload),
+            conditions.needs_positive_scale(workload),
         )
 
     def build(self, workload: Workload, config: Config) -> Call:

@@ -18,17 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.impls.conditions import (
-    first_reason,
-    needs_at_least,
-    needs_device,
-    needs_dtype,
-    needs_equal_dims,
-    needs_mask,
-    needs_no_softcap,
-    needs_package,
-    needs_positive_scale,
-)
+from attnbench.impls import conditions
+from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._libraries import import_beside_torch
 from attnbench.impls.jax._masks import one_documents_part, own_documents
 from attnbench.masks import Causal
@@ -50,22 +41,22 @@ class Kvax(Implementation):
 
     def available(self, environment: Environment) -> str | None:
         return first_reason(
-            needs_package("kvax", "pip install --no-deps kvax==0.1.0"),
-            needs_package("jax_triton", "pip install jax-triton==0.3.1"),
-            needs_package("triton", "pip install triton==3.6.0"),
-            needs_device(environment, "cuda"),
+            conditions.needs_package("kvax", "pip install --no-deps kvax==0.1.0"),
+            conditions.needs_package("jax_triton", "pip install jax-triton==0.3.1"),
+            conditions.needs_package("triton", "pip install triton==3.6.0"),
+            conditions.needs_device(environment, "cuda"),
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
-            needs_device(environment, "cuda"),
-            needs_at_least(environment, (8, 0)),
-            needs_mask(workload, "causal", "documents"),
+            conditions.needs_device(environment, "cuda"),
+            conditions.needs_at_least(environment, (8, 0)),
+            conditions.needs_mask(workload, "causal", "documents"),
             _causal_part(workload),
-            needs_dtype(workload, "float16", "bfloat16"),
-            needs_equal_dims(workload),
-            needs_no_softcap(workload),
-            needs_positive_scale(workload),
+            conditions.needs_dtype(workload, "float16", "bfloat16"),
+            conditions.needs_equal_dims(workload),
+            conditions.needs_no_softcap(workload),
+            conditions.needs_positive_scale(workload),
             _head_dim(workload),
             one_documents_part(workload),
             _document_ids(workload),
@@ -191,7 +182,7 @@ def _document_ids(workload: Workload) -> str | None:
         return "takes negative document ids as padding"
     runs = 1 + np.count_nonzero(np.diff(documents, axis=1), axis=1)
     if any(len(np.unique(row)) < count for row, count in zip(documents, runs)):
-        return "takes documents of consecutive tokens only: it reads whatever lies between two parts of one"
+        return "takes documents of consecutive tokens only: keys between two parts of a document are read too"
     return None
 
 

@@ -19,16 +19,8 @@ from typing import Any
 import numpy as np
 
 from attnbench.frameworks.jax.plain import plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
-from attnbench.impls.conditions import (
-    first_reason,
-    needs_at_least,
-    needs_cudnn_head_dim,
-    needs_device,
-    needs_dtype,
-    needs_equal_dims,
-    needs_no_softcap,
-    needs_positive_scale,
-)
+from attnbench.impls import conditions
+from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._masks import MaskArguments, mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
@@ -128,10 +120,10 @@ class Xla(JaxNn):
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
-            needs_dtype(workload, "float32", "float16", "bfloat16"),
+            conditions.needs_dtype(workload, "float32", "float16", "bfloat16"),
             _no_float16_on_cpu(workload, environment),
-            needs_equal_dims(workload),
-            needs_no_softcap(workload),
+            conditions.needs_equal_dims(workload),
+            conditions.needs_no_softcap(workload),
         )
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
@@ -157,16 +149,16 @@ class Cudnn(JaxNn):
 
     def available(self, environment: Environment) -> str | None:
         """Return None on CUDA; whether cuDNN itself is installed shows at compilation."""
-        return needs_device(environment, "cuda") or needs_at_least(environment, (8, 0))
+        return conditions.needs_device(environment, "cuda") or conditions.needs_at_least(environment, (8, 0))
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
             self.available(environment),
-            needs_dtype(workload, "float16", "bfloat16"),
-            needs_equal_dims(workload),
-            needs_cudnn_head_dim(workload, environment),
-            needs_no_softcap(workload),
-            needs_positive_scale(workload),
+            conditions.needs_dtype(workload, "float16", "bfloat16"),
+            conditions.needs_equal_dims(workload),
+            conditions.needs_cudnn_head_dim(workload, environment),
+            conditions.needs_no_softcap(workload),
+            conditions.needs_positive_scale(workload),
             _exact_bias(workload),
         )
 

@@ -12,17 +12,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from attnbench.impls.conditions import (
-    first_reason,
-    needs_at_least,
-    needs_device,
-    needs_dtype,
-    needs_equal_dims,
-    needs_head_dim,
-    needs_mask,
-    needs_no_softcap,
-    needs_positive_scale,
-)
+from attnbench.impls import conditions
+from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._libraries import interpreted, interpreter_reason
 from attnbench.impls.jax._masks import causal_alignment, one_documents_part, own_documents
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
@@ -56,14 +47,14 @@ class PallasTriton(Implementation):
         """Return why lengths are not in blocks, head_dim is above 128 (256 exceeds shared memory), or another limit;
         None if all hold."""
         return first_reason(
-            needs_device(environment, "cuda", "rocm", "cpu"),
-            needs_at_least(environment, (8, 0)),
-            needs_mask(workload, "full", "causal", "documents"),
-            needs_dtype(workload, "float32", "float16", "bfloat16"),
-            needs_equal_dims(workload),
-            needs_head_dim(workload, 128),
-            needs_no_softcap(workload),
-            needs_positive_scale(workload),
+            conditions.needs_device(environment, "cuda", "rocm", "cpu"),
+            conditions.needs_at_least(environment, (8, 0)),
+            conditions.needs_mask(workload, "full", "causal", "documents"),
+            conditions.needs_dtype(workload, "float32", "float16", "bfloat16"),
+            conditions.needs_equal_dims(workload),
+            conditions.needs_head_dim(workload, 128),
+            conditions.needs_no_softcap(workload),
+            conditions.needs_positive_scale(workload),
             causal_alignment(workload),
             one_documents_part(workload),
             _whole_blocks(workload),

@@ -60,7 +60,7 @@ class JaxSplit(Split):
         if size and workload.batch % size:
             return f"cannot take a batch of {workload.batch} by {size} sequences at a time: use a divisor"
         if 0 < size < workload.batch and workload.visible_mask.per_batch:
-            return f"takes {size} sequences at a time only where every one has the same mask"
+            return f"takes {size} sequences at a time only if all have the same mask"
         return None
 
     def build(self, workload: Workload, config: Config) -> Call:

@@ -9,18 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from attnbench.frameworks.jax.plain import rows_that_see, zero_blind_rows
-from attnbench.impls.conditions import (
-    first_reason,
-    needs_at_least,
-    needs_capability,
-    needs_cudnn_head_dim,
-    needs_device,
-    needs_dtype,
-    needs_equal_dims,
-    needs_no_softcap,
-    needs_package,
-    needs_positive_scale,
-)
+from attnbench.impls import conditions
+from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._libraries import import_beside_torch
 from attnbench.impls.jax._masks import mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
@@ -56,37 +46,37 @@ class Tokamax(Implementation):
         self.materialises_scores = backend == "xla"
 
     def available(self, environment: Environment) -> str | None:
-        return first_reason(needs_package("tokamax", INSTALL), self._device(environment))
+        return first_reason(conditions.needs_package("tokamax", INSTALL), self._device(environment))
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
             self._device(environment),
-            needs_dtype(workload, *self.dtypes),
+            conditions.needs_dtype(workload, *self.dtypes),
             _softcap_before_bias(workload),
-            needs_positive_scale(workload) if self.devices else None,
+            conditions.needs_positive_scale(workload) if self.devices else None,
             self._backend_limits(workload, environment),
         )
 
     def _device(self, environment: Environment) -> str | None:
-        return needs_device(environment, *self.devices) if self.devices else None
+        return conditions.needs_device(environment, *self.devices) if self.devices else None
 
     def _backend_limits(self, workload: Workload, environment: Environment) -> str | None:
         if self.backend == "mosaic":
             return first_reason(
-                needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
+                conditions.needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
                 _aligned_mask_rows(workload),
                 _exponentials_in_float16(workload),
             )
-        if self.backend == "triton" and needs_at_least(environment, (8, 0)):
-            return needs_at_least(environment, (8, 0))
+        if self.backend == "triton" and conditions.needs_at_least(environment, (8, 0)):
+            return conditions.needs_at_least(environment, (8, 0))
         if self.backend == "triton" and workload.needs_gradients and workload.softcap is not None:
             return "has no softcap in its backward pass"
         if self.backend == "cudnn":
             return first_reason(
-                needs_at_least(environment, (8, 0)),
-                needs_no_softcap(workload),
-                needs_equal_dims(workload),
-                needs_cudnn_head_dim(workload, environment),
+                conditions.needs_at_least(environment, (8, 0)),
+                conditions.needs_no_softcap(workload),
+                conditions.needs_equal_dims(workload),
+                conditions.needs_cudnn_head_dim(workload, environment),
                 "rounds the mask's weights to its dtype" if workload.visible_mask.weighted else None,
                 _no_backward_with_array(workload),
             )

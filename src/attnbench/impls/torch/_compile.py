@@ -60,9 +60,8 @@ def compile_fresh(function: FunctionType) -> Callable[..., Any]:
             return compiled(*arrays)
         except FailOnRecompileLimitHit as error:
             raise Unsupported(
-                "torch.compile compiles one call as often as torch._dynamo.config.recompile_limit says, and this one "
-                "was handed more kinds of arrays (strides, shapes, with and without gradients): raise the limit, or "
-                "make the arrays contiguous."
+                "this call got more kinds of arrays (strides, shapes, with and without gradients) than torch.compile "
+                "compiles for a call: raise torch._dynamo.config.recompile_limit, or make the arrays contiguous."
             ) from error
 
     return run

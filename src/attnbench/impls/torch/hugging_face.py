@@ -34,7 +34,7 @@ class HfEager(_Transformers):
     materialises_scores = True
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        float64 = "takes the softmax in float32, which is no float64 attention" if workload.dtype == "float64" else None
+        float64 = "computes the softmax in float32 even for float64" if workload.dtype == "float64" else None
         dead = "gives the mean of V for rows that see no key" if may_have_dead_rows(workload) else None
         overflow = "overflows float16 logits on large inputs" if workload.dtype == "float16" else None
         return first_reason(needs_no_softcap(workload), float64, overflow, dead)

@@ -13,19 +13,9 @@ from typing import Any, Literal
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch.plain import once_per_device
+from attnbench.impls import conditions
 from attnbench.impls._splitting import Split
-from attnbench.impls.conditions import (
-    first_reason,
-    needs_at_least,
-    needs_bfloat16,
-    needs_cudnn_head_dim,
-    needs_device,
-    needs_dtype,
-    needs_equal_dims,
-    needs_head_dim,
-    needs_no_softcap,
-    needs_room_for_gradients,
-)
+from attnbench.impls.conditions import first_reason
 from attnbench.impls.partial.torch_passes import call_at_positive_scale, dense_rows, has_dense_rows
 from attnbench.impls.torch import _sdpa_operators
 from attnbench.impls.torch._masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
@@ -85,15 +75,17 @@ class Sdpa(Implementation):
         kinds = {"efficient": ("cuda", "rocm", "xpu"), "cudnn": ("cuda",), "flash": ("cpu", "cuda", "rocm", "xpu")}
         if self.backend not in kinds:
             return None
-        return needs_device(environment, *kinds[self.backend]) or needs_at_least(environment, SINCE[self.backend])
+        return conditions.needs_device(environment, *kinds[self.backend]) or conditions.needs_at_least(
+            environment, SINCE[self.backend]
+        )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         on_cpu = environment.device == "cpu"
-        reason = first_reason(self.available(environment), needs_no_softcap(workload))
+        reason = first_reason(self.available(environment), conditions.needs_no_softcap(workload))
         if reason is not None or self.backend == "math" or (on_cpu and self.backend == "auto"):
             return reason
         if on_cpu:
-            return needs_equal_dims(workload)
+            return conditions.needs_equal_dims(workload)
         if self.backend == "auto":
             return _exact_bias(workload)
         checks = {"flash": _flash_on_gpu, "efficient": _efficient, "cudnn": _cudnn}
@@ -182,10 +174,10 @@ def _flash_on_gpu(workload: Workload, environment: Environment) -> str | None:
     elif may_have_dead_rows(workload):
         mask = "is not known to give 0 for rows that see no key"
     return first_reason(
-        needs_dtype(workload, *HALF),
-        needs_head_dim(workload, 256, 8),
-        needs_equal_dims(workload),
-        needs_room_for_gradients(workload, environment),
+        conditions.needs_dtype(workload, *HALF),
+        conditions.needs_head_dim(workload, 256, 8),
+        conditions.needs_equal_dims(workload),
+        conditions.needs_room_for_gradients(workload, environment),
         mask,
     )
 
@@ -194,10 +186,10 @@ def _efficient(workload: Workload, environment: Environment) -> str | None:
     grouped = "has no grouped heads" if workload.group > 1 else None
     step = 8 if workload.dtype in HALF else 4
     return first_reason(
-        needs_dtype(workload, "float32", *HALF),
-        needs_bfloat16(workload, environment),
+        conditions.needs_dtype(workload, "float32", *HALF),
+        conditions.needs_bfloat16(workload, environment),
         grouped,
-        needs_head_dim(workload, 65536, step),
+        conditions.needs_head_dim(workload, 65536, step),
         _exact_bias(workload),
     )
 
@@ -205,7 +197,10 @@ def _efficient(workload: Workload, environment: Environment) -> str | None:
 def _cudnn(workload: Workload, environment: Environment) -> str | None:
     one_key = "takes 2 or more keys" if workload.kv_len == 1 else None
     return first_reason(
-        needs_dtype(workload, *HALF), needs_cudnn_head_dim(workload, environment), one_key, _exact_bias(workload)
+        conditions.needs_dtype(workload, *HALF),
+        conditions.needs_cudnn_head_dim(workload, environment),
+        one_key,
+        _exact_bias(workload),
     )
 
 

@@ -1,40 +1,37 @@
-"""Records of a section -> flat rows: what charts and tables of the page are made of. No samples leave this file."""
+"""Flat rows of the cells of a section, of which the charts and tables of the page are made. Samples are left out."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from attnbench.analyse.speedup import category
 from attnbench.measuring.rates import host_limit, notes_of
-from attnbench.report.html.families import Families, find_families, kind_words, length_text
-from attnbench.report.html.map import WinnerMap, lay_out
-from attnbench.report.html.picks import set_beside
-from attnbench.report.html.sections import Section
-from attnbench.results.ratios import RANK_LEVEL, paired_ratio
-from attnbench.results.records import baseline, clock_of, exact, framework_of, is_timed, label
-from attnbench.results.standings import Row, Standing, Standings
-from attnbench.spec import Ok, Record
+from attnbench.report.html.layout import WinnerMap, lay_out, set_beside
+from attnbench.report.html.sections import Section, ShapeNames, kind_words, length_text, name_shapes
+from attnbench.results.records import baseline, exact, framework_of, is_timed, label
+from attnbench.results.sentences import format_ratio, speedups
+from attnbench.results.standings import Row, Standings
+from attnbench.spec import Errors, Incorrect, Ok, Record
 
 Cell = dict[str, Any]
 LONGEST = 2000
 """Characters of a text on the page; names of kernels may have a thousand."""
-
-
 MOST_BASELINES = 6
 MOST_RATIOS = 10_000
 """Bootstraps that a choice of baselines may cost, about 4 s; a long run gets fewer to choose from."""
+FARTHEST = 1e3
+"""Times the allowed error at which a cell is drawn if it is farther off."""
 
 
 class Cells(Struct, frozen=True):
-    """The rows of a section, and what they are made of."""
+    """The rows of a section, and the standings behind them."""
 
     rows: list[Cell]
     standings: Standings
-    families: Families
+    names: ShapeNames
     baselines: list[str]
     maps: list[WinnerMap] = []
     repeated: int = 0
@@ -52,30 +49,59 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
     """Return a row for each cell of a section, with its place in the standing of its shape."""
     standings = Standings(list(section.runs.values()), against)
     records = standings.records
-    families = find_families(record.workload for record in records)
+    names = name_shapes(record.workload for record in records)
     baselines = choose_baselines(records, against)
     positions = {
         (key, position.row.implementation): position for key in standings.overall for position in standings.order(key)
     }
-    made_by = [{(key, row.record.cell.id): (row, one) for key, one in run.items() for row in one.rows}
+    made_by = [{(key, row.record.cell.id): row for key, one in run.items() for row in one.rows}
                for run in standings.by_run]  # fmt: skip
+    gains = _gains(standings, baselines)
     rows: list[Cell] = []
     runs: dict[str, set[int]] = {}
     for number, record in standings.shown:
-        row, standing = made_by[number][record.workload.id, record.cell.id]
-        cell = _cell(record, row, families) | _speedups(row, standing, baselines)
+        row = made_by[number][record.workload.id, record.cell.id]
+        cell = _cell(record, row, names) | gains.get((number, record.cell.id), {})
         position = positions.get((record.workload.id, row.implementation))
         if position is not None and position.row.record is row.record:
             overall = row.implementation in standings.overall[record.workload.id].ranked
-            cell |= {"rank": position.row.rank if overall else None, "place": position.place, "tie": position.tie}
-            cell |= {"within": position.within, "kernel": position.kernel, "group": position.group}
+            cell |= {"rank": position.row.rank if overall else None, "place": position.place}
+            cell |= {"kernel": position.kernel, "group": position.group, "near": position.near or None}
         rows.append(cell)
         if is_timed(record) and not record.approximate:
             runs.setdefault(record.workload.id, set()).add(number)
     maps = lay_out([row for row in rows if "place" in row])
     set_beside(rows)
     repeated = len(section.records) - len(records)
-    return Cells(rows, standings, families, baselines, maps, repeated, sum(len(one) > 1 for one in runs.values()))
+    return Cells(rows, standings, names, baselines, maps, repeated, sum(len(one) > 1 for one in runs.values()))
+
+
+def winner_rows(cells: Iterable[Cell]) -> list[Cell]:
+    """Return a row for each shape: the cell with the first place, the other names of its kernel, and the next kernel.
+
+    Places, kernels and who cannot be told apart come from the standings; the page reads the same of what passes its
+    filters.
+    """
+    shapes: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.get("place") is not None:
+            shapes.setdefault(cell["workload"], []).append(cell)
+    rows: list[Cell] = []
+    for members in shapes.values():
+        first, *others = sorted(members, key=lambda cell: cell["place"])
+        same = [cell["label"] for cell in others if cell["kernel"] == first["kernel"]]
+        left = [cell for cell in others if cell["kernel"] != first["kernel"]]
+        second = next((cell for cell in left if cell["group"] == first["group"]), None)
+        close = any(cell["place"] in (first.get("near") or ()) for cell in left)
+        rows.append(first | {
+            "same": ", ".join(same) or None,
+            "next_label": None if second is None else second["label"],
+            "regret": None if second is None else max(0.0, second["ns"] / first["ns"] - 1),
+            "close": close,
+            "certain": "no, too close to call" if close else "only one measured" if second is None else "yes",
+            "field": len(members),
+        })  # fmt: skip
+    return rows
 
 
 def choose_baselines(records: Sequence[Record], against: Sequence[str] = ()) -> list[str]:
@@ -91,34 +117,63 @@ def choose_baselines(records: Sequence[Record], against: Sequence[str] = ()) -> 
     return [first, *others[: allowed - 1]]
 
 
-def _cell(record: Record, row: Row, families: Families) -> Cell:
-    cell = _identity(record, families) | {"status": record.status, "reason": short(row.reason) or None, "rank": None}
-    if isinstance(record, Ok):
-        cell |= _timing(record) | _resources(record) | _correctness(record)
-    return cell
+def _gains(standings: Standings, baselines: Sequence[str]) -> dict[tuple[int, str], Cell]:
+    """Return run and cell -> its speed-ups against each baseline that the run timed together with it."""
+    found: dict[tuple[int, str], Cell] = {}
+    for number, run in enumerate(standings.by_run):
+        for standing in run.values():
+            cells = {row.implementation: row.record.cell.id for row in standing.rows}
+            for place, base in enumerate(baselines):
+                others = list(speedups(standing, base))
+                gains = {one.implementation: (one.ratio.value, format_ratio(one.ratio), one.category) for one in others}
+                if any(row.implementation == base and is_timed(row.record) for row in standing.rows):
+                    gains[base] = (1.0, "1.00x (1.00-1.00)", "baseline")
+                for name, values in gains.items():
+                    keys = (f"gain{place}", f"gain{place}_text", f"gain{place}_is")
+                    found.setdefault((number, cells[name]), {}).update(zip(keys, values))
+    return found
 
 
-def short(text: str) -> str:
-    """Return what the page shows of a reason, note or kernel; the documents beside it have all of it."""
-    return f"{text[: LONGEST - 1]}…" if len(text) > LONGEST else text
-
-
-def _identity(record: Record, families: Families) -> Cell:
+def _cell(record: Record, row: Row, names: ShapeNames) -> Cell:
     workload = record.workload
-    return {
+    cell: Cell = {
         "label": label(record),
         "framework": framework_of(record),
         "workload": workload.id,
-        "shape": families.shape(workload),
-        "family": families.family(workload),
-        "track": families.track(workload),
+        "shape": names.shape(workload),
+        "family": names.family(workload),
+        "track": names.track(workload),
         "kind": kind_words(workload),
-        "model": families.model(workload) or None,
+        "model": names.model(workload) or None,
         "pass": workload.pass_,
         "batch": workload.batch,
         "len": workload.kv_len,
         "length": length_text(workload),
+        "status": record.status,
+        "reason": short(row.reason) or None,
+        "rank": None,
     }
+    if isinstance(record, Ok):
+        cell |= _timing(record) | _resources(record) | _errors(record.errors)
+        cell |= {
+            "largest": record.errors.max_abs,
+            "deterministic": "yes" if record.deterministic else "no",
+            "checked": record.verified_at.share,
+            "approximate": "declared" if record.approximate else None,
+        }
+    if isinstance(record, Incorrect):
+        cell |= {"why": short(record.reason)} | _errors(record.errors)
+    if isinstance(record, Ok | Incorrect):
+        cell["verdict"] = "right" if isinstance(record, Ok) else "wrong"
+        share = share_of_allowed(record.errors)
+        if share is not None:
+            cell |= {"share": share, "drawn_share": min(share, FARTHEST)}
+    return cell
+
+
+def short(text: str) -> str:
+    """Return as much of a reason, note or kernel as the page shows; the documents beside the page have all of it."""
+    return f"{text[: LONGEST - 1]}…" if len(text) > LONGEST else text
 
 
 def _timing(record: Ok) -> Cell:
@@ -161,39 +216,24 @@ def _resources(record: Ok) -> Cell:
     }
 
 
-def _correctness(record: Ok) -> Cell:
-    errors = record.errors
+def _errors(errors: Errors | None) -> Cell:
+    if errors is None:
+        return {}
     return {
         "error": errors.forward,
         "allowed": errors.forward_allowed,
         "gradient": errors.backward,
         "gradient_allowed": errors.backward_allowed,
         "lse": errors.lse,
-        "largest": errors.max_abs,
-        "deterministic": "yes" if record.deterministic else "no",
         "stable": errors.stability or None,
         "hidden_nan": errors.hidden_nan or None,
-        "checked": record.verified_at.share,
-        "approximate": "declared" if record.approximate else None,
     }
 
 
-def _speedups(row: Row, standing: Standing, baselines: Sequence[str]) -> Cell:
-    """Return the ratios of a row to each baseline that its run timed on the same shape, by the same clock."""
-    cell: Cell = {}
-    record = row.record
-    for place, name in enumerate(baselines if is_timed(record) else ()):
-        others = (one.record for one in standing.rows if one.record.implementation == name)
-        other = next((one for one in others if is_timed(one)), None)
-        if other is None or clock_of(other) != clock_of(record) or not is_timed(record):
-            continue
-        both = row.implementation in standing.ranked and label(other) in standing.ranked
-        ratio = standing.ratio(row.implementation, label(other)) if both else paired_ratio(record, other, RANK_LEVEL)
-        word = "baseline" if record.implementation == name and not record.config else category(ratio)
-        cell |= {
-            f"gain{place}": ratio.value,
-            f"gain{place}_low": ratio.low,
-            f"gain{place}_high": ratio.high,
-            f"gain{place}_is": word,
-        }
-    return cell
+def share_of_allowed(errors: Errors | None) -> float | None:
+    """Return the larger of the shares of output and gradients in the error allowed; None if neither was compared."""
+    if errors is None:
+        return None
+    pairs = ((errors.forward, errors.forward_allowed), (errors.backward, errors.backward_allowed))
+    shares = [error / allowed for error, allowed in pairs if error is not None and allowed]
+    return max(shares, default=None)

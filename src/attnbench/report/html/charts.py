@@ -1,8 +1,8 @@
-"""The charts as Vega-Lite, without their data: the page puts the same rows behind all of them."""
+"""The charts as Vega-Lite without their data: most show the cells of a section, some have rows of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -29,22 +29,28 @@ from attnbench.report.html.encodings import (
     shortened,
     symbol,
 )
-from attnbench.report.html.map import WinnerMap
-from attnbench.report.html.picks import Choice
+from attnbench.report.html.layout import Choice, WinnerMap
+from attnbench.report.html.packing import pack
 
 NEAR_ROOFS = 1.15
-"""Ceilings less than so many times apart share a label."""
+"""Ratio of two ceilings below which they share a label."""
 CELL: dict[str, Any] = {"fillOpacity": 0.3, "strokeWidth": 1.5, "cornerRadius": 2}
 FRAMES = {"!datum.close": [1, 0], "datum.close": [4, 3]}
 """Filter of shapes -> dashes of their frames: dashed if the winner is too close to call."""
 NARROW = "bandwidth('x') < 50"
-"""Columns too narrow for a title across."""
+"""Expression: whether columns are too narrow for a title across."""
 LONG_ROWS = "(width < 300 || length(rows[0] || '') > 56)"
-"""Names of rows that are long, or stand beside a narrow map: word by word below each other."""
+"""Expression: whether names of rows are long or beside a narrow map, and broken word by word."""
 ROW_NAME = f"{LONG_ROWS} ? split(datum.label, ' · ') : datum.label"
 ABOVE: dict[str, Any] = {"orient": "top", "ticks": False, "domain": False}
+MILLIONTHS = {"ns": "datum.ns / 1e6", "peak": "datum.peak / 1e6"}
+"""Field -> expression that draws it in ms or MB."""
 LENGTHS = "lengths"
 """Parameter of the charts over length."""
+GREY = "#888888"
+GAINS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 2, 3, 4, 5, 7, 10, 20, 50]
+SIDES = {"torch": "#e0703a", "JAX": "#3b8fd0", "too close to call": GREY, "cannot tell": "#bdbdbd"}
+"""Who is faster -> its colour on light and on dark ground."""
 
 
 class Chart(Struct, frozen=True):
@@ -53,22 +59,22 @@ class Chart(Struct, frozen=True):
     name: str
     spec: Spec
     choices: list[Choice] = []
-    """Shows one of these at a time, the first at first; without any, everything."""
+    """Choices, one of which is shown at a time, the first one at first; without any, everything is."""
     needs: str = "ns"
-    """Rows without this field are not given to it."""
+    """Field without which a row is not drawn."""
     lines: str = ""
-    """As high as there are values of this field, `step` pixels each; 340 without one."""
+    """Field whose values set the height, `step` pixels each; without one it is 340."""
     step: int = 0
     legend: bool = True
     axes: dict[str, str] = {}
     """Parameter -> the field whose values it lists, in the order of `<field>_place` or of their size: where an axis has
     its ticks, or what it is made of."""
     rows: dict[str, Any] | None = None
-    """Rows of its own, packed; else it shows the cells of the section."""
+    """Rows of its own, packed; without them it shows the cells of the section."""
     map: int | None = None
-    """Shows the cells that lie on this map only."""
+    """Number of the map whose cells it shows."""
     title: str = ""
-    """What it shows, where the view has several."""
+    """Title, if the view has several charts."""
 
 
 def winner_map(labels: Sequence[str], winners: Sequence[str], place: WinnerMap) -> Chart:
@@ -153,7 +159,7 @@ def against_length(
     theory: str = "",
     choices: Sequence[Choice] = (),
 ) -> Chart:
-    """A figure over length on logarithmic axes, a line per implementation and batch."""
+    """Return a chart of a figure over length on logarithmic axes, with a line per implementation and batch."""
     spec = _length_spec(tuple(labels), field, title, low, high, theory)
     return Chart(name, spec, list(choices), needs=field, axes={LENGTHS: "len"})
 
@@ -162,7 +168,7 @@ def against_length(
 def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, theory: str) -> Spec:
     base = alt.Chart(ROWS).transform_filter(f"datum.{field} > 0")
     base = base.transform_calculate(
-        value=_scaled(field),
+        value=MILLIONTHS.get(field, f"datum.{field}"),
         low_value=low or "null",
         high_value=high or "null",
         theory_value=theory or "null",
@@ -194,10 +200,6 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
     return finish(alt.layer(*layers), LENGTHS)
 
 
-def _scaled(field: str) -> str:
-    return {"ns": "datum.ns / 1e6", "peak": "datum.peak / 1e6"}.get(field, f"datum.{field}")
-
-
 def _length_tooltip(title: str) -> list[alt.Tooltip]:
     return [
         alt.Tooltip("label:N", title="implementation"),
@@ -209,7 +211,7 @@ def _length_tooltip(title: str) -> list[alt.Tooltip]:
 
 
 def roofline(labels: Sequence[str], roofs: Sequence[dict[str, Any]]) -> Chart:
-    """Rate reached against arithmetic intensity, under the ceilings that were measured."""
+    """Return a chart of the rate against arithmetic intensity, under the ceilings that were measured."""
     known = tuple((roof["roof"], roof["intensity"], roof["tflops"]) for roof in roofs)
     return Chart("roofline", _roofline_spec(tuple(labels), known), needs="tflops")
 
@@ -247,26 +249,26 @@ def _roofline_spec(labels: Labels, roofs: tuple[tuple[str, float, float], ...]) 
     layers: list[alt.Chart] = [points]
     if roofs:
         values: list[dict[str, Any]] = [{"roof": name, "intensity": x, "tflops": y} for name, x, y in roofs]
-        ceiling = alt.Chart(alt.InlineData(values=values)).mark_line(strokeWidth=1.5, color="#888888")
+        ceiling = alt.Chart(alt.InlineData(values=values)).mark_line(strokeWidth=1.5, color=GREY)
         layers.insert(0, ceiling.encode(x=x, y=y, strokeDash=alt.StrokeDash("roof:N", title="ceiling", legend=None)))
         layers.append(_roof_names(values, x, y))
     return finish(alt.layer(*layers))
 
 
 def _roof_names(values: list[dict[str, Any]], x: alt.X, y: alt.Y) -> alt.Chart:
-    """What each ceiling is, above its right end; those too near to tell apart share a label."""
+    """Return the name of each ceiling above its right end; ceilings that are close share a label."""
     told: list[dict[str, Any]] = []
     for end in sorted({one["roof"]: one for one in values}.values(), key=lambda one: -one["tflops"]):
         if told and told[-1]["tflops"] < NEAR_ROOFS * end["tflops"]:
             told[-1]["told"] += f" / {end['roof']}"
         else:
             told.append(end | {"told": f"ceiling: {end['roof']}"})
-    words = alt.Chart(alt.InlineData(values=told)).mark_text(align="right", baseline="bottom", dy=-4, color="#888888")
+    words = alt.Chart(alt.InlineData(values=told)).mark_text(align="right", baseline="bottom", dy=-4, color=GREY)
     return words.encode(x=x, y=y, text="told:N")
 
 
 def strip(name: str, labels: Sequence[str], value: str, title: str, needs: str, limit: float | None = None) -> Chart:
-    """A tick per cell, a line per implementation, on a logarithmic scale."""
+    """Return a chart with a tick per cell and a line per implementation, on a logarithmic scale."""
     spec = _strip_spec(tuple(labels), value, title, limit)
     return Chart(name, spec, needs=needs, lines="label", step=22, legend=False)
 
@@ -298,6 +300,91 @@ def _strip_spec(labels: Labels, value: str, title: str, limit: float | None) -> 
     )
     layers: list[alt.Chart] = [ticks]
     if limit is not None:
-        bar = alt.Chart(alt.InlineData(values=[{"value": limit}])).mark_rule(strokeDash=[4, 3], color="#888888")
+        bar = alt.Chart(alt.InlineData(values=[{"value": limit}])).mark_rule(strokeDash=[4, 3], color=GREY)
         layers.append(bar.encode(x=x))
     return finish(alt.layer(*layers))
+
+
+def history(labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Chart:
+    """Return a chart of one cell over the runs, with its levels and where they changed."""
+    choices = [Choice(name, series=name) for name in dict.fromkeys(row["series"] for row in rows)]
+    return Chart("history", _history_spec(tuple(labels)), choices, needs="ratio", legend=False, rows=pack(rows))
+
+
+@drawn_once
+def _history_spec(labels: Labels) -> Spec:
+    base = (
+        alt.Chart(ROWS)
+        .transform_calculate(key=KEYED)
+        .encode(
+            x=alt.X(
+                "when:O",
+                title="Run, the oldest first",
+                sort=alt.EncodingSortField("place", op="min"),
+                axis=alt.Axis(labelAngle=-35, labelLimit=170, labelOverlap="greedy", grid=False),
+            )
+        )
+    )
+    title = "Time / time of the anchor kernels"
+    y = alt.Y("ratio:Q", title=title, scale=alt.Scale(zero=False, nice=False, padding=12), axis=alt.Axis(tickCount=6))
+    span = base.mark_rule(opacity=0).encode(y=alt.Y("least:Q", title=title), y2="most:Q")
+    levels = base.mark_line(interpolate="step", strokeWidth=1.5, strokeDash=[5, 3], color=GREY)
+    line = base.mark_line(strokeWidth=1, opacity=0.4).encode(y=y, color=colour(labels, alt.Color, legend=False))
+    points = base.mark_point(filled=True, size=60).encode(
+        y=y,
+        color=colour(labels, alt.Color, legend=False),
+        shape=symbol(labels),
+        tooltip=[
+            alt.Tooltip("series:N", title="cell"),
+            alt.Tooltip("when:N", title="run"),
+            alt.Tooltip("commit:N", title="commit"),
+            alt.Tooltip("ratio:Q", title="x anchors", format=".4~g"),
+            alt.Tooltip("level:Q", title="level", format=".4~g"),
+            alt.Tooltip("step:N", title="changed here"),
+        ],
+    )
+    changed = base.transform_filter("isValid(datum.step)")
+    rules = changed.mark_rule(strokeWidth=1, color=GREY)
+    early = changed.transform_filter("!datum.late").mark_text(align="left", baseline="top", dx=5)
+    late = changed.transform_filter("datum.late").mark_text(align="right", baseline="top", dx=-5)
+    words = [one.encode(y=alt.value(2), text="step:N") for one in (early, late)]
+    return finish(alt.layer(span, rules, levels.encode(y=alt.Y("level:Q", title=title)), line, points, *words))
+
+
+def side_by_side(rows: Sequence[Mapping[str, Any]]) -> Chart:
+    """Return a chart of how many times as fast the best of torch is as the best of JAX, with a line per shape."""
+    return Chart("frameworks", _side_spec(), needs="gain", lines="shape", step=20, legend=False, rows=pack(rows))
+
+
+@drawn_once
+def _side_spec() -> Spec:
+    title = ["Time of the best of JAX / time of the best of torch", "(right of 1: torch is faster)"]
+    x = alt.X("gain:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=16), axis=log_axis(values=GAINS))
+    y = alt.Y(
+        "shape:N",
+        title=None,
+        sort=alt.EncodingSortField("gain", op="max", order="descending"),
+        axis=alt.Axis(labelLimit=330, ticks=False, domain=False),
+    )
+    side = alt.Color(
+        "side:N",
+        scale=alt.Scale(domain=list(SIDES), range=list(SIDES.values())),
+        legend=alt.Legend(title="faster", orient="top", titleOrient="left"),
+    )
+    base = alt.Chart(ROWS).encode(y=y, color=side)
+    bars = cut_bars(base, "gain", "gain_low", "gain_high")
+    spread = bars.mark_rule(strokeWidth=2).encode(x=alt.X("bar_low:Q", title=title), x2="bar_high:Q")
+    points = base.mark_point(filled=True, size=60, shape="circle").encode(
+        x=x,
+        tooltip=[
+            alt.Tooltip("shape:N", title="shape"),
+            alt.Tooltip("torch:N", title="best of torch"),
+            alt.Tooltip("jax:N", title="best of JAX"),
+            alt.Tooltip("gain:Q", title="torch is so many times as fast", format=".3~g"),
+            alt.Tooltip("gain_low:Q", title="99 % from", format=".3~g"),
+            alt.Tooltip("gain_high:Q", title="99 % to", format=".3~g"),
+            alt.Tooltip("side:N", title="faster"),
+        ],
+    )
+    one = alt.Chart(alt.InlineData(values=[{"gain": 1}])).mark_rule(strokeDash=[4, 3], color=GREY).encode(x=x)
+    return finish(alt.layer(one, spread, points))

@@ -1,4 +1,4 @@
-"""Rows that are not cells: frameworks side by side, KV cache, kernels, what did not run, ceilings."""
+"""Rows that are not cells: frameworks side by side, KV cache, kernels, growth with length, reasons, ceilings."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from attnbench.analyse.speedup import category
-from attnbench.analyse.wording import CANNOT_TELL, counted
 from attnbench.report.html.cells import Cells, short
-from attnbench.report.html.families import Families, kind_words
+from attnbench.report.html.sections import ShapeNames, kind_words
+from attnbench.results.families import Track, tracks
+from attnbench.results.growth import Fit, compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.records import framework_of, is_timed, label
+from attnbench.results.sentences import CANNOT_TELL, category, counted, format_ratio
 from attnbench.results.standings import Standing
 from attnbench.spec import Cost, Ok, Record
 
 Rows = list[dict[str, Any]]
 SIDES = {1: "torch", -1: "JAX", 0: "too close to call"}
-"""Who is faster for certain."""
+"""Sign of a ratio -> the faster framework."""
 MOST_KERNELS = 12
 MOST_NAMES = 8
 LONGEST_REASON = 400
 SHORT_REASON = 200
 MOST_REASONS = 3
+CEILINGS = {"always": "compute", "never": "memory"}
+"""Regime -> limit that sets the ceiling at all lengths of a track."""
 
 
 def side_by_side(cells: Cells) -> Rows:
@@ -34,13 +37,13 @@ def side_by_side(cells: Cells) -> Rows:
         runs = (run[key] for run in reversed(cells.standings.by_run) if key in run)
         both = next((one for one in runs if ours in one.ranked and theirs in one.ranked), None)
         if both is not None and ours is not None and theirs is not None:
-            rows.append(_beside(both, ours, theirs, cells.families))
+            rows.append(_beside(both, ours, theirs, cells.names))
     return rows
 
 
-def _beside(standing: Standing, torch: str, jax: str, families: Families) -> dict[str, Any]:
+def _beside(standing: Standing, torch: str, jax: str, names: ShapeNames) -> dict[str, Any]:
     ratio = standing.ratio(torch, jax)
-    return _shape(standing.ranked[torch], families) | {
+    return _shape(standing.ranked[torch], names) | {
         "torch": torch,
         "torch_ns": standing.times[torch],
         "jax": jax,
@@ -48,14 +51,15 @@ def _beside(standing: Standing, torch: str, jax: str, families: Families) -> dic
         "gain": ratio.value,
         "gain_low": ratio.low,
         "gain_high": ratio.high,
+        "gain_text": format_ratio(ratio),
         "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[ratio.sign],
     }
 
 
-def _shape(record: Record, families: Families) -> dict[str, Any]:
+def _shape(record: Record, names: ShapeNames) -> dict[str, Any]:
     workload = record.workload
     return {
-        "shape": families.shape(workload),
+        "shape": names.shape(workload),
         "workload": workload.id,
         "kind": kind_words(workload),
         "pass": workload.pass_,
@@ -68,7 +72,7 @@ def kv_cache(cells: Cells) -> Rows:
     for record in cells.records:
         if isinstance(record, Ok) and record.memory.kv_cache_bytes:
             workload = record.workload
-            rows[workload.id] = _shape(record, cells.families) | {
+            rows[workload.id] = _shape(record, cells.names) | {
                 "cache": record.memory.kv_cache_bytes,
                 "per_token": round(record.memory.kv_cache_bytes / (workload.batch * workload.kv_len)),
                 "scores": record.memory.scores_bytes or None,
@@ -80,7 +84,7 @@ def kernels(cells: Cells) -> Rows:
     """Return the kernels that each cell launched; the page joins shapes that launched the same."""
     return [
         {"label": label(record), "framework": framework_of(record)}
-        | _shape(record, cells.families)
+        | _shape(record, cells.names)
         | {"kernels": "\n".join(_capped([*map(short, record.kernels)], MOST_KERNELS))}
         for record in cells.records
         if isinstance(record, Ok) and record.kernels
@@ -97,7 +101,7 @@ def why_nothing(records: Iterable[Record]) -> str:
     return "Nothing was timed." + (f" The reasons given most often: {'; '.join(told)}." if told else "")
 
 
-def not_run(records: Iterable[Record], families: Families) -> Rows:
+def not_run(records: Iterable[Record], names: ShapeNames) -> Rows:
     """Return a row per reason for the cells without a result."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
@@ -109,7 +113,7 @@ def not_run(records: Iterable[Record], families: Families) -> Rows:
             "cells": len(group),
             "labels": ", ".join(_capped(list(dict.fromkeys(map(label, group))), MOST_NAMES)),
             "reason": reason if len(reason) <= LONGEST_REASON else f"{reason[: LONGEST_REASON - 1]}…",
-            "where": families.shape(group[0].workload),
+            "where": names.shape(group[0].workload),
         }
         for (status, reason), group in groups.items()
     ]
@@ -121,7 +125,7 @@ def _capped(names: Sequence[str], most: int) -> list[str]:
 
 
 def roofs(cells: Cells) -> Rows:
-    """The measured ceilings as lines, read back from the shares that were reached under them."""
+    """Return the measured ceilings as lines, worked out from the shares that were reached under them."""
     points: dict[str, list[Cost]] = {}
     for record in (record for run in cells.standings.runs for record in run):
         if is_timed(record) and record.cost.roofline and record.cost.bytes:
@@ -135,7 +139,7 @@ def roofs(cells: Cells) -> Rows:
 
 
 def _ceiling(costs: Iterable[Cost], bound: str) -> float | None:
-    """TFLOP/s or GB/s of the ceiling; None where nothing was bound by it."""
+    """Return TFLOP/s or GB/s of a ceiling; None if nothing was bound by it."""
     rates = [
         rate / cost.roofline
         for cost in costs
@@ -145,7 +149,7 @@ def _ceiling(costs: Iterable[Cost], bound: str) -> float | None:
 
 
 def _roof(name: str, tflops: float | None, gb_per_s: float | None, least: float, most: float) -> Rows:
-    """Rising with the memory ceiling, level from where the compute ceiling binds."""
+    """Return the points of one roof, which rises with the memory ceiling until the compute ceiling binds."""
     ends = [least, most]
     if tflops and gb_per_s and least < 1e3 * tflops / gb_per_s < most:
         ends.insert(1, 1e3 * tflops / gb_per_s)
@@ -155,3 +159,54 @@ def _roof(name: str, tflops: float | None, gb_per_s: float | None, least: float,
         if limits:
             rows.append({"roof": name, "intensity": round(x, 3), "tflops": round(min(limits), 4)})
     return rows
+
+
+def growth_rows(records: Iterable[Record], names: ShapeNames) -> Rows:
+    """Return a row per implementation and track that was measured at two lengths or more."""
+    rows: Rows = []
+    for track, members in tracks(records).items():
+        ceiling = _ceiling_words(record for mine in members.values() for record in mine)
+        for name, mine in members.items():
+            time, memory = exponent(time_points(mine)), exponent(memory_points(mine))
+            row = _track_row(name, track, mine, names)
+            if time is not None:
+                row |= _fit_fields("time", time) | {"bound": ceiling}
+            if memory is not None:
+                limit = fits_until(mine)
+                fits = None if limit is None else limit.length
+                row |= _fit_fields("memory", memory) | {"memory_is": memory.growth, "fits": fits}
+            if time is not None or memory is not None:
+                rows.append(row)
+    return rows
+
+
+def _track_row(name: str, track: Track, records: Sequence[Record], names: ShapeNames) -> dict[str, Any]:
+    """Return the fields that the filters look at: `words` has a line for each shape."""
+    shapes = [record.workload for record in records if isinstance(record, Ok)]
+    return {
+        "label": name,
+        "framework": track.family.framework,
+        "pass": track.family.pass_,
+        "track": names.track(shapes[0]) if shapes else "",
+        "words": "\n".join(f"{w.id} {names.shape(w)} {kind_words(w)}" for w in shapes),
+    }
+
+
+def _fit_fields(name: str, fit: Fit) -> dict[str, Any]:
+    low, high = fit.overall.interval or (None, None)
+    return {
+        "lengths": f"{fit.lengths[0]} to {fit.lengths[-1]}",
+        name: fit.overall.exponent,
+        f"{name}_low": low,
+        f"{name}_high": high,
+        f"{name}_theory": fit.overall.theory,
+    }
+
+
+def _ceiling_words(records: Iterable[Record]) -> str | None:
+    regime = compute_bound(records)
+    if regime is None:
+        return None
+    if regime.begins != "from":
+        return CEILINGS[regime.begins]
+    return f"compute, from somewhere between {regime.below:,} and {regime.length:,} tokens"

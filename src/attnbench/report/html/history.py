@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from attnbench.analyse.families import FRAMEWORKS
 from attnbench.comparing.history import (
     LEAST_POINTS,
     Commits,
@@ -24,8 +23,8 @@ from attnbench.comparing.history import (
 from attnbench.comparing.history import Source as Measured
 from attnbench.comparing.history import gather as gather_series
 from attnbench.comparing.history_text import SHORT, since, size
-from attnbench.report.html.families import Families, kind_words
-from attnbench.report.html.sections import Section, Source
+from attnbench.report.html.sections import Section, ShapeNames, Source, kind_words
+from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import LEAST_STEP
 
 LEAST_RUNS = 2
@@ -34,7 +33,7 @@ MINUTE, SECOND = len("2026-11-15T05:15"), len("2026-11-15T05:15:33")
 SHORTEST = 7
 """Digits of a commit on an axis."""
 LEAST_SPAN = 0.05
-"""What the axis spans at least, as a share: noise of 1 % must not look like a mountain range."""
+"""Least span of the axis, as a share: noise of 1 % must not look like a change."""
 Rows = list[dict[str, Any]]
 
 
@@ -44,7 +43,7 @@ class History(Struct, frozen=True):
     trends: Sequence[Trend] = ()
     excluded: Sequence[Excluded] = ()
     runs: Sequence[str] = ()
-    """What the runs that it was read from are called."""
+    """Names of the runs that it was read from."""
 
 
 NO_HISTORY = History()
@@ -55,28 +54,24 @@ def find_history(
     places: Mapping[str, int],
     between: Callable[[str, str], Commits] | None = None,
 ) -> History:
-    """Every run is a point; `places` orders commits where git knows them, else time does."""
+    """Return the history of every cell, a point per run; `places` orders commits that git knows, else time does."""
     if len(sources) < LEAST_RUNS:
         return NO_HISTORY
     runs = [Measured(source.run.header.created, source.run.records) for source in sources]
     series, excluded = gather_series(runs, places, per_run=True)
     trends = [Trend(one, find_changes(one, between)) for one in series if len(one.points) >= LEAST_RUNS]
-    names = [source.name for source in sources]
-    return History(sorted(trends, key=lambda trend: -_largest(trend)), excluded, names)
-
-
-def _largest(trend: Trend) -> float:
-    return max((abs(change.ratio - 1) for change in trend.changes), default=0.0)
+    trends.sort(key=lambda trend: -max((abs(change.ratio - 1) for change in trend.changes), default=0.0))
+    return History(trends, excluded, [source.name for source in sources])
 
 
 def of_section(history: History, section: Section) -> list[Trend]:
-    """The trends whose cells ran where the section did."""
+    """Return the trends whose cells ran where the section did."""
     here = {environment.fingerprint for environment in section.environments.values()}
     return [trend for trend in history.trends if trend.series.key.fingerprint in here]
 
 
 def why_none(history: History, section: Section) -> str:
-    """Why a section has no history, and what would give it one."""
+    """Return why a section has no history, and what would give it one."""
     if len(section.runs) < LEAST_RUNS:
         return (
             "One run has no history: name two or more of one machine and its packages, "
@@ -89,12 +84,12 @@ def why_none(history: History, section: Section) -> str:
 
 
 def which_runs(history: History) -> str:
-    """The runs by name, the oldest first, where they are few."""
+    """Return the runs by name, the oldest first; their number if they are many."""
     return f"Runs: {', '.join(history.runs)}." if len(history.runs) <= MOST_NAMED else f"{len(history.runs)} runs."
 
 
 def how_looked(trends: Sequence[Trend]) -> str:
-    """What was done about steps, in a sentence."""
+    """Return a sentence on how steps were looked for and how many were found."""
     if missing := detector_missing():
         return f"Steps were not looked for: {missing}."
     longest = max(len(trend.series.points) for trend in trends)
@@ -105,16 +100,16 @@ def how_looked(trends: Sequence[Trend]) -> str:
     return f"{changed} of {looked} cells changed by {100 * (LEAST_STEP - 1):.0f} % or more."
 
 
-def point_rows(trends: Sequence[Trend], families: Families) -> Rows:
-    """A row per cell and run."""
+def point_rows(trends: Sequence[Trend], names: ShapeNames) -> Rows:
+    """Return a row per cell and run, for the chart."""
     length = _stamp_length(trends)
-    return [row for trend, who in zip(trends, _identities(trends, families)) for row in _points(trend, who, length)]
+    return [row for trend, who in zip(trends, _identities(trends, names)) for row in _points(trend, who, length)]
 
 
-def trend_rows(trends: Sequence[Trend], families: Families) -> Rows:
-    """A row per cell: where it stands, and what changed when."""
+def trend_rows(trends: Sequence[Trend], names: ShapeNames) -> Rows:
+    """Return a row per cell, for the table: where it stands, and what changed when."""
     rows: Rows = []
-    for trend, who in zip(trends, _identities(trends, families)):
+    for trend, who in zip(trends, _identities(trends, names)):
         first, last = trend.series.points[0], trend.series.points[-1]
         told = [f"{size(change)} {since(trend, change)}" for change in trend.changes]
         moved = exp(last.value - first.value) - 1
@@ -143,13 +138,13 @@ def _points(trend: Trend, who: dict[str, Any], length: int) -> Rows:
     ]
 
 
-def _identities(trends: Sequence[Trend], families: Families) -> Rows:
-    """What each cell is called and what the filters know it by."""
+def _identities(trends: Sequence[Trend], names: ShapeNames) -> Rows:
+    """Return the name of each cell and the fields that the filters look at."""
     found: Rows = []
     for trend in trends:
         key, workload = trend.series.key, trend.series.workload
         framework = key.implementation.partition(".")[0]
-        shape = families.shape(workload)
+        shape = names.shape(workload)
         found.append(
             {
                 "series": f"{key.implementation} · {shape}",
@@ -169,14 +164,14 @@ def _identities(trends: Sequence[Trend], families: Families) -> Rows:
 
 
 def _levels(trend: Trend) -> list[float]:
-    """The height of the level that each point belongs to."""
+    """Return the height of the level that each point belongs to."""
     values = [point.value for point in trend.series.points]
     ends = [0, *(change.position for change in trend.changes), len(values)]
     return [exp(median(values[start:stop])) for start, stop in pairwise(ends) for _ in range(start, stop)]
 
 
 def _stamp_length(trends: Sequence[Trend]) -> int:
-    """Minutes where they tell all runs apart, else seconds."""
+    """Return how much of a time stamp to show: up to the minute if that distinguishes all runs, else the second."""
     stamps = {point.created for trend in trends for point in trend.series.points}
     return MINUTE if len({stamp[:MINUTE] for stamp in stamps}) == len(stamps) else SECOND
 

@@ -11,16 +11,12 @@ import vl_convert
 
 from attnbench.drafts import draft_of, write_texts
 from attnbench.errors import AttnBenchError, UsageError
-from attnbench.report.html.bundle import VEGA_LITE
-from attnbench.report.html.cells import Cell
+from attnbench.report.html.cells import Cell, winner_rows
 from attnbench.report.html.charts import LENGTHS, Chart
-from attnbench.report.html.directions import one_way
-from attnbench.report.html.encodings import keys
-from attnbench.report.html.map import winner_rows
-from attnbench.report.html.packing import pack, unpack
+from attnbench.report.html.encodings import LIGHT, VEGA_LITE, keys, ranges
+from attnbench.report.html.layout import Choice
+from attnbench.report.html.packing import one_way, pack, unpack
 from attnbench.report.html.page import Page, Part
-from attnbench.report.html.palette import LIGHT, ranges
-from attnbench.report.html.picks import Choice
 from attnbench.results.run_file import slug
 
 WIDTH = 640
@@ -40,7 +36,8 @@ FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
 
 def write_images(page: Page, folder: Path) -> list[Path]:
-    """Draw them all; one that shows a family of shapes at a time is drawn of each, one of a cell of the first.
+    """Draw every chart and return the files. A chart that shows one family of shapes at a time is drawn for each,
+    a chart of one cell for the first cell.
 
     The first family, which the page shows first too, has the chart's own name.
     """
@@ -72,7 +69,7 @@ def write_images(page: Page, folder: Path) -> list[Path]:
 
 
 def _pictures(part: Part) -> Iterator[tuple[Chart, str, Choice | None]]:
-    """Every chart, the name of its file, and what it shows."""
+    """Yield every chart, the name of its file, and the choice that it shows."""
     for chart in (chart for view in part.views for chart in view.charts):
         first, *more = chart.choices or [None]
         yield chart, chart.name, first
@@ -88,9 +85,9 @@ def _drawn(spec: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choice | None = None) -> dict[str, Any]:
-    """The chart with its data and the colours of the light page, of what is chosen: the first if nothing is.
+    """Return the chart with its data and the colours of the light page, of one choice: by default the first.
 
-    A chart of lines names few of them; the others are grey, under them, and counted.
+    A chart of lines names few of its lines; the others are grey, below them, and counted.
     """
     mine = [row for row in unpack(chart.rows or pack(rows)) if row.get(chart.needs) is not None]
     mine = [row for row in mine if chart.map in (None, row.get("map"))]
@@ -121,14 +118,14 @@ def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choi
 
 
 def _line_words(rows: Sequence[Cell], grey: int) -> str:
-    """What a line is, and how many have no name."""
+    """Return what a line is, and how many lines have no name."""
     batches = len({row["batch"] for row in rows}) > 1
     told = ["a line joins one batch size"] * batches + [f"{grey} more implementations in grey"] * bool(grey)
     return "; ".join(told)
 
 
 def listed(field: str, rows: list[Cell]) -> list[Any]:
-    """The values of a field in their order; the page does the same."""
+    """Return the values of a field in their order, as the page does."""
     places = {row[field]: row.get(f"{field}_place", row[field]) for row in rows if field in row}
     return sorted(places, key=lambda value: places[value])
 
@@ -146,7 +143,7 @@ def _with_drawn_legends(node: Any, shown: set[str]) -> Any:
 
 
 def _config(named: Sequence[bool]) -> dict[str, Any]:
-    """Colours of the labels in their order, grey for those that are not named."""
+    """Return the configuration of a chart: colours of the labels in their order, grey for those that are not named."""
     found = ranges(len(named), LIGHT)
     found["category"] = [colour if one else GREY for colour, one in zip(found["category"], named)]
     return {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from attnbench.analyse.wording import counted
 from attnbench.comparing.gate_markdown import LIMIT, clean
 from attnbench.measuring.rates import HOST_LIMITED
+from attnbench.report.html.cells import Cell, winner_rows
 from attnbench.report.html.derived import not_run
-from attnbench.report.html.map import Cell, winner_rows
 from attnbench.report.html.page import Page, Part
-from attnbench.report.tables import MARK
+from attnbench.report.terminal import MARK
 from attnbench.report.units import duration, half_interval, percent
+from attnbench.results.sentences import counted
 
 MOST_ADVICE = 20
 MOST_SHAPES = 60
@@ -18,7 +18,7 @@ HEADING = "| shape | fastest | time | next best | regret |\n| --- | --- | ---: |
 
 
 def summarise(page: Page) -> str:
-    """The answer, the winner of each shape, what did not run; cut where GitHub would refuse it."""
+    """Return the answer, the winner of each shape and what did not run, cut to a length that GitHub accepts."""
     left = [f"Note: {clean_sentence(sentence)}." for sentence in page.left]
     blocks = [*left, *(block for part in page.parts for block in _blocks(part))]
     kept: list[str] = []
@@ -42,7 +42,7 @@ def _blocks(part: Part) -> list[str]:
 
 
 def clean_sentence(text: str) -> str:
-    """Escaped and whole: `clean` cuts what is too long for a cell of a table."""
+    """Return an escaped sentence, whole: `clean` cuts a text that is too long for a cell of a table."""
     return " ".join(clean(word) for word in text.split())
 
 
@@ -69,7 +69,7 @@ def _winner(row: Cell) -> list[str]:
 
 
 def _left_out(part: Part) -> list[str]:
-    rows = sorted(not_run(part.cells.records, part.cells.families), key=lambda row: -row["cells"])
+    rows = sorted(not_run(part.cells.records, part.cells.names), key=lambda row: -row["cells"])
     if not rows:
         return []
     lines = [

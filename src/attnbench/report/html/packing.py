@@ -1,4 +1,4 @@
-"""Rows -> compact JSON that is safe inside a script element."""
+"""Rows as compact JSON that is safe inside a script element, and text without controls of direction."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Any
 
 import msgspec
 
-from attnbench.report.html.directions import one_way
-
 DIGITS = 5
+DIRECTIONS = dict.fromkeys((0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)))
+"""Marks, embeddings and isolates: characters that turn the rest of a line around."""
+
+
+def one_way(text: str) -> str:
+    """Return a text without controls of direction; letters that are written from the right stay."""
+    return text.translate(DIRECTIONS)
 
 
 def pack(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Columns instead of rows; text as places in a list of words; columns that are empty are left out."""
+    """Return rows as columns, with text as places in a list of words; columns that are empty are left out."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
     kept = {name: _column(values) for name, values in columns.items() if any(value is not None for value in values)}
@@ -28,7 +33,8 @@ def _column(values: list[Any]) -> Any:
 
 
 def rounded(value: Any) -> Any:
-    """Two digits more than are shown: rounded twice, hardly any differs. Whole floats lose their point."""
+    """Return a float with two digits more than are shown, so that rounding twice changes hardly any; whole floats lose
+    their point, other values stay."""
     if not isinstance(value, float):
         return value
     short = float(f"{value:.{DIGITS}g}")
@@ -36,7 +42,7 @@ def rounded(value: Any) -> Any:
 
 
 def unpack(packed: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows again, without what is not known."""
+    """Return packed rows again, without the fields that are not known."""
     rows: list[dict[str, Any]] = [{} for _ in range(packed["count"])]
     for name, column in packed["columns"].items():
         values = column
@@ -49,6 +55,6 @@ def unpack(packed: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def script_json(document: Any) -> str:
-    """JSON without any character that could end a script element, begin markup or turn a line around."""
+    """Return JSON without any character that could end a script element, begin markup or turn a line around."""
     text = one_way(msgspec.json.encode(document).decode())
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,5 +1,5 @@
-"""Sections -> the page. Names and reasons come from run files: jinja2 escapes them in markup, `script_json` in data,
-neither lets a control of direction through, and a content security policy by hash lets no script run but ours."""
+"""The page, made of sections. Names and reasons come from run files: jinja2 escapes them in markup, `script_json` in
+data, both remove controls of direction, and a content security policy by hash allows our scripts only."""
 
 from __future__ import annotations
 
@@ -14,51 +14,49 @@ import jinja2
 from markupsafe import Markup
 from msgspec import Struct
 
-from attnbench.analyse.advice import Recommendation
-from attnbench.analyse.recommend import advise
-from attnbench.analyse.summary import answer, count_notes, tell_not_run, wrong_sentences
-from attnbench.report.html.answers import group_advice
-from attnbench.report.html.bundle import vega_script
+from attnbench.report.environment import section_facts
 from attnbench.report.html.cells import Cells, make_cells
-from attnbench.report.html.directions import one_way
-from attnbench.report.html.environment import environment_facts
+from attnbench.report.html.encodings import DARK, LIGHT, order_labels, ranges, vega_script
 from attnbench.report.html.history import NO_HISTORY, History
-from attnbench.report.html.packing import pack, script_json
-from attnbench.report.html.palette import DARK, LIGHT, order_labels, ranges
+from attnbench.report.html.packing import one_way, pack, script_json
 from attnbench.report.html.sections import Section, Source, gather
 from attnbench.report.html.views import View, history_view, make_views
+from attnbench.report.summaries import group_advice
 from attnbench.report.summary_documents import Measured
+from attnbench.results.advice import Recommendation
+from attnbench.results.recommend import advise
 from attnbench.results.records import by_workload, clock_of, is_timed
+from attnbench.results.sentences import answer, count_notes, counted, tell_not_run, wrong_sentences
 from attnbench.results.unreached import tell_unreached
 from attnbench.spec import Record
 
 TEMPLATES = files("attnbench.report.html") / "templates"
 DEVICE_CLOCKS = ("kernel", "events", "graph")
-SCRIPTS = ("data.js", "format.js", "derive.js", "tables.js", "charts.js", "picks.js", "filters.js", "main.js")
+SCRIPTS = ("data.js", "tables.js", "charts.js", "main.js")
 
 
 class Part(Struct, frozen=True):
-    """A section with everything that is shown of it."""
+    """A section with its views and sentences."""
 
     section: Section
     title: str
-    """Where it was measured, and by which runs where another section has the same words."""
+    """Device and versions, and the runs if another section has the same words."""
     cells: Cells
     views: list[View]
     headline: list[Recommendation]
-    """One per framework and pass; none where there was no choice."""
+    """One sentence per framework and pass; none if there was no choice."""
     remarks: list[str]
-    """Without a headline, what else can be said."""
+    """Sentences in place of a headline."""
     wrong: list[str]
-    """A sentence for each implementation that computed something else."""
+    """A sentence for each implementation with wrong results."""
     not_run: str
-    """How much did not run and why, in one line; empty where everything did."""
+    """Number of cells that did not run and why, in one line; empty if all ran."""
     advice: list[Recommendation]
     notes: list[str]
 
     @property
     def answer(self) -> list[str]:
-        """What is wrong and the verdicts."""
+        """Sentences about wrong results, and the verdicts."""
         return [*self.wrong, *self.verdicts]
 
     @property
@@ -68,7 +66,7 @@ class Part(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True):
-    """What the page, the images and the Markdown are made of."""
+    """Sources and parts of which the page, the images and the Markdown are made."""
 
     sources: Sequence[Source]
     parts: list[Part]
@@ -79,7 +77,7 @@ class Page(Struct, frozen=True):
 
 
 def compose(sources: Sequence[Source], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
-    """Rank, compare and lay out; nothing is drawn yet."""
+    """Return the page of some runs: ranked, compared and laid out, but not drawn."""
     sections = gather(sources)
     made = [make_cells(section, against) for section in sections]
     labels = order_labels(cell for cells in made for cell in cells.rows)
@@ -87,32 +85,30 @@ def compose(sources: Sequence[Source], against: Sequence[str] = (), history: His
         make_views(cells, labels, history_view(history, section, cells, labels))
         for section, cells in zip(sections, made)
     ]
-    titles = _titles(sections, sources)
-    parts = [_part(*one) for one in zip(sections, titles, made, drawn)]
+    counts = Counter(section.title for section in sections)
+    parts: list[Part] = []
+    for section, cells, views in zip(sections, made, drawn):
+        runs = ", ".join(sources[place].name for place in section.runs)
+        title = section.title if counts[section.title] == 1 else f"{section.title} · {runs}"
+        parts.append(_part(section, title, cells, views))
     return Page(sources, parts, labels, _left(sources))
 
 
 def _left(sources: Sequence[Source]) -> list[str]:
-    """What each run was asked for and none of them holds."""
+    """Return a sentence for each run that was asked for shapes which no run holds."""
     held = {record.workload.id for source in sources for record in source.run.records}
     told = (tell_unreached(source.path or source.name, source.run, held) for source in sources)
     return [sentence for sentence in told if sentence]
-
-
-def _titles(sections: Sequence[Section], sources: Sequence[Source]) -> list[str]:
-    counts = Counter(section.title for section in sections)
-    names = [", ".join(sources[place].name for place in section.runs) for section in sections]
-    return [one.title if counts[one.title] == 1 else f"{one.title} · {runs}" for one, runs in zip(sections, names)]
 
 
 def _part(section: Section, title: str, cells: Cells, views: list[View]) -> Part:
     standings, records = cells.standings, cells.records
     notes = [*_whose_time(records), *count_notes(records), *_mixed_clocks(section)]
     if cells.repeated:
-        cells_were = "1 cell was" if cells.repeated == 1 else f"{cells.repeated} cells were"
-        notes.append(f"{cells_were} measured in more than one of these runs: the run that decides its shape is shown")
+        were = f"{counted(cells.repeated, 'cell')} {'was' if cells.repeated == 1 else 'were'}"
+        notes.append(f"{were} measured in more than one of these runs: the run that decides its shape is shown")
     if cells.pooled:
-        shapes = "1 shape holds" if cells.pooled == 1 else f"{cells.pooled} shapes hold"
+        shapes = f"{counted(cells.pooled, 'shape')} {'holds' if cells.pooled == 1 else 'hold'}"
         notes.append(
             f"{shapes} cells of several runs, which did not share their rounds: one run decides who is faster, the "
             "newest that holds the leaders of the run before it or is clearly faster; cells of the others are shown "
@@ -127,7 +123,7 @@ def _part(section: Section, title: str, cells: Cells, views: list[View]) -> Part
 
 
 def _whose_time(records: Sequence[Record]) -> list[str]:
-    """What a time holds, where it is not what a caller waits."""
+    """Return a note if times are those of the device and not those that a caller waits."""
     clocks = Counter(clock_of(record) for record in records if is_timed(record))
     if not clocks or clocks.most_common(1)[0][0] not in DEVICE_CLOCKS:
         return []
@@ -143,18 +139,18 @@ def _mixed_clocks(section: Section) -> list[str]:
     mixed = [clocks for clocks in found if len(clocks) > 1]
     if not mixed:
         return []
-    shapes = "1 shape was" if len(mixed) == 1 else f"{len(mixed)} shapes were"
+    shapes = f"{counted(len(mixed), 'shape')} {'was' if len(mixed) == 1 else 'were'}"
     names = ", ".join(sorted(set().union(*mixed)))
     return [f"{shapes} timed by different clocks ({names}): shown and compared by one that most of them hold"]
 
 
 def measured(page: Page) -> list[Measured]:
-    """Return what the summaries beside the page are made of."""
+    """Return the parts of which the summaries beside the page are made."""
     return [Measured(part.title, part.cells.standings, part.verdicts, part.advice) for part in page.parts]
 
 
 def render(page: Page) -> str:
-    """The whole file."""
+    """Return the page as one HTML file that needs no network."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_template),
         autoescape=True,
@@ -164,33 +160,28 @@ def render(page: Page) -> str:
     )
     environment.filters |= {"capital": _capital, "grouped": group_advice}
     scripts = [vega_script(), "\n".join(_template(name) for name in SCRIPTS)]
+    days = sorted({source.run.header.created[:10] for source in page.sources})
     return environment.get_template("page.html").render(
         page=page,
         style=Markup(_template("style.css")),
         scripts=[Markup(script) for script in scripts],
         policy=_policy(scripts),
         data=Markup(script_json(_data(page))),
-        facts=[environment_facts(part.section) for part in page.parts],
-        days=_days(page.sources),
+        facts=[section_facts(part.section.environments, part.section.records) for part in page.parts],
+        days=" to ".join(dict.fromkeys((days[0], days[-1]))),
         places=list(dict.fromkeys(part.section.title for part in page.parts)),
         timed=sum(is_timed(record) for part in page.parts for record in part.cells.records),
         asked=sum(len(part.cells.records) for part in page.parts),
     )
 
 
-def _days(sources: Sequence[Source]) -> str:
-    """When they began: a day, or the first and the last."""
-    days = sorted({source.run.header.created[:10] for source in sources})
-    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-
-
 def _one_way(value: Any) -> Any:
-    """Of what is put into the page; what is markup already has been through this, or is our own."""
+    """Return a value for the page without controls of direction; markup is ours, or was cleaned before."""
     return one_way(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _capital(text: str) -> str:
-    """A sentence that begins with a capital, unless it begins with the name of an implementation."""
+    """Return a sentence with a capital at the beginning, unless it begins with the name of an implementation."""
     return text if "." in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
@@ -205,7 +196,7 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def _data(page: Page) -> dict[str, Any]:
-    """Everything that the scripts need, once."""
+    """Return the data that the scripts read."""
     count = len(page.labels)
     return {
         "labels": page.labels,

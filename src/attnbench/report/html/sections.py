@@ -1,39 +1,44 @@
-"""Run files -> sections: what was measured in one place, so that its times may stand in one chart."""
+"""Sections: the records of one machine and one set of packages, whose times may stand in one chart; and their shapes'
+names: the axes that vary within a section name each shape, the axes that do not are written once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from attnbench.analyse.families import FRAMEWORKS
+from attnbench.results.families import FRAMEWORKS, head_words, kind_of
 from attnbench.results.records import ANCHOR, is_timed
 from attnbench.results.run_file import Run
-from attnbench.spec import Environment, Record
+from attnbench.spec import Environment, Record, Workload
 
 MACHINE = ("device", "device_name", "capability", "cpu", "cores", "driver", "system")
+DIGEST = re.compile(r"[-+][0-9a-f]{8}\b")
+"""Part of an id that distinguishes masks made of arrays, and says nothing to a reader."""
 
 
 class Source(Struct, frozen=True):
-    """A run file that was read, and what it is called on the page."""
+    """A run file that was read, and its name on the page."""
 
     name: str
     run: Run
     path: str = ""
-    """As it was given, for commands."""
+    """Path as the user gave it, for commands."""
 
 
 class Section(Struct):
     """Records of one machine and one set of packages, by the run they come from."""
 
     environments: dict[str, Environment]
-    """Framework -> where it ran."""
+    """Framework -> environment it ran in."""
     runs: dict[int, list[Record]] = field(default_factory=dict)
     """Place of the source -> its records, without the anchors."""
 
     @property
     def records(self) -> list[Record]:
-        """All of them, in the order of the runs."""
+        """All records, in the order of the runs."""
         return [record for records in self.runs.values() for record in records]
 
     @property
@@ -49,10 +54,15 @@ class Section(Struct):
         return " · ".join(fact for fact in (first.device_name, *versions, driver, threads) if fact)
 
     def admits(self, environments: Mapping[str, Environment]) -> bool:
-        """Whether times measured there may stand beside those of this section: one machine, and whatever framework
-        both know in the same versions. A library that only one of them has changes nothing for the others."""
+        """Return whether times measured there may stand beside those of this section: on one machine, with every
+        framework that both know in the same versions. A library that only one of them has makes no difference."""
+
+        def one_machine(a: Environment, b: Environment) -> bool:
+            known = (name for name in MACHINE if getattr(a, name) and getattr(b, name))
+            return all(getattr(a, name) == getattr(b, name) for name in known)
+
         both = self.environments.keys() & environments.keys()
-        return all(_one_machine(a, b) for a in self.environments.values() for b in environments.values()) and all(
+        return all(one_machine(a, b) for a in self.environments.values() for b in environments.values()) and all(
             self.environments[name].agrees(environments[name]) for name in both
         )
 
@@ -63,7 +73,7 @@ class Section(Struct):
 
 
 def gather(sources: Sequence[Source]) -> list[Section]:
-    """The sections of all runs, the one with most timed records first.
+    """Return the sections of all runs, the one with most timed records first.
 
     A run is split before it is put beside others: its frameworks were timed in interleaved rounds and stay together.
     """
@@ -81,7 +91,8 @@ def gather(sources: Sequence[Source]) -> list[Section]:
 
 
 def _parts(records: Sequence[Record], place: int) -> list[Section]:
-    """One run as sections. What was timed decides which there are; the rest joins where it can, else the first."""
+    """Return one run as sections. Timed records decide which sections there are; the others join where they can, else
+    the first section."""
     parts: list[Section] = []
     homes: dict[int, Section] = {}
     for record in sorted(records, key=lambda record: not is_timed(record)):
@@ -93,7 +104,7 @@ def _parts(records: Sequence[Record], place: int) -> list[Section]:
 
 
 def _home(parts: list[Section], record: Record) -> Section:
-    """The part of a run that a record belongs to, which is made if need be."""
+    """Return the part of a run that a record belongs to, which is made if need be."""
     environment = record.environment
     here = {} if environment is None else {environment.framework: environment}
     home = next((part for part in parts if here and part.admits(here)), None)
@@ -105,6 +116,84 @@ def _home(parts: list[Section], record: Record) -> Section:
     return home or parts[0]
 
 
-def _one_machine(a: Environment, b: Environment) -> bool:
-    """Alike in everything that both know."""
-    return all(getattr(a, name) == getattr(b, name) for name in MACHINE if getattr(a, name) and getattr(b, name))
+class ShapeNames(Struct, frozen=True):
+    """The names of the shapes of a section."""
+
+    varying: frozenset[str]
+    constant: str
+    """Axes that all shapes share, in words."""
+    digests: bool = False
+    """Whether masks are written with their digest, because without digests two shapes would read alike."""
+    named: bool = True
+    """Whether shapes of models go by the model's name; not if two shapes would read alike."""
+
+    def family(self, workload: Workload) -> str:
+        """Return every axis that varies except batch and length: shapes of a family lie on one line of a chart."""
+        return " · ".join(self._words(workload)) or "all shapes"
+
+    def track(self, workload: Workload) -> str:
+        """Return the batch and the family of a workload."""
+        return " · ".join([f"batch {workload.batch}", *self._words(workload)])
+
+    def shape(self, workload: Workload) -> str:
+        """Return batch, length and the model or family of a workload: the name of one shape."""
+        name = self.model(workload)
+        words = [name] if name else self._words(workload, but="queries")
+        return " · ".join([f"{workload.batch} x {length_text(workload)}", *words])
+
+    def model(self, workload: Workload) -> str:
+        """Return the name of a shape in the model it was taken from, such as "pi0 denoise"; empty for any other."""
+        return " ".join(workload.tags) if self.named and workload.source else ""
+
+    def _words(self, workload: Workload, but: str = "") -> list[str]:
+        words = axis_words(workload, self.digests)
+        return [word for name, word in words.items() if word and name in self.varying and name != but]
+
+
+def name_shapes(workloads: Iterable[Workload]) -> ShapeNames:
+    """Return names for these workloads, with as few words as distinguish all of them."""
+    distinct = list({workload.id: workload for workload in workloads}.values())
+    tried = [_names(distinct, digests, named) for digests in (False, True) for named in (True, False)]
+    return next((one for one in tried if len(set(map(one.shape, distinct))) == len(distinct)), tried[-1])
+
+
+def _names(workloads: Sequence[Workload], digests: bool, named: bool) -> ShapeNames:
+    seen: dict[str, dict[str, None]] = {}
+    for workload in workloads:
+        for name, word in axis_words(workload, digests).items():
+            seen.setdefault(name, {})[word] = None
+    varying = frozenset(name for name, words in seen.items() if len(words) > 1)
+    constant = " · ".join(next(iter(words)) for name, words in seen.items() if name not in varying and any(words))
+    return ShapeNames(varying, constant, digests, named)
+
+
+def axis_words(workload: Workload, digests: bool = True) -> dict[str, str]:
+    """Return every axis except batch and length in a word or two; empty if there is nothing to say."""
+    heads = f"{workload.heads}" if workload.heads == workload.kv_heads else f"{workload.heads}:{workload.kv_heads}"
+    width = f"{workload.head_dim}"
+    if workload.value_dim != workload.head_dim:
+        width += f"/{workload.value_dim}"
+    mask = workload.visible_mask.id
+    for kind in workload.visible_mask.kinds:  # ids write block_causal as one word
+        mask = re.sub(rf"\b{kind.replace('_', '')}(?![a-z])", kind, mask)
+    queries = "1 query" if workload.q_len == 1 else f"{workload.q_len} queries"
+    return {
+        "pass": workload.pass_,
+        "queries": "" if workload.q_len == workload.kv_len else queries,
+        "heads": head_words(heads, width),
+        "mask": mask if digests else DIGEST.sub("", mask),
+        "dtype": workload.dtype,
+        "extras": " ".join(f"{name} {value}" for name, value in workload.extras.items()),
+    }
+
+
+def kind_words(workload: Workload) -> str:
+    """Return the kind of shapes in the words of the answer, for the filter."""
+    return f"batch {workload.batch} · {kind_of(workload)}"
+
+
+def length_text(workload: Workload) -> str:
+    """Return the length as text: 512, or 11 x 827 if queries and keys differ in number."""
+    if workload.q_len == workload.kv_len:
+        return f"{workload.q_len}"
+    return f"{workload.q_len} x {workload.kv_len}"

@@ -1,4 +1,4 @@
-"""The tables of the page: which columns they have and how each is written. The page fills, sorts and filters them."""
+"""The tables of the page: their columns and how each is written. The page fills, sorts and filters them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from attnbench.report.html.packing import pack
 Kind = Literal[
     "text", "label", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain", "interval", "list", "of"
 ]
-"""An `interval` is the field of its low edge, by which it is sorted; the high one is called `_high` for `_low`."""
+"""Ways to write a field. An `interval` is the field of its low edge, by which rows are sorted; the high edge is called
+`_high` for `_low`. A `gain` is written as its `_text`."""
 
 
 class Column(Struct, frozen=True):
@@ -24,14 +25,14 @@ class Column(Struct, frozen=True):
 
 
 class Table(Struct, frozen=True, omit_defaults=True):
-    """`rows` of its own, or those of the section that have the field `needs`."""
+    """A table with `rows` of its own, or with the rows of the section that have the field `needs`."""
 
     columns: list[Column]
     sort: str
     needs: str = ""
     rows: dict[str, Any] | None = None
     made_by: str = ""
-    """The function of the page that makes its rows of those that pass the filters."""
+    """Function of the page that derives its rows from those that pass the filters."""
     descending: bool = False
 
 
@@ -42,7 +43,7 @@ def own(
     descending: bool = False,
     made_by: str = "",
 ) -> Table:
-    """A table whose rows are not cells."""
+    """Return a table whose rows are not cells."""
     return Table(columns, sort, rows=pack(rows), made_by=made_by, descending=descending)
 
 

@@ -1,4 +1,4 @@
-"""What the page shows of a section, in order: a view is a heading, a sentence, charts and a table."""
+"""The views of a section, in the order of the page: each has a heading, a sentence, charts and a table."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from attnbench.report.html import charts, charts_own, derived, tables
-from attnbench.report.html.cells import Cells
+from attnbench.report.html import charts, derived, tables
+from attnbench.report.html.cells import FARTHEST, Cells, winner_rows
 from attnbench.report.html.charts import Chart
-from attnbench.report.html.growth import growth_rows
 from attnbench.report.html.history import History, how_looked, of_section, point_rows, trend_rows, which_runs, why_none
-from attnbench.report.html.map import winner_rows
-from attnbench.report.html.picks import line_choices
+from attnbench.report.html.layout import line_choices
 from attnbench.report.html.sections import Section
 from attnbench.report.html.tables import Table, own
-from attnbench.report.html.verdicts import FARTHEST, add_verdicts
 from attnbench.results.ratios import LEAST_DIFFERENCE
 
 FEW = "The best and the plain ones are firm, the others faint until you point at their names."
 MOST_LINES = 80
-"""A chart with a line per shape and more shapes than this is no help."""
+"""Most shapes that a chart with a line per shape draws."""
 
 
 class View(Struct, frozen=True):
-    """One part of a section; `empty` says in a line why there is nothing to see."""
+    """One part of a section; `empty` says in one line why there is nothing to see."""
 
     name: str
     title: str
@@ -35,8 +32,7 @@ class View(Struct, frozen=True):
 
 
 def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]:
-    """Every view that this section has data for, and a line for those that a reader would miss."""
-    add_verdicts(cells)
+    """Return every view that a section has data for, and a line for those that a reader would miss."""
     views = [
         *_speed(cells, labels),
         _memory(cells, labels),
@@ -64,7 +60,7 @@ def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]
 def own_view(
     name: str, title: str, note: str, table: Table, empty: str = "", drawn: Sequence[Chart] = ()
 ) -> View | None:
-    """A view of one table; without rows its reason, without a reason nothing."""
+    """Return a view of one table; without rows its reason, without a reason None."""
     if table.rows is not None and table.rows["count"]:
         return View(name, title, note, list(drawn), table)
     return View(name, title, empty=empty) if empty else None
@@ -77,7 +73,7 @@ def _if_any(cells: Cells, field: str, view: View, empty: str = "") -> View | Non
 
 
 def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
-    choices = line_choices(cells.rows, "ns")
+    choices = line_choices(cells.rows, "ns", cells.standings)
     time = charts.against_length(
         "time", labels, "ns", "Time per call (ms)", low="datum.low / 1e6", high="datum.high / 1e6", choices=choices
     )
@@ -90,13 +86,14 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         high="datum.tflops * datum.ns / datum.low",
         choices=choices,
     )
+    fastest = sorted({row["label"] for row in winner_rows(cells.rows)})
     winners = View(
         "winners",
         "Winner map",
         "The fastest exact implementation at each batch and length; ≈ and a dashed frame where it is too close to "
         "call. Names of one kernel count once. Regret is the extra time that another choice costs. Kinds of shapes "
         "measured at one batch and length only are in the table.",
-        [charts.winner_map(labels, _winners(cells), one) for one in cells.maps],
+        [charts.winner_map(labels, fastest, one) for one in cells.maps],
         tables.WINNERS,
     )
     regret = View(
@@ -115,8 +112,8 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         "speedups",
         "Speed-up",
         "By the edge of the 99 % interval that is nearer to 1: excellent above 1.5 times, good from 1.2, measured from "
-        "1.0, investigate below. Where the interval covers 1, no significant difference if it stays within 1.2 times "
-        "either way, else it cannot tell: more rounds would.",
+        "1.01, investigate below 0.99. A ratio nearer to 1, or whose interval covers 1, is no significant difference "
+        "if the interval stays within 1.2 times either way; else it cannot tell, and more rounds would.",
         table=tables.SPEEDUPS,
     )
     nothing = derived.why_nothing(cells.records)
@@ -133,12 +130,8 @@ def _beside(cells: Cells) -> str:
     return told if any("beside" in cell for cell in cells.rows) else ""
 
 
-def _winners(cells: Cells) -> list[str]:
-    return sorted({row["label"] for row in winner_rows(cells.rows)})
-
-
 def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
-    choices = line_choices(cells.rows, "peak")
+    choices = line_choices(cells.rows, "peak", cells.standings)
     title = "Peak memory beyond the inputs (MB)"
     chart = charts.against_length("memory", labels, "peak", title, theory="datum.theory / 1e6", choices=choices)
     note = (
@@ -146,16 +139,12 @@ def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
         f" {FEW}{_beside(cells)}"
     )
     view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
-    return _if_any(cells, "peak", view, f"No peak was measured{_why_no_peak(cells)}.")
-
-
-def _why_no_peak(cells: Cells) -> str:
-    reasons = [cell["method"] for cell in cells.rows if cell.get("method")]
-    return f": {reasons[0]}" if reasons else ""
+    why = next((f": {cell['method']}" for cell in cells.rows if cell.get("method")), "")
+    return _if_any(cells, "peak", view, f"No peak was measured{why}.")
 
 
 def _growth(cells: Cells) -> list[View | None]:
-    rows = growth_rows(cells.records, cells.families)
+    rows = derived.growth_rows(cells.records, cells.names)
     time, memory = ([row for row in rows if row.get(field) is not None] for field in ("time", "memory"))
     fitted = (
         "Exponents over the lengths measured at one batch size; 1 is O(n), 2 is O(n^2). Two lengths have no interval."
@@ -217,13 +206,13 @@ def _frameworks(cells: Cells) -> View | None:
         f"One is faster where the whole interval lies more than {100 * (LEAST_DIFFERENCE - 1):.0f} % from 1; grey is "
         "too close to call, or cannot be told."
     )
-    drawn = [charts_own.side_by_side(rows)] if 0 < len(rows) <= MOST_LINES else []
+    drawn = [charts.side_by_side(rows)] if 0 < len(rows) <= MOST_LINES else []
     table = own(tables.FRAMEWORKS, rows, "gain", True)
     return own_view("frameworks", "torch next to JAX", note, table, "No shape was timed in both frameworks.", drawn)
 
 
 def history_view(history: History, section: Section, cells: Cells, labels: Sequence[str]) -> View:
-    """How the cells of a section fared over its runs."""
+    """Return the view of how the times of a section changed over its runs."""
     trends = of_section(history, section)
     if not trends:
         return View("history", "History", empty=why_none(history, section))
@@ -231,6 +220,6 @@ def history_view(history: History, section: Section, cells: Cells, labels: Seque
         "A point is a run: the time of the cell over that of the anchor kernels timed beside it, so that what slows "
         f"the whole machine down moves nothing here. {which_runs(history)} {how_looked(trends)}"
     )
-    chart = charts_own.history(labels, point_rows(trends, cells.families))
-    table = own(tables.HISTORY, trend_rows(trends, cells.families), "moved", True)
+    chart = charts.history(labels, point_rows(trends, cells.names))
+    table = own(tables.HISTORY, trend_rows(trends, cells.names), "moved", True)
     return View("history", "History", note, [chart], table)

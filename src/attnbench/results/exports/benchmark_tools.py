@@ -1,4 +1,7 @@
-"""What the formats of other benchmark tools share: timed cells, each once, under a name that is safe to print."""
+"""Formats of other benchmark tools: pytest-benchmark, Google Benchmark, Bencher and github-action-benchmark.
+
+They hold timed cells only, each once, under a name that is safe to print.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from attnbench.results.run_file import Header
 from attnbench.spec import DIRTY, Environment, Ok, Time
 
 LONGEST_NAME = 1024
-"""Bencher takes no longer ones."""
+"""Characters of the longest name that Bencher takes."""
+PYTEST_BENCHMARK_VERSION = "5.3.1"
+"""Version of pytest-benchmark with this format."""
+GOOGLE_SCHEMA = 1
 
 
 class Timed(Struct, frozen=True):
@@ -31,7 +37,8 @@ class Timed(Struct, frozen=True):
 
 
 def timed(sources: Sequence[Source]) -> list[Timed]:
-    """Timed cells without the anchors; these tools know a benchmark by its name, so of several the last counts."""
+    """Return the timed cells without the anchors; these tools know a benchmark by its name, so of several the last
+    counts."""
     found: dict[str, Timed] = {}
     for source in sources:
         for record in source.records:
@@ -42,7 +49,7 @@ def timed(sources: Sequence[Source]) -> list[Timed]:
 
 
 def _name(text: str) -> str:
-    """A long one is cut, with digits that tell it from others that begin alike."""
+    """Return a name that is short enough; a long one is cut, with digits that tell it from others that begin alike."""
     name = printable(text)
     if len(name) <= LONGEST_NAME:
         return name
@@ -51,7 +58,7 @@ def _name(text: str) -> str:
 
 
 def facts(one: Timed) -> dict[str, str]:
-    """Where and how it was measured."""
+    """Return how a cell was measured, and on which device."""
     environment, cost = one.record.environment, one.record.cost
     told = {"clock": one.time.clock, "workload": one.record.workload.title}
     if environment is not None:
@@ -63,12 +70,11 @@ def facts(one: Timed) -> dict[str, str]:
     return {name: printable(text) for name, text in told.items()}
 
 
-PYTEST_BENCHMARK_VERSION = "5.3.1"
-"""Of pytest-benchmark, whose form this is."""
-
-
 def pytest_benchmark(sources: Sequence[Source]) -> dict[str, Any]:
-    """The document that `--benchmark-json` would have written."""
+    """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`.
+
+    Times are in seconds, with one group per workload.
+    """
     cells = timed(sources)
     first = cells[0] if cells else None
     environment = None if first is None else first.record.environment
@@ -146,11 +152,11 @@ def _stats(data: np.ndarray, iterations: int) -> dict[str, Any]:
     }
 
 
-GOOGLE_SCHEMA = 1
-
-
 def google_benchmark(sources: Sequence[Source]) -> dict[str, Any]:
-    """The context of the first cell, and the runs of all."""
+    """Return Google Benchmark's JSON: a repetition per round and the usual aggregates.
+
+    Its `compare.py` demands a `cpu_time` too. Records hold one clock, so it is the same figure as `real_time`.
+    """
     cells = timed(sources)
     runs = [run for family, one in enumerate(cells) for run in _runs(one, family)]
     return {"context": _context(cells), "benchmarks": runs}
@@ -192,7 +198,7 @@ def _runs(one: Timed, family: int) -> list[dict[str, Any]]:
 
 
 def round_times(time: Time) -> list[tuple[float, int]]:
-    """Median ns of each round and the calls it is of; every sample by itself where there were no rounds."""
+    """Return the median ns of each round and its number of calls; without rounds, each sample by itself."""
     whole = sum(time.rounds) == len(time.samples_ns)
     sizes = [size for size in time.rounds if size] if whole else []
     sizes = sizes or [1] * len(time.samples_ns)
@@ -212,7 +218,10 @@ def _times(ns: float) -> dict[str, Any]:
 
 
 def bencher(sources: Sequence[Source]) -> dict[str, Any]:
-    """Benchmark -> measure -> value with its bounds."""
+    """Return Bencher Metric Format: benchmark -> measure -> value with its bounds.
+
+    Latency is in ns, throughput in calls/s, memory in bytes; `bencher run --adapter json --file FILE` reads it.
+    """
     return {one.name: _measures(one) for one in timed(sources)}
 
 
@@ -232,7 +241,10 @@ def _measures(one: Timed) -> dict[str, dict[str, float]]:
 
 
 def github_action_benchmark(sources: Sequence[Source]) -> list[dict[str, object]]:
-    """An entry per cell; `range` is half the interval of the median."""
+    """Return github-action-benchmark's list (`tool: customSmallerIsBetter`): the median time of each cell in ns.
+
+    `range` is half the interval of the median.
+    """
     return [_entry(one) for one in timed(sources)]
 
 

@@ -1,4 +1,4 @@
-"""Names of export formats -> what writes them. A new format is one small file and one line here."""
+"""Export formats by name. A new format is one small file and one line here."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ JSON: dict[str, Callable[[Sources], Any]] = {
 }
 """Formats of other benchmark tools, timed cells only."""
 BINARY: dict[str, Callable[[Sources, Path], None]] = {"parquet": write_parquet, "sqlite": write_sqlite}
-"""Formats that are no text."""
+"""Formats that are not text."""
 
 
 def export_text(sources: Sources, form: str) -> str:
-    """The whole document of a text format."""
+    """Return the whole document of a text format."""
     if form == "csv":
         return csv_text(sources)
     return msgspec.json.format(msgspec.json.encode(JSON[form](sources)), indent=2).decode() + "\n"
 
 
 def export_file(sources: Sources, form: str, path: Path) -> None:
-    """Write a file of any format; what was there is replaced only once the new one is whole."""
+    """Write a file of any format; an existing one is replaced only once the new one is whole."""
     try:
         with draft_of(path) as draft:
             if form in BINARY:

@@ -1,4 +1,4 @@
-"""Runs -> one flat table, a row per record: what the formats for databases and spreadsheets write."""
+"""Runs as one flat table with a row per record, which the formats for databases and spreadsheets write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnbench.spec import Environment, Ok, Record
 
 Type = Literal["text", "integer", "real", "boolean", "reals", "integers"]
 Row = dict[str, Any]
-"""Column -> value; None where the record has none."""
+"""Column -> value; None if the record has none."""
 PARTS = ("forward", "backward", "wall", "events", "kernel", "graph")
 """Other clocks and parts whose medians have a column of their own."""
 TIMES = ("median", "min", "max", "p50", "p95", "p99", "mean", "std")
@@ -109,7 +109,7 @@ COLUMNS: Mapping[str, Type] = {
 
 
 class Source(Struct, frozen=True):
-    """A run to export: what it is called, its header, its records."""
+    """A run to export: name, header and records."""
 
     name: str
     header: Header
@@ -117,7 +117,7 @@ class Source(Struct, frozen=True):
 
 
 def rows(sources: Sequence[Source]) -> Iterator[Row]:
-    """A row per record, of every status, with every column."""
+    """Yield a row per record of any status, with every column."""
     for source in sources:
         header = {"run": source.name, "created": source.header.created, "suite": source.header.suite}
         header["attnbench"] = source.header.attnbench
@@ -127,7 +127,7 @@ def rows(sources: Sequence[Source]) -> Iterator[Row]:
 
 
 def rows_of_64_bits(sources: Sequence[Source]) -> Iterator[Row]:
-    """Return the same rows for a database; an integer that none of its columns can hold is a UsageError."""
+    """Yield the same rows for a database; raises UsageError for an integer that no column can hold."""
     for row in rows(sources):
         for name, value in row.items():
             if isinstance(value, int) and value not in INTEGERS:

@@ -1,4 +1,8 @@
-"""The table as CSV, for spreadsheets. Lists of samples have no place in a cell and are left out."""
+"""The table as CSV, Parquet and SQLite.
+
+CSV is for spreadsheets and leaves out lists of samples. Parquet, written by DuckDB, keeps types and lists. SQLite keeps
+lists as JSON that `json_each` can unfold.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,28 @@ from attnbench.printable import printable
 from attnbench.results.exports.table import COLUMNS, Source, rows, rows_of_64_bits
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
-"""Text that begins like this is run by spreadsheets; an apostrophe before it makes it text again."""
+"""Beginnings of text that spreadsheets run as a formula; an apostrophe before it makes it text again."""
 SHOWN = [name for name, kind in COLUMNS.items() if kind not in ("reals", "integers")]
+PARQUET_TYPES = {
+    "text": "VARCHAR",
+    "integer": "BIGINT",
+    "real": "DOUBLE",
+    "boolean": "BOOLEAN",
+    "reals": "DOUBLE[]",
+    "integers": "BIGINT[]",
+}
+SQLITE_TYPES = {
+    "text": "TEXT",
+    "integer": "INTEGER",
+    "real": "REAL",
+    "boolean": "INTEGER",
+    "reals": "TEXT",
+    "integers": "TEXT",
+}
 
 
 def csv_text(sources: Sequence[Source]) -> str:
-    """A heading and a line per record; what was not measured is empty."""
+    """Return a heading and a line per record; fields without a measurement are empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(SHOWN)
@@ -33,7 +53,7 @@ def csv_text(sources: Sequence[Source]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """Text on one visible line: it may be printed, and spreadsheets run what looks like a formula."""
+    """Return text on one visible line that neither a terminal nor a spreadsheet interprets."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -41,18 +61,11 @@ def _cell(value: Any) -> Any:
     return value
 
 
-PARQUET_TYPES = {
-    "text": "VARCHAR",
-    "integer": "BIGINT",
-    "real": "DOUBLE",
-    "boolean": "BOOLEAN",
-    "reals": "DOUBLE[]",
-    "integers": "BIGINT[]",
-}
-
-
 def write_parquet(sources: Sequence[Source], path: Path) -> None:
-    """By way of JSON lines in a temporary folder, which is fast; OSError where the place cannot be written."""
+    """Write the table as Parquet; raises OSError if the file cannot be written.
+
+    DuckDB reads it from JSON lines in a temporary folder, which is fast.
+    """
     try:
         import duckdb
     except ImportError as error:
@@ -73,28 +86,17 @@ def write_parquet(sources: Sequence[Source], path: Path) -> None:
             raise OSError(" ".join(str(error).split())) from error
 
 
-SQLITE_TYPES = {
-    "text": "TEXT",
-    "integer": "INTEGER",
-    "real": "REAL",
-    "boolean": "INTEGER",
-    "reals": "TEXT",
-    "integers": "TEXT",
-}
-
-
 def write_sqlite(sources: Sequence[Source], path: Path) -> None:
-    """A new database, where at most an empty file may be yet; OSError where the place cannot be written."""
+    """Write the table `records` to a new database or an empty file; raises OSError if that cannot be written."""
     columns = ", ".join(f'"{name}" {SQLITE_TYPES[kind]}' for name, kind in COLUMNS.items())
     places = ", ".join("?" for _ in COLUMNS)
-    values = ([_value(row[name]) for name in COLUMNS] for row in rows_of_64_bits(sources))
+    values = (
+        [msgspec.json.encode(v).decode() if isinstance(v := row[name], list) else v for name in COLUMNS]
+        for row in rows_of_64_bits(sources)
+    )
     try:
         with closing(sqlite3.connect(path)) as connection, connection:
             connection.execute(f"CREATE TABLE records ({columns})")
             connection.executemany(f"INSERT INTO records VALUES ({places})", values)
     except sqlite3.OperationalError as error:
         raise OSError(str(error)) from error
-
-
-def _value(value: Any) -> Any:
-    return msgspec.json.encode(value).decode() if isinstance(value, list) else value

@@ -1,0 +1,142 @@
+"""Fixed block-sparse patterns: which blocks a query block keeps, decided by position (and a seed) alone.
+
+`sparsity` is the share of blocks dropped, out of those that the mask without blocks lets be seen. Each row of blocks
+keeps a share of its own candidates, so that every row is within one block of the request, and always the block that
+its first query lies in, so that no query is left without a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool
+
+from attnbench.errors import InvalidWorkload, UnknownName
+from attnbench.masks import AnyMask, MaskShape, blocks, causal, full
+
+SPARSITIES = (0.5, 0.75, 0.9, 0.95)
+BLOCK_SIZE = 128
+GLOBAL_SHARE = 4
+"""Number of kept blocks of `global_local` of which one is global."""
+ROUNDING = 1e-9
+MOST_BLOCKS = 1 << 32
+"""Largest number of blocks, 4 GiB while a pattern is made: 128k tokens in blocks of 2, or 1M in blocks of 128 with 64
+heads."""
+
+
+class Row(NamedTuple):
+    """One row of blocks: of the candidates 0 ... visible - 1 it keeps `budget`, always including `own`."""
+
+    own: int
+    visible: int
+    budget: int
+    stride: float
+    """Distance between kept blocks if they were evenly spaced."""
+
+
+def _local(row: Row, rng: np.random.Generator) -> Any:
+    """Return the nearest blocks; at an edge the window moves inwards and keeps its width."""
+    start = min(max(row.own - row.budget // 2, 0), row.visible - row.budget)
+    return np.arange(start, start + row.budget)
+
+
+def _strided(row: Row, rng: np.random.Generator) -> Any:
+    """Return the row's own block and others before it at one stride, continued from the end if rows see that far."""
+    distances = np.floor(np.arange(row.budget) * row.stride + ROUNDING).astype(int)
+    return (row.own - distances) % row.visible
+
+
+def _global_local(row: Row, rng: np.random.Generator) -> Any:
+    """Return the first blocks of the sequence, and the nearest blocks for the rest of the budget."""
+    first = min(-(-row.budget // GLOBAL_SHARE), row.budget - 1)
+    rest = row._replace(own=max(row.own - first, 0), visible=row.visible - first, budget=row.budget - first)
+    near = _local(rest, rng) + first
+    return np.concatenate([np.arange(first), near])
+
+
+def _random(row: Row, rng: np.random.Generator) -> Any:
+    """Return the row's own block and random others."""
+    others = rng.permutation(row.visible - 1)[: row.budget - 1]
+    return np.append(others + (others >= row.own), row.own)
+
+
+PATTERNS: Mapping[str, Callable[[Row, np.random.Generator], Any]] = {
+    "local": _local,
+    "strided": _strided,
+    "global_local": _global_local,
+    "random": _random,
+}
+
+
+def block_pattern(
+    pattern: str,
+    sparsity: float,
+    shape: MaskShape,
+    *,
+    block_size: int = BLOCK_SIZE,
+    causal: bool = False,
+    seed: int = 0,
+) -> Bool[np.ndarray, "h q kv"]:
+    """Return the kept blocks. `random` draws every head anew (axis 0 is shape.heads); other patterns have one plane for
+    all heads."""
+    if pattern not in PATTERNS:
+        raise UnknownName("block pattern", str(pattern), PATTERNS, "attnbench.masks.block_patterns")
+    check_sparsity(sparsity)
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise InvalidWorkload(f"block_size must be a whole number of at least 1, not {block_size!r}.")
+    heads = shape.heads if pattern == "random" else 1
+    counts = tuple(-(-length // block_size) for length in (shape.q_len, shape.kv_len))
+    if heads * counts[0] * counts[1] > MOST_BLOCKS:
+        raise InvalidWorkload(
+            f"{heads} x {counts[0]} x {counts[1]} blocks are more than the {MOST_BLOCKS} that a mask may have: "
+            "take larger blocks or fewer tokens."
+        )
+    kept = np.zeros((heads, *counts), bool)
+    rng = np.random.default_rng(seed)
+    for head in range(heads):
+        for number in range(counts[0]):
+            row = _row(number, sparsity, shape, block_size, causal)
+            if row.visible:
+                kept[head, number, PATTERNS[pattern](row, rng)] = True
+    return kept
+
+
+def sparse_mask(
+    pattern: str,
+    sparsity: float,
+    shape: MaskShape,
+    *,
+    block_size: int = BLOCK_SIZE,
+    causal: bool = False,
+    seed: int = 0,
+) -> AnyMask:
+    """Return the pattern as a mask; `causal() & blocks(...)` if `causal`."""
+    kept = block_pattern(pattern, sparsity, shape, block_size=block_size, causal=causal, seed=seed)
+    rest = _causal() if causal else full()
+    return rest & blocks(kept[0] if len(kept) == 1 else kept, block_size)  # pyright: ignore[reportReturnType]
+
+
+_causal = causal
+"""The function `causal`, for functions with a parameter of that name."""
+
+
+def check_sparsity(sparsity: float) -> None:
+    """Refuse a value that is not a share of blocks to drop; 1 would leave nothing."""
+    if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+        raise InvalidWorkload(f"sparsity is the share of blocks dropped, at least 0 and less than 1, not {sparsity!r}.")
+
+
+def kept_blocks(sparsity: float, visible: int) -> int:
+    """Return how many of a row's visible blocks are kept: the nearest whole number, at least 1 if any is visible."""
+    return max(1, int((1 - sparsity) * visible + 0.5)) if visible else 0
+
+
+def _row(number: int, sparsity: float, shape: MaskShape, size: int, causal: bool) -> Row:
+    offset = shape.kv_len - shape.q_len
+    blocks_in_all = -(-shape.kv_len // size)
+    last = min((number + 1) * size, shape.q_len) - 1 + offset
+    visible = min(max(last // size + 1, 0), blocks_in_all) if causal else blocks_in_all
+    own = min(max((number * size + offset) // size, 0), max(visible - 1, 0))
+    return Row(own, visible, kept_blocks(sparsity, visible), 1 / (1 - sparsity))

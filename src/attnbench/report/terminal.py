@@ -1,0 +1,386 @@
+"""Tables of the terminal: listings, rankings, one cell in full, and the result of `attnbench verify`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from attnbench.measuring.rates import HOST_LIMITED, host_limit, notes_of
+from attnbench.printable import shortened
+from attnbench.report import units
+from attnbench.report.environment import environment_line
+from attnbench.report.units import DASH
+from attnbench.results.records import ANCHOR, is_timed, label
+from attnbench.results.sentences import count_notes, counted, format_ratio, not_run
+from attnbench.results.standings import NOT_COMPARED, Row, Standings
+from attnbench.spec import Ok, Ranks, Record, Time, Unsupported, VerifiedAt
+
+PARTS = ("forward", "backward")
+EXPENDABLE = ("roofline", "TFLOP/s", "backward", "forward", "remarks", "peak")
+"""Columns that a narrow screen gives up, the first one first; `forward` and `backward` as parts of a training step."""
+MARK = "*"
+"""Mark on the time of kernels if the call takes much longer."""
+STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory": "yellow"}
+STATUSES = ("ok", "incorrect", "failed", "timeout", "out_of_memory", "unsupported")
+MOST_LINES = 200
+"""Most lines shown of the output that a failed cell left behind."""
+Line = tuple[str, str]
+
+
+def plain_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return rows as a plain table with the keys of the first row as columns; None and False print as nothing, True as
+    yes."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    headings = list(rows[0]) if rows else []
+    for position, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=position == 0, overflow="fold")
+    for row in rows:
+        values = (row[heading] for heading in headings)
+        told = ("" if one is None or one is False else "yes" if one is True else str(one) for one in values)
+        table.add_row(*(escape(shortened(one)) for one in told))
+    return table
+
+
+def print_rankings(console: Console, records: Sequence[Record] | Standings, against: Sequence[str] = ()) -> None:
+    """Print a table per workload, then what did not run, then the warnings, of records or of standings made of them."""
+    standings = records if isinstance(records, Standings) else Standings([records], against)
+    for standing in standings.overall.values():
+        console.print()
+        console.print(f"[bold]{escape(standing.workload.title)}[/bold]", highlight=False)
+        print_ranking(console, standing.rows, standings.baselines[standing.workload.step])
+    print_not_run(console, standings.records)
+    for note in count_notes(standings.records):
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)
+
+
+def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> None:
+    """Print the rows of one workload: those with a speed in a table, the others below with their reasons."""
+    timed = [(row, row.record) for row in rows if is_timed(row.record)]
+    if timed:
+        console.print(ranking_table(timed, base, console.width))
+        waits = [(row.implementation, ratio) for row, record in timed if (ratio := host_limit(record)) is not None]
+        if waits:
+            told = ", ".join(f"{ratio:.1f}x its kernel time ({escape(name)})" for name, ratio in waits)
+            console.print(f"  {MARK} {HOST_LIMITED}: the call takes {told}", highlight=False, soft_wrap=True)
+    for row in rows:
+        if is_timed(row.record) and row.reason.startswith(NOT_COMPARED):
+            told = f"{shortened(row.implementation)}  {shortened(row.reason)}"
+            console.print(f"  [dim]{DASH}  {escape(told)}[/dim]", highlight=False)
+        if is_timed(row.record) or isinstance(row.record, Unsupported):
+            continue
+        status = row.record.status
+        told = (
+            "" if isinstance(row.record, Ok) else f"[{STYLES[status]}]{status.replace('_', ' ')}[/{STYLES[status]}]  "
+        )
+        name, why = escape(shortened(row.implementation)), escape(shortened(row.reason))
+        console.print(f"  {DASH}  {name}  {told}{why}", highlight=False, soft_wrap=True)
+
+
+def ranking_table(timed: Sequence[tuple[Row, Ok]], base: str | None, width: int = 200) -> Table:
+    """Return the table of the rows with a speed. On a narrow screen whole columns are left out, the least important
+    first; rank, name and time always stay."""
+    columns = _columns(timed, base)
+    for name in (*EXPENDABLE, f"against {base}"):
+        if sum(max(len(heading), *map(len, cells)) + 2 for heading, cells in columns.items()) <= width:
+            break
+        if name != timed[0][1].workload.pass_:
+            columns.pop(name, None)
+    table = Table(box=None, pad_edge=True, header_style="bold", show_edge=False)
+    for heading in columns:
+        right = heading not in ("implementation", "remarks") and not heading.startswith("against")
+        told = "" if heading == "remarks" else escape(heading)
+        table.add_column(told, justify="right" if right else "left", no_wrap=True)
+    for cells in zip(*columns.values()):
+        table.add_row(*cells)
+    return table
+
+
+def _columns(timed: Sequence[tuple[Row, Ok]], base: str | None) -> dict[str, list[str]]:
+    """Return heading -> cells. A part that no record has is left out; a single missing figure prints as a dash."""
+    parts = [part for part in PARTS if any(part in record.also for _, record in timed)]
+    records = [record for _, record in timed]
+    columns = {
+        "#": [_place(row) for row, _ in timed],
+        "implementation": [escape(shortened(row.implementation)) for row, _ in timed],
+        records[0].workload.pass_: _published(records),
+        **{part: [_time_text(record.also.get(part)) for record in records] for part in parts},
+        "TFLOP/s": [units.significant(record.cost.tflops) for record in records],
+        "roofline": [units.percent(record.cost.roofline) for record in records],
+        "peak": [units.size(record.memory.peak_bytes) for record in records],
+    }
+    if base is not None:
+        columns[f"against {base}"] = [_speedup(row, base) for row, _ in timed]
+    if any(remarks := [_remarks(record) for record in records]):
+        columns["remarks"] = remarks
+    return columns
+
+
+def _place(row: Row) -> str:
+    if row.rank is None:
+        return "~" if isinstance(row.record, Ok) and row.record.approximate else DASH
+    return ">=" if row.behind else "=" if row.tied else str(row.rank)
+
+
+def _time_text(time: Time | None) -> str:
+    if time is None:
+        return DASH
+    return f"{units.duration(time.median_ns)} {units.half_interval(time.median_ns, time.ci95_ns):>7}"
+
+
+def _published(records: Sequence[Ok]) -> list[str]:
+    """Return the times that are ranked, with a mark on those that are not what a caller waits for."""
+    marks = ["" if host_limit(record) is None else f" {MARK}" for record in records]
+    width = max(map(len, marks))
+    return [f"{_time_text(record.time)}{mark:<{width}}" for record, mark in zip(records, marks)]
+
+
+def _speedup(row: Row, base: str) -> str:
+    if row.implementation == base:
+        return "1"
+    return DASH if row.speedup is None else format_ratio(row.speedup)
+
+
+def _remarks(record: Ok) -> str:
+    remarks = [note.partition(":")[0] for note in record.notes]
+    if record.approximate:
+        remarks.insert(0, "approximate")
+    if not record.deterministic:
+        remarks.append("not deterministic")
+    return escape(shortened(", ".join(remarks)))
+
+
+def print_not_run(console: Console, records: Iterable[Record]) -> None:
+    """Print one line with every reason for which implementations were refused, and their names."""
+    refused = not_run(records)
+    if refused:
+        told = "; ".join(f"{', '.join(map(shortened, names))} ({shortened(reason)})" for reason, names in refused)
+        console.print()
+        console.print(f"[dim]Not run:[/dim] {escape(told)}", highlight=False, soft_wrap=True)
+
+
+def print_cell(console: Console, record: Record) -> None:
+    """Print every figure of a record; figures that were not measured have the reason."""
+    console.print()
+    console.print(f"[bold]{escape(label(record))}[/bold] on {escape(record.workload.title)}", highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in cell_lines(record):
+        table.add_row(escape(shortened(name)), escape(value))
+    console.print(table, highlight=False)
+
+
+def cell_lines(record: Record) -> Iterator[Line]:
+    """Yield name and text of each line of a record."""
+    yield "status", record.status
+    if isinstance(record, Ok):
+        yield from _times(record)
+        yield from _resources(record)
+        yield from () if record.ranks is None else _ranks(record.ranks)
+        yield from _correctness(record)
+    else:
+        yield "reason", shortened(record.reason)
+        if record.errors is not None:
+            yield (
+                "forward error",
+                f"{units.error(record.errors.forward)} (allowed {units.error(record.errors.forward_allowed)})",
+            )
+        for number, line in enumerate(detail_lines(record.detail)):
+            yield "" if number else "detail", line
+    if record.workload.source:
+        yield "shape from", record.workload.source
+    if record.environment is not None:
+        yield "ran on", environment_line(record.environment)
+    yield "process", record.isolation
+
+
+def detail_lines(detail: str) -> list[str]:
+    """Return the lines of output that a failed cell left behind, and how many more there are."""
+    lines = detail.splitlines()
+    left = len(lines) - MOST_LINES
+    return [*map(shortened, lines[:MOST_LINES]), *([f"… ({left} more lines; --json has all)"] if left > 0 else [])]
+
+
+def _times(record: Ok) -> Iterator[Line]:
+    if record.time is None:
+        yield "time", f"{DASH} (verified, not timed)"
+        return
+    for name, time in {record.workload.pass_: record.time, **record.also}.items():
+        yield f"time, {name}", _percentiles(time)
+    yield "compile", units.duration(record.compile_ns) if record.compile_ns else "none"
+    yield "first call", units.duration(record.first_call_ns)
+    if record.throughput is not None:
+        yield (
+            "throughput",
+            f"{record.throughput.tokens_per_s:,.0f} tokens/s, {record.throughput.calls_per_s:,.1f} calls/s",
+        )
+
+
+def _percentiles(time: Time) -> str:
+    low, high = (units.duration(edge) for edge in time.ci95_ns or (None, None))
+    figures = {"p95": time.p95_ns, "p99": time.p99_ns, "min": time.min_ns, "max": time.max_ns, "mean": time.mean_ns}
+    told = ", ".join(f"{name} {units.duration(value)}" for name, value in figures.items())
+    counts = f"{len(time.samples_ns)} samples of {time.calls_per_sample} call(s), {time.outliers} outliers kept"
+    median = f"median {units.duration(time.median_ns)} (95 %: {low} to {high})"
+    return f"{median}, {told}, std {units.duration(time.std_ns)}; {counts}; clock {time.clock}"
+
+
+def _resources(record: Ok) -> Iterator[Line]:
+    memory, cost = record.memory, record.cost
+    peak = units.size(memory.peak_bytes)
+    why = f" ({memory.reason})" if memory.peak_bytes is None and memory.reason else ""
+    method = f" by {memory.method}" if memory.method else ""
+    theory = {"theory": memory.theory_bytes, "scores": memory.scores_bytes, "KV cache": memory.kv_cache_bytes}
+    told = ", ".join(f"{name} {units.size(count)}" for name, count in theory.items() if count)
+    yield "peak memory", f"{peak}{why}{method}" + (f"; {told}" if told else "")
+    if memory.reserved_bytes is not None:
+        yield "reserved", f"{units.size(memory.reserved_bytes)}, fragmentation {units.percent(memory.fragmentation)}"
+    rates = f"{units.significant(cost.tflops)} TFLOP/s, {units.significant(cost.gb_per_s)} GB/s"
+    share = f"{units.percent(cost.roofline)} of the {cost.bound or 'measured'} ceiling"
+    roofline = cost.reason or "no roofline" if cost.roofline is None else share
+    yield "cost", f"{cost.flops:,} FLOP, {cost.bytes:,} bytes; {rates}; {roofline}"
+    kernels = record.kernels_reason or DASH if record.kernels is None else ", ".join(record.kernels)
+    yield "kernels", kernels
+
+
+def _ranks(ranks: Ranks) -> Iterator[Line]:
+    """Yield the lines of the ranks of a ring: their shares, times and peaks."""
+    kernels = f", by {', '.join(ranks.inner)}" if ranks.inner else ""
+    yield "ranks", f"{ranks.world}, {ranks.how}; {ranks.layout} layout; balance {units.percent(ranks.balance)}{kernels}"
+    yield "held by ranks", ", ".join(f"{n} queries" for n in ranks.tokens)
+    times = {"compute": ranks.compute_ns, "waiting": ranks.waiting_ns, "communication": ranks.communication_ns}
+    for name, values in times.items():
+        told = None if values is None else ", ".join(units.duration(value) for value in values)
+        yield f"{name} by rank", told or f"{DASH} ({ranks.reason})"
+    peaks = None if ranks.peak_bytes is None else ", ".join(units.size(value) for value in ranks.peak_bytes)
+    yield "peak by rank", f"{peaks or DASH}, beside inputs of {units.size(max(ranks.shard_bytes))}"
+
+
+def _correctness(record: Ok) -> Iterator[Line]:
+    errors = record.errors
+    allowed = units.error(errors.forward_allowed)
+    yield "forward error", f"{units.error(errors.forward)} (allowed {allowed}), largest {units.error(errors.max_abs)}"
+    if errors.backward is not None:
+        yield "gradient error", f"{units.error(errors.backward)} (allowed {units.error(errors.backward_allowed)})"
+    if errors.lse is not None:
+        yield "LSE error", units.error(errors.lse)
+    if record.quality:
+        yield "quality", ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in record.quality.items())
+    checks = [*errors.properties, *([f"stable at {errors.stability}"] if errors.stability else [])]
+    if checks:
+        yield "also checked", ", ".join(checks)
+    if errors.hidden_nan:
+        yield "hidden NaN", errors.hidden_nan
+    yield "verified at", _verified(record.verified_at)
+    yield "deterministic", "yes" if record.deterministic else "no"
+    if notes := notes_of(record):
+        yield "notes", "; ".join(notes)
+
+
+def _verified(at: VerifiedAt) -> str:
+    def place(shape: dict[str, int], share: float | None) -> str:
+        sizes = ", ".join(f"{name} {value}" for name, value in shape.items())
+        return f"{units.percent(share)} of the rows at {sizes}"
+
+    forward = place(at.shape, at.share)
+    if at.backward_shape is None:
+        return forward
+    return f"{forward}; gradients {place(at.backward_shape, at.backward_share)}"
+
+
+def count_statuses(records: Iterable[Record]) -> dict[str, dict[str, int]]:
+    """Return implementation, with its tunables -> number of cells by status."""
+    counts: dict[str, Counter[str]] = {}
+    for record in records:
+        if not record.implementation.startswith(ANCHOR):
+            counts.setdefault(label(record), Counter())[record.status] += 1
+    return {name: {status: found[status] for status in STATUSES} for name, found in counts.items()}
+
+
+def print_verification(console: Console, records: Sequence[Record], explain: bool = False) -> None:
+    """Print the table of what was verified, the reasons of failures and the verdict; `explain` adds the details."""
+    tried = {label(record) for record in records if not isinstance(record, Unsupported)}
+    console.print(_verification_table([record for record in records if label(record) in tried]))
+    print_not_run(console, [record for record in records if label(record) not in tried])
+    wrong = [r for r in records if not isinstance(r, Ok | Unsupported)]
+    for record in wrong:
+        title = f"{label(record)} · {record.workload.id}"
+        told = f"{shortened(title)}: {shortened(record.reason)}"
+        console.print(f"  [red]{record.status.replace('_', ' ')}[/red]  {escape(told)}", highlight=False)
+        if explain:
+            _explain(console, record)
+    if wrong and not explain:
+        console.print("  [dim]--explain shows where[/dim]")
+    console.print()
+    console.print(verification_verdict(records), highlight=False, markup=False)
+
+
+def _verification_table(records: Sequence[Record]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("implementation", no_wrap=True)
+    for status in ("ok", "wrong", "unsupported"):
+        table.add_column(status, justify="right")
+    table.add_column("worst error / allowed", justify="right", no_wrap=True)
+    table.add_column("why some did not run", overflow="fold")
+    for name, counts in count_statuses(records).items():
+        mine = [record for record in records if label(record) == name]
+        wrong = sum(counts[status] for status in STATUSES[1:5])
+        reasons = Counter(record.reason for record in mine if isinstance(record, Unsupported))
+        told = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in reasons.most_common(3))
+        figures = (_count(counts["ok"], "green"), _count(wrong, "red"), _count(counts["unsupported"], "dim"))
+        table.add_row(escape(shortened(name)), *figures, _worst(mine), escape(shortened(told)))
+    return table
+
+
+def _count(number: int, style: str) -> str:
+    return f"[{style}]{number}[/{style}]" if number else DASH
+
+
+def _worst(records: Iterable[Record]) -> str:
+    """Return the largest share of the error allowed in any verified cell."""
+    shares = []
+    for record in records:
+        if isinstance(record, Ok):
+            e = record.errors
+            pairs = ((e.forward, e.forward_allowed), (e.backward, e.backward_allowed))
+            shares += [error / allowed for error, allowed in pairs if error is not None and allowed]
+    return units.percent(max(shares)) if shares else DASH
+
+
+def _explain(console: Console, record: Record) -> None:
+    errors: Any = record.errors
+    if errors is not None:
+        pairs = {
+            "forward": (errors.forward, errors.forward_allowed),
+            "gradients": (errors.backward, errors.backward_allowed),
+        }
+        for part, (error, allowed) in pairs.items():
+            if error is not None:
+                console.print(
+                    f"      {part}: error {units.error(error)}, allowed {units.error(allowed)}", highlight=False
+                )
+    for line in () if isinstance(record, Ok) else detail_lines(record.detail):
+        console.print(f"      {escape(line)}", highlight=False)
+
+
+def verification_verdict(records: Iterable[Record]) -> str:
+    """Return the closing sentence of a verification."""
+    counts = count_statuses(records)
+    tried = {name: found for name, found in counts.items() if sum(found.values()) > found["unsupported"]}
+    bad = [name for name, found in tried.items() if sum(found[status] for status in STATUSES[1:4])]
+    checked = sum(found["ok"] for found in counts.values())
+    noun = "configuration" if any(name.endswith("]") for name in tried) else "implementation"
+    if bad:
+        are = "is" if len(bad) == 1 else "are"
+        return f"{len(bad)} of {counted(len(tried), noun)} {are} broken: {', '.join(bad)}."
+    if not checked:
+        return "Nothing could be verified: no implementation runs these workloads here. See `attnbench doctor`."
+    cells = counted(checked, "cell")
+    if len(tried) == 1:
+        return f"{next(iter(tried))} is right on everything it claims ({cells})."
+    return f"All {len(tried)} {noun}s that run here are right on everything they claim ({cells})."

@@ -1,0 +1,370 @@
+"""Advice along the length of a track: which implementation from which length on, when fused attention pays, and up to
+which length a GPU waits for its host.
+
+Who is fastest at a length, and whether two differ there, comes from the standings.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+
+from attnbench.measuring.rates import CallTime, call_time, told_host_limit
+from attnbench.results.advice import Figure, Recommendation, listed, ratio_figure, tokens
+from attnbench.results.families import Family, Track, length
+from attnbench.results.growth import stores_scores
+from attnbench.results.ratios import RANK_LEVEL, SEED, LogRatio, Ratio, log_ratio, paired_ratio
+from attnbench.results.records import exact, is_timed, label
+from attnbench.results.sentences import format_ratio, too_wide
+from attnbench.results.standings import Standing
+from attnbench.results.tally import Tally
+from attnbench.spec import Ok, Record
+
+Names = Mapping[str, Sequence[Record]]
+"""Name of the implementation -> its records along a track."""
+NARROW = 2.0
+"""Largest ratio of two measured lengths between which a crossover may be interpolated."""
+FUSED, PLAIN = "fused attention (flash)", "plain attention"
+NO_DIFFERENCE = "no certain difference"
+MOST_SHAPES = 6
+"""Most shapes that a sentence names; more are counted."""
+MOST_PARTS = 3
+"""Most parts of a track with a leader each: more changes of the lead are no rule to follow."""
+CAPTURE = "capture a CUDA graph"
+LAUNCH_ADVICE = {"jax": "put the whole step under one jax.jit, so that XLA can launch it as a CUDA graph"}
+"""Framework -> what to do if calls are launch-bound; for any other it is `CAPTURE`."""
+
+
+class Crossover(Struct, frozen=True, kw_only=True):
+    """Lengths at which a and b change places."""
+
+    kind: Literal["always", "never", "from", "until", "same", "mixed"]
+    """Measured lengths at which a is faster than b: all that differ, none, those from a length on, those up to one, no
+    difference anywhere, or to and fro."""
+    length: float | None = None
+    """Length at which both take as long, interpolated in logarithms, for `from` and `until`; `point` is the one to
+    print."""
+    interval: tuple[float, float] | None = None
+    """Nearest measured lengths around the 95 % interval: between two measured lengths anything may happen."""
+    lengths: tuple[int, ...]
+    """Lengths at which both were timed."""
+    ratios: tuple[Ratio, ...]
+    """Time of b / time of a at each length."""
+    signs: tuple[int, ...]
+    """Sign at each length: +1 if a is significantly faster, -1 if b is, 0 if the ranking calls them tied."""
+
+    @property
+    def point(self) -> float | None:
+        """Length of the crossover, if the measured lengths around it are near enough to interpolate."""
+        if self.length is None or self.interval is None or self.interval[1] > NARROW * self.interval[0]:
+            return None
+        return self.length
+
+
+def crossover(a_records: Sequence[Record], b_records: Sequence[Record]) -> Crossover | None:
+    """Return where two implementations change places along one track; None if no length has both."""
+    ours, theirs = ({length(r.workload): r for r in records if is_timed(r)} for records in (a_records, b_records))
+    lengths = sorted(ours.keys() & theirs.keys())
+    if not lengths:
+        return None
+    logs = [log_ratio(ours[n], theirs[n], SEED + index) for index, n in enumerate(lengths)]
+    signs = tuple(paired_ratio(ours[n], theirs[n], RANK_LEVEL).sign for n in lengths)
+    found = {"lengths": tuple(lengths), "ratios": tuple(one.ratio() for one in logs), "signs": signs}
+    certain = [index for index, one in enumerate(signs) if one]
+    turns = [(i, j) for i, j in pairwise(certain) if signs[i] != signs[j]]
+    if not certain:
+        return Crossover(kind="same", **found)
+    if not turns:
+        return Crossover(kind="always" if signs[certain[0]] > 0 else "never", **found)
+    if len(turns) > 1:
+        return Crossover(kind="mixed", **found)
+    first, last = turns[0]
+    where, interval = _place(lengths[first : last + 1], logs[first : last + 1], signs[last])
+    return Crossover(kind="from" if signs[last] > 0 else "until", length=where, interval=interval, **found)
+
+
+def _place(lengths: Sequence[int], logs: Sequence[LogRatio], side: int) -> tuple[float, tuple[float, float]]:
+    """Return where the ratio passes 1 between two lengths of opposite sign, and the measured lengths around it."""
+    x = np.log(lengths)
+    points = side * np.array([[one.point] for one in logs])
+    draws = side * np.stack([one.draws for one in logs])
+    where = float(np.exp(_last_zero(x, points)[0]))
+    low, high = (float(np.exp(edge)) for edge in np.quantile(_last_zero(x, draws), [0.025, 0.975]))
+    below = max(0, bisect_right(lengths, min(low, where)) - 1)
+    above = min(len(lengths) - 1, bisect_left(lengths, max(high, where)))
+    if below == above:
+        below, above = max(0, below - 1), min(len(lengths) - 1, above + 1)
+    return where, (float(lengths[below]), float(lengths[above]))
+
+
+def _last_zero(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return per column where the line through the points last rises above 0; the first or last x if it never does."""
+    rises = (values[:-1] <= 0) & (values[1:] > 0)
+    index = len(rises) - 1 - np.argmax(rises[::-1], axis=0)
+    columns = np.arange(values.shape[1])
+    before, after = values[index, columns], values[index + 1, columns]
+    share = np.where(after > before, -before / np.where(after > before, after - before, 1), 0.0)
+    inside = x[index] + share * (x[index + 1] - x[index])
+    return np.where(rises.any(axis=0), inside, np.where(values[0] > 0, x[0], x[-1]))
+
+
+def _standings(names: Names, tally: Tally) -> dict[int, Standing]:
+    """Return length -> standing of each length of a track that was timed, shortest first; `tally` is the family's."""
+    places = {length(record.workload): record.workload.id for records in names.values() for record in exact(records)}
+    return {n: tally.standings[places[n]] for n in sorted(places)}
+
+
+def _first(standing: Standing, keep: Callable[[Ok], bool]) -> Ok | None:
+    """Return the first ranked record that is wanted, by the order of the standing and the plainest name of a kernel."""
+    ranked = (standing.ranked[row.implementation] for kernel in standing.kernels for row in kernel)
+    return next(filter(keep, ranked), None)
+
+
+class Part(Struct, frozen=True):
+    """Neighbouring lengths that one implementation leads."""
+
+    name: str
+    lengths: tuple[int, ...]
+
+
+def threshold_of(track: Track, names: Names, tally: Tally) -> Recommendation | None:
+    """Return from which length to use which implementation; None if the lead never changes, or too often."""
+    parts = _parts({n: set(standing.unbeaten) for n, standing in _standings(names, tally).items()})
+    if not 2 <= len(parts) <= MOST_PARTS:
+        return None
+    text, figures = [f"use {parts[0].name} up to {parts[0].lengths[-1]:,} tokens"], []
+    for below, above in pairwise(parts):
+        figure = boundary(names, below, above)
+        figures.append(figure)
+        text.append(_from_words(figure, below, above))
+    waiting = ""
+    for part in parts:
+        mine = (one for one in exact(names[part.name]) if length(one.workload) in part.lengths)
+        told = told_host_limit(mine)
+        waiting += f"; {part.name} is {told}" if told else ""
+    family = track.family
+    return Recommendation(
+        kind="threshold",
+        family=family.title,
+        device=family.device,
+        text=f"{family.title}, {track.title}: {', '.join(text)}{waiting}.",
+        workloads=tuple(dict.fromkeys(record.workload.id for one in names.values() for record in exact(one))),
+        figures=tuple(figures),
+    )
+
+
+def _parts(leaders: Mapping[int, set[str]]) -> list[Part]:
+    """Return the fewest parts of a track, each of which one implementation leads from end to end, ties included."""
+    parts: list[Part] = []
+    left = list(leaders)
+    while left:
+        reaches = {
+            name: next((i for i, n in enumerate(left) if name not in leaders[n]), len(left))
+            for name in sorted(leaders[left[0]])
+        }
+        name = max(reaches, key=lambda one: reaches[one])
+        parts.append(Part(name, tuple(left[: reaches[name]])))
+        left = left[reaches[name] :]
+    return parts
+
+
+def boundary(names: Names, below: Part, above: Part) -> Figure:
+    """Return the length at which the leaders of two parts take as long: between two measured lengths, or at the first
+    length of the upper part."""
+    name = f"{above.name} instead of {below.name} from"
+    found = crossover(exact(names[above.name]), exact(names[below.name]))
+    if found is None or found.kind != "from" or found.length is None or found.interval is None:
+        return Figure(name=name, value=above.lengths[0], unit="tokens")
+    low, high = found.interval
+    return Figure(name=name, value=found.point or high, low=low, high=high, unit="tokens")
+
+
+def _from_words(figure: Figure, below: Part, above: Part) -> str:
+    if figure.low is None or figure.high is None:
+        return f"{above.name} from {above.lengths[0]:,} (nothing was measured after {below.lengths[-1]:,})"
+    if figure.value == figure.high:
+        return f"{above.name} from somewhere between {figure.low:,.0f} and {figure.high:,.0f}"
+    return f"{above.name} from about {tokens(figure.value)} ({figure.low:,.0f}-{figure.high:,.0f})"
+
+
+class Place(Struct, frozen=True):
+    """A shape, and the time of the best plain implementation over that of the best fused one."""
+
+    shape: str
+    length: int
+    gain: Ratio
+    certain: bool
+    """Whether one of the two is significantly faster."""
+    fused: str
+    plain: str
+
+
+class Turn(Struct, frozen=True):
+    """The first of both sides at each length of a track, and where they change places."""
+
+    fused: dict[int, Ok]
+    plain: dict[int, Ok]
+    crossover: Crossover
+
+
+def flash_of(family: Family, tracks: Mapping[Track, Names], tally: Tally) -> Recommendation | None:
+    """Return from which length fused attention pays, in one sentence for all batches of a family; None if fused and
+    plain implementations were not both timed at two lengths."""
+    turns = {track: turn for track, names in tracks.items() if (turn := _turn(_standings(names, tally))) is not None}
+    places = [
+        Place(
+            f"{track.batch} x {n}" if track.q_len is None else f"{track.batch} x {track.q_len} x {n}",
+            n,
+            ratio,
+            bool(side),
+            label(turn.fused[n]),
+            label(turn.plain[n]),
+        )
+        for track, turn in turns.items()
+        for n, ratio, side in zip(turn.crossover.lengths, turn.crossover.ratios, turn.crossover.signs)
+    ]
+    if len({place.length for place in places}) < 2:
+        return None
+    kinds = {turn.crossover.kind for turn in turns.values()}
+    if len(kinds) == 1 and kinds <= {"always", "never"}:
+        told = _one_sided(places, "always" in kinds, len(turns) == 1)
+    else:
+        subjects = [FUSED, *["it"] * (len(turns) - 1)]
+        sides = zip(turns.items(), subjects)
+        told = "; ".join(f"with {track.title}, {who} {_pays(turn.crossover)}" for (track, turn), who in sides)
+    figures = [ratio_figure(f"time of {at.plain} / {at.fused} at {at.shape}", at.gain) for at in places]
+    for track, turn in turns.items():
+        if turn.crossover.interval is not None:
+            low, high = turn.crossover.interval
+            name = f"{FUSED} as fast as {PLAIN}, {track.title}"
+            figures.append(Figure(name=name, value=turn.crossover.point or high, low=low, high=high, unit="tokens"))
+    timed = [record for track in turns for records in tracks[track].values() for record in exact(records)]
+    return Recommendation(
+        kind="flash",
+        family=family.title,
+        device=family.device,
+        text=f"{family.title}: {told}.",
+        workloads=tuple(dict.fromkeys(record.workload.id for record in timed)),
+        figures=tuple(figures),
+    )
+
+
+def _turn(standings: Mapping[int, Standing]) -> Turn | None:
+    fused = {n: one for n, at in standings.items() if (one := _first(at, lambda r: not stores_scores(r))) is not None}
+    plain = {n: one for n, at in standings.items() if (one := _first(at, stores_scores)) is not None}
+    found = crossover(list(fused.values()), list(plain.values()))
+    return None if found is None else Turn(fused, plain, found)
+
+
+def _one_sided(places: Sequence[Place], fused_leads: bool, one_track: bool) -> str:
+    """Return words for one side that leads wherever the two differ: where that is, by how much, and where not."""
+    leader, other = (FUSED, PLAIN) if fused_leads else (PLAIN, FUSED)
+    certain, close = ([at for at in places if at.certain is side] for side in (True, False))
+    shortest, longest = (end(at.length for at in places) for end in (min, max))
+    where = _named(certain, one_track) if close else f"every length measured, {shortest:,} to {longest:,} tokens"
+    told = f"use {leader} instead of {other} at {where}: {_gains(certain, fused_leads)}"
+    return f"{told}; {NO_DIFFERENCE} at {_named(close, one_track)}" if close else told
+
+
+def _named(places: Sequence[Place], one_track: bool) -> str:
+    """Return places by their lengths, or of several batches by their shapes."""
+    if one_track:
+        return _tokens([at.length for at in places])
+    return listed([at.shape for at in places]) if len(places) <= MOST_SHAPES else f"{len(places)} shapes"
+
+
+def _gains(certain: Sequence[Place], fused_leads: bool) -> str:
+    """Return the least and the most gain, of those that have a figure."""
+    known = [at for at in certain if not too_wide(at.gain)]
+    if not known:
+        return "how much faster cannot be told, times vary too much"
+    ordered = sorted(known, key=lambda at: at.gain.value if fused_leads else 1 / at.gain.value)
+    told = []
+    for at in [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered:
+        names = (at.fused, at.plain) if fused_leads else (at.plain, at.fused)
+        ratio = at.gain if fused_leads else at.gain.inverse
+        told.append(f"{format_ratio(ratio)} as fast at {at.shape} ({' against '.join(names)})")
+    return " to ".join(told)
+
+
+def _pays(found: Crossover) -> str:
+    """Return words for the lengths of one track at which fused attention pays."""
+    if found.interval is not None:
+        low, high = (f"{edge:,.0f}" for edge in found.interval)
+        word = "pays from" if found.kind == "from" else "pays only up to"
+        if found.point is None:
+            return f"{word} somewhere between {low} and {high} tokens"
+        return f"{word} about {tokens(found.point)} tokens ({low}-{high})"
+    certain, close = ([n for n, one in zip(found.lengths, found.signs) if bool(one) is side] for side in (True, False))
+    if not certain:
+        return f"makes {NO_DIFFERENCE} at {_tokens(close)}"
+    words = {"always": "pays", "never": "does not pay"}
+    told = f"{words.get(found.kind, 'pays now and then')} at {_tokens(certain)}"
+    return f"{told}, {NO_DIFFERENCE} at {_tokens(close)}" if close else told
+
+
+def _tokens(lengths: Sequence[int]) -> str:
+    return f"{listed([f'{n:,}' for n in lengths])} tokens"
+
+
+class Wait(Struct, frozen=True):
+    """Time of the kernels and of the whole call, of the first implementation at one length."""
+
+    length: int
+    record: Ok
+    call: CallTime
+
+
+def launch_bound_of(family: Family, tracks: Mapping[Track, Names], tally: Tally) -> Recommendation | None:
+    """Return up to which lengths the device waits for the host, in one sentence for all batches of a family; None if
+    both clocks were read nowhere, or nothing waits."""
+    told, figures, seen = [], [], []
+    for track, names in tracks.items():
+        waits = list(_waits(_standings(names, tally)))
+        bound = [wait for wait in waits if wait.call.bound]
+        if not bound:
+            continue
+        longest = bound[-1]
+        lengths = [f"{wait.length:,}" for wait in bound]
+        every_shorter = len(bound) > 1 and bound == waits[: len(bound)]
+        reach = f"up to {lengths[-1]}" if every_shorter else f"at {listed(lengths)}"
+        call = longest.call
+        by = "" if call.clock == "wall" else f" by {call.clock}"
+        times = f"{label(longest.record)}: {_time(call.kernel_ns)} of kernels in {_time(call.call_ns)}{by}"
+        beyond = next((f"; no longer at {wait.length:,}" for wait in waits if wait.length > longest.length), "")
+        told.append(f"{track.title} {reach} tokens ({times}{beyond})")
+        for name, value in (("kernel", call.kernel_ns), (call.clock, call.call_ns)):
+            figures.append(Figure(name=f"{name} time, {longest.record.cell.id}", value=value, unit="ns"))
+        seen += [wait.record.workload.id for wait in waits]
+    if not told:
+        return None
+    advice = LAUNCH_ADVICE.get(family.framework, CAPTURE)
+    return Recommendation(
+        kind="launch-bound",
+        family=family.title,
+        device=family.device,
+        text=f"{family.title}: launch-bound with {listed(told)}: {advice}.",
+        workloads=tuple(seen),
+        figures=tuple(figures),
+    )
+
+
+def _waits(standings: Mapping[int, Standing]) -> Iterator[Wait]:
+    """Yield length by length the first implementation whose kernels and whole call were both timed on a device."""
+    for n, standing in standings.items():
+        record = _first(standing, lambda one: _on_device(one) and call_time(one) is not None)
+        if record is not None and (call := call_time(record)) is not None:
+            yield Wait(n, record, call)
+
+
+def _on_device(record: Ok) -> bool:
+    return record.environment is not None and record.environment.device != "cpu"
+
+
+def _time(ns: float) -> str:
+    return f"{ns / 1e6:.3g} ms" if ns >= 1e6 else f"{ns / 1e3:.3g} us"
