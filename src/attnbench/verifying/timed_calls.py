@@ -191,7 +191,7 @@ class TimedChecks:
         self._on_host = device in ("cpu", "mps") or self._framework.compiles
         self._namespace: Any = np if self._on_host else self._framework.namespace(device)
         self._float64: Any = np.float64 if self._on_host else self._framework.dtype("float64")
-        """Where the truth is computed: in NumPy, or on the device."""
+        """Library that computes the truth: NumPy, or the framework on its device."""
         self._typical: dict[str, float] = {}
         self._keys_compared: set[bool] = set()
         """Whether gradients of K and V were compared with the reference, of the main program and of a part."""
