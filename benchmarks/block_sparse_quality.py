@@ -29,17 +29,19 @@ os.environ.update(isa_cap())  # before torch is imported
 
 import torch
 
-from attnbench.kernels.block_sparse.attend import attend
-from attnbench.kernels.block_sparse.gate import BlockGate, train_gate, true_mass
-from attnbench.kernels.block_sparse.select import (
+from attnbench.kernels.block_sparse.selection import (
     POOL,
+    BlockGate,
     Choice,
     block_mass,
     by_threshold,
     calibrated,
     choice,
     pooled,
+    train_gate,
+    true_mass,
 )
+from attnbench.kernels.block_sparse.torch_impls import attend
 
 MEASURED, CALIBRATION, TRAINING = range(3), range(10, 12), range(100, 116)
 """Seeds of the draws."""

@@ -129,7 +129,7 @@ def test_the_new_format_is_written(copy: Path):
     assert '"median_us"' in done.stdout
 
 
-@pytest.mark.parametrize("name", ["workloads/test_sinks.py", "results/test_medians.py"])
+@pytest.mark.parametrize("name", ["masks/test_sinks.py", "results/test_medians.py"])
 def test_the_tests_of_the_examples_pass(copy: Path, name: str):
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--override-ini=pythonpath=tests"]
     done = run(copy, "pytest", *options, f"--rootdir={copy}", f"tests/{name}", path=copy / "src")

@@ -82,7 +82,7 @@ def test_a_third_party_that_cannot_be_loaded_is_named(monkeypatch):
     monkeypatch.setattr(registry, "_entry_points", lambda: points)
     with pytest.raises(UsageError, match=r"torch.foo.*foo:FOO.*libfoo.so.1"):
         registry.get("torch.foo")
-    with pytest.raises(UsageError, match=r"torch.bar.*no Implementation of that name"):
+    with pytest.raises(UsageError, match=r"torch.bar.*is not an Implementation of that name"):
         registry.get("torch.bar")
 
 

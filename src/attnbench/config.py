@@ -22,8 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.reading import read_toml
-from attnbench.workloads.suite_file import line_of
+from attnbench.reading import line_of, read_toml
 
 PREFIX = "ATTNBENCH_"
 FILE_RELATIVE = ("runs_dir", "baselines_dir", "thresholds", "policy")

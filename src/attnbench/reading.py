@@ -127,6 +127,17 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     return table, text
 
 
+def line_of(text: str, key: str, after: int = 0) -> int | None:
+    """Return the number of the first line after line `after` that sets the key."""
+    return next((number for number in lines_of(text, key) if number > after), None)
+
+
+def lines_of(text: str, key: str) -> Iterator[int]:
+    """Return the numbers of the lines that set the key or open a table of that name."""
+    pattern = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*[=.]|^\s*\[+\s*{re.escape(key)}\s*\]+""")
+    return (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
+
+
 def _check_keys(path: Path, text: str) -> None:
     """Refuse dotted keys of very many parts, on which Python's parser spends the square of their number."""
     bare = _TOML_TEXT.sub(lambda found: "s" + "\n" * found[0].count("\n"), text)

@@ -9,7 +9,7 @@ import pytest
 
 import attnbench as ab
 from attnbench import registry
-from attnbench.dispatch import order
+from attnbench.dispatch import demand, order
 from attnbench.dispatch.choice import decide
 from attnbench.dispatch.demand import Demand
 from attnbench.errors import PolicyWarning, Unsupported
@@ -34,6 +34,12 @@ def torch_of(chip: str) -> Environment:
     return Environment(device="cuda", device_name=chip, framework="torch", capability=CHIPS[chip], packages=packages)
 
 
+def every_device_is(monkeypatch, environment):
+    """Let every device be the one of an environment."""
+    for module in (demand, order):
+        monkeypatch.setattr(module, "environment_of", lambda framework, device: environment)
+
+
 @pytest.fixture(params=CHIPS)
 def chip(request, monkeypatch) -> str:
     on(monkeypatch, request.param)
@@ -42,7 +48,7 @@ def chip(request, monkeypatch) -> str:
 
 def on(monkeypatch, chip: str) -> None:
     """The process as if it ran there, with Triton installed and no policy but the packaged ones' absence."""
-    monkeypatch.setattr(order, "environment_of", lambda framework, device: torch_of(chip))
+    every_device_is(monkeypatch, torch_of(chip))
     monkeypatch.setattr(torch_compile, "needs_package", lambda *_: None)
 
 
@@ -114,7 +120,7 @@ def torch_choice_on(chip: str, workload: ab.Workload):
 }.items())  # fmt: skip
 def test_generations_of_flash_attention(monkeypatch, name, chips):
     monkeypatch.setattr(torch_flash.conditions, "needs_package", lambda *_: None)
-    monkeypatch.setattr(torch_flash.fa3, "module_name", lambda: "fa3")
+    monkeypatch.setattr(torch_flash, "fa3_module", lambda: "fa3")
     able = [chip for chip in CHIPS if registry.get(name).available(torch_of(chip)) is None]
     assert tuple(able) == chips
 
@@ -122,7 +128,7 @@ def test_generations_of_flash_attention(monkeypatch, name, chips):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_apples_gpu_takes_torchs_own_pick(monkeypatch, dtype):
     apple = Environment(device="mps", device_name="Apple M3", framework="torch")
-    monkeypatch.setattr(order, "environment_of", lambda framework, device: apple)
+    every_device_is(monkeypatch, apple)
     found = decide("auto", Demand(shape(dtype=dtype, mask=CAUSAL), "torch", "mps"))
     assert found.pick is not None
     assert found.pick.name == "torch.sdpa"
@@ -175,7 +181,7 @@ class TestNoCompilationForOneCall:
             device="cuda", device_name="NVIDIA H200", framework="torch", capability=(9, 0),
             packages={"torch": "2.11.0+cu130", "triton": "3.6.0"},
         )  # fmt: skip
-        monkeypatch.setattr(order, "environment_of", lambda framework, device: here)
+        every_device_is(monkeypatch, here)
         monkeypatch.setattr(torch_compile, "needs_package", lambda *_: None)
         assert stack.packaged()
         name = picked(shape(**{"head_dim": 256, "dtype": "bfloat16", **fields}))

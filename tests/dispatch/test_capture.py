@@ -393,7 +393,7 @@ class TestCheckpointed:
         calls = self.run(region, early_stop=False)
         assert ids(calls) == {"b2-t6-h4-d8-full-float32-train": 1}
         assert calls.seconds < 0.2
-        assert "could not be told from what it recomputes" in calls.captured[0].note
+        assert "could not be separated from the recomputation" in calls.captured[0].note
 
     def test_within_another(self):
         from torch.utils.checkpoint import checkpoint

@@ -233,7 +233,7 @@ class TestRefused:
             attention_fn(X[..., None, :], X[..., None, :], X[..., None, :], precision=fields)
 
     def test_a_precision_that_is_none(self):
-        with pytest.raises(UsageError, match="'exact' is no precision of JAX"):
+        with pytest.raises(UsageError, match="'exact' is not a precision of JAX"):
             attention_fn(X[..., None, :], X[..., None, :], X[..., None, :], precision="exact")
 
     def test_an_implementation_that_cannot(self):

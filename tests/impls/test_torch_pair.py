@@ -308,7 +308,7 @@ def test_a_run_takes_every_pair_of_what_is_here():
     assert [one.cell.config for one in train] == [*ON_CPU, {}]
     assert all(one.reason is None for one in train)
     refused = [one for one in planned if one.cell.workload == forward and one.cell.implementation == "torch.pair"]
-    assert [(one.cell.config, one.reason.partition(":")[0]) for one in refused] == [({}, "is for training")]
+    assert [(one.cell.config, one.reason.partition(":")[0]) for one in refused] == [({}, "is for training only")]
 
 
 GPU_PAIRS = [

@@ -20,7 +20,7 @@ from attnbench.impls.torch import eager as torch_eager
 from attnbench.impls.torch import flex as torch_flex
 from attnbench.impls.torch import sdpa as torch_sdpa
 from attnbench.kernels.block_sparse import cpu
-from attnbench.kernels.block_sparse.gathered import BLOCK_SPARSE
+from attnbench.kernels.block_sparse.torch_impls import BLOCK_SPARSE
 
 CPU = Environment(device="cpu", device_name="test")
 ALLOWED = {"float64": 2e-7, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}

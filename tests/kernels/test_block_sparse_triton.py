@@ -21,8 +21,8 @@ pytestmark = pytest.mark.torch
 
 from block_sparse_cases import CASES, check, draw, workload
 
-from attnbench.kernels.block_sparse.fused import BLOCK_SPARSE_TRITON
 from attnbench.kernels.block_sparse.tiles import candidates, read_config, read_tile
+from attnbench.kernels.block_sparse.torch_impls import BLOCK_SPARSE_TRITON
 
 CPU = Environment(device="cpu", device_name="test")
 CUDA = Environment(device="cuda", device_name="test", capability=(9, 0))
@@ -161,14 +161,14 @@ def compiled_for_hopper(kernel, tile, **constants):
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 def test_the_default_kernels_compile_for_hopper():
     """Tensor-core instructions, asynchronous copies of tiles, and no more shared memory than an SM has."""
-    from attnbench.kernels.block_sparse import triton_backward, triton_forward
+    from attnbench.kernels.block_sparse import triton_kernels
 
     tiles, _ = read_config(large(128), {})
     forward = {"PARTIAL": False, "LATE": tiles["forward"].late}
     for kernel, name, constants in (
-        (triton_forward.block_sparse_forward, "forward", forward),
-        (triton_backward.block_sparse_query_gradient, "query", {"PARTIAL": True}),
-        (triton_backward.block_sparse_key_gradients, "key", {"PARTIAL": False, "ATOMIC": False}),
+        (triton_kernels.block_sparse_forward, "forward", forward),
+        (triton_kernels.block_sparse_query_gradient, "query", {"PARTIAL": True}),
+        (triton_kernels.block_sparse_key_gradients, "key", {"PARTIAL": False, "ATOMIC": False}),
     ):
         found = compiled_for_hopper(kernel, tiles[name], **constants)
         assert "wgmma.mma_async" in found.asm["ptx"]

@@ -10,8 +10,7 @@ from attnbench import masks, registry
 from attnbench.cli.selection import loadable_names
 from attnbench.cli.verify import FAMILY_SPREAD, SPREAD, Shape, _implementations, _workloads
 from attnbench.errors import Unsupported, UsageError
-from attnbench.kernels.dilated.conditions import problem_of
-from attnbench.kernels.dilated.pieces import Problem, computed_pairs, pieces
+from attnbench.kernels.dilated.pieces import Problem, computed_pairs, pieces, problem_of
 from attnbench.spec import Environment, Workload
 from attnbench.workloads import suites
 

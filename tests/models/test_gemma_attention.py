@@ -226,7 +226,7 @@ def test_mistakes_are_named():
     with pytest.raises(UnknownName, match=r"There is: auto, cudnn, tokamax, kvax, pallas, jax"):
         run(attention(EXPERTS, flash_attention_impl="triton"), params, xs, at, mask, None)
     for path in ({}, {"use_flash_attention": True}):
-        with pytest.raises(UsageError, match="by booleans who is seen, not by float32"):
+        with pytest.raises(UsageError, match="attention mask is boolean, not float32"):
             run(attention(EXPERTS, **path), params, xs, at, mask.array().astype("float32"), None)
     for wrong in ([None, None], xs[:1], [*xs, None]):
         with pytest.raises(UsageError, match="2 experts need a list of as many"):

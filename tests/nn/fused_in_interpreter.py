@@ -9,8 +9,7 @@ os.environ.update(isa_cap())  # before torch is first imported
 import torch
 
 from attnbench import masks
-from attnbench.kernels.dilated.pieces import Problem
-from attnbench.kernels.dilated.task import Task
+from attnbench.kernels.dilated.pieces import Problem, Task
 from attnbench.kernels.dilated.torch_function import dilated
 
 CASES = {

@@ -1,4 +1,4 @@
-"""What each rank does in test_ring_lengths.py: `torchrun --nproc-per-node N ring_length_ranks.py OUTPUT`.
+"""What each rank does in test_ring.py: `torchrun --nproc-per-node N ring_length_ranks.py OUTPUT`.
 
 Every rank draws the same whole arrays, takes its tokens, and compares its rows with the dense oracle's and with those
 of the module on one device.

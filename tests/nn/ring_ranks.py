@@ -16,7 +16,7 @@ from dilated_oracle import attention, detached, visible_counts
 
 from attnbench.errors import AttnBenchError, UsageError
 from attnbench.kernels.ring.function import ring_attention
-from attnbench.kernels.ring.layouts import positions
+from attnbench.kernels.ring.schedule import positions
 from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     MultiheadDilatedAttention,

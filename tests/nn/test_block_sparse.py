@@ -20,10 +20,9 @@ pytestmark = pytest.mark.torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnbench import nn
-from attnbench.kernels.block_sparse import select
-from attnbench.kernels.block_sparse.content import estimate
-from attnbench.kernels.block_sparse.gate import train_gate as train_heads_first
-from attnbench.kernels.block_sparse.gate import true_mass
+from attnbench.kernels.block_sparse import selection
+from attnbench.kernels.block_sparse.selection import estimate, true_mass
+from attnbench.kernels.block_sparse.selection import train_gate as train_heads_first
 from attnbench.nn import block_sparse
 from attnbench.nn.block_sparse import MOST_SIZES
 
@@ -67,13 +66,13 @@ def test_nothing_dropped_is_dense(pattern):
 
 def everything(w, block_size=SIZE, causal=False):
     mask = ab.masks.causal() if causal else ab.masks.full()
-    return select.choice(mask, w.mask_shape, block_size, torch.device("cpu"))
+    return selection.choice(mask, w.mask_shape, block_size, torch.device("cpu"))
 
 
 def test_by_threshold_keeps_the_fewest_that_reach_it():
     mass = torch.rand(2, 3, 5, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
     for threshold in (0.1, 0.5, 0.9):
-        kept = select.by_threshold(mass, threshold)
+        kept = selection.by_threshold(mass, threshold)
         held = (mass * kept).sum(-1)
         assert (held >= threshold - 1e-6).all()
         lightest = mass.masked_fill(~kept, 2.0).amin(-1)
@@ -109,7 +108,7 @@ def test_estimates_never_take_the_full_product():
 
 def recall_of(mass, chosen, truth, sparsity):
     """Attention mass in the kept blocks at a mean sparsity."""
-    kept = chosen.keeping(select.by_threshold(mass, select.calibrated(mass, chosen, sparsity))).kept
+    kept = chosen.keeping(selection.by_threshold(mass, selection.calibrated(mass, chosen, sparsity))).kept
     assert chosen.sparsity(kept) == pytest.approx(sparsity, abs=0.01)
     return float((truth * kept).sum(-1).mean())
 

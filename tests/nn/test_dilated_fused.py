@@ -13,9 +13,8 @@ import pytest
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.kernels.dilated.pieces import Problem, pieces
-from attnbench.kernels.dilated.strands import strands
-from attnbench.kernels.dilated.task import Task
+from attnbench.kernels.dilated.pieces import Problem, Task, pieces
+from attnbench.kernels.dilated.torch_fused import strands
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -23,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 import dilated_oracle as oracle
 
-from attnbench.kernels.dilated import torch_plan
+from attnbench.kernels.dilated import torch_engines
 from attnbench.kernels.dilated.torch_function import dilated
 from attnbench.kernels.dilated.torch_fused import is_fused
 from attnbench.nn import DilatedAttention, ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention
@@ -194,7 +193,7 @@ def test_a_captured_training_step_replays_with_new_inputs_after_its_plan_was_for
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    torch_plan._plan.cache_clear()
+    torch_engines._plan.cache_clear()
     gc.collect()
     torch.cuda.empty_cache()
     with torch.no_grad():

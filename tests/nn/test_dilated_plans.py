@@ -5,15 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from attnbench import masks
-from attnbench.kernels.dilated.pieces import Problem
-from attnbench.kernels.dilated.task import Task
+from attnbench.kernels.dilated.pieces import Problem, Task
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 import dilated_oracle as oracle
 
-from attnbench.kernels.dilated import torch_plan
+from attnbench.kernels.dilated import torch_engines
 from attnbench.nn import ImprovedDilatedAttention
 
 SEGMENTS, RATES = [4, 8], [1, 2]
@@ -36,12 +35,12 @@ def task(arrays, **options):
 
 
 def test_arrays_alike_share_a_plan_and_others_do_not(monkeypatch):
-    monkeypatch.setattr(torch_plan, "partial_of", lambda *_: (draw, draw))  # no kernel runs on the device "meta"
-    torch_plan._plan.cache_clear()
+    monkeypatch.setattr(torch_engines, "partial_of", lambda *_: (draw, draw))  # no kernel runs on the device "meta"
+    torch_engines._plan.cache_clear()
     arrays = draw(0, 2, 16, 8)
-    one = torch_plan.plan_of(task(arrays), *arrays)
-    assert torch_plan.plan_of(task(arrays), *draw(1, 2, 16, 8)) is one
-    assert torch_plan.plan_of(task(arrays), *(x.clone()[:, :, :] for x in arrays)) is one
+    one = torch_engines.plan_of(task(arrays), *arrays)
+    assert torch_engines.plan_of(task(arrays), *draw(1, 2, 16, 8)) is one
+    assert torch_engines.plan_of(task(arrays), *(x.clone()[:, :, :] for x in arrays)) is one
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays]
     others = [
         (task(arrays), draw(0, 2, 16, 4)),
@@ -53,8 +52,8 @@ def test_arrays_alike_share_a_plan_and_others_do_not(monkeypatch):
         (task(arrays, kernel="torch.eager"), arrays),
         (task(arrays)._replace(scale=0.25), arrays),
     ]
-    plans = [one, *(torch_plan.plan_of(*asked[:1], *asked[1]) for asked in others)]
-    torch_plan._plan.cache_clear()
+    plans = [one, *(torch_engines.plan_of(*asked[:1], *asked[1]) for asked in others)]
+    torch_engines._plan.cache_clear()
     assert len({id(plan) for plan in plans}) == len(plans)
 
 
@@ -96,7 +95,7 @@ def test_plans_are_forgotten_and_made_by_many_threads_at_once():
             assert_right(out.detach(), *arrays)
             assert all(x.grad.isfinite().all() for x in leaves)
             if turn == number:
-                torch_plan._plan.cache_clear()
+                torch_engines._plan.cache_clear()
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))

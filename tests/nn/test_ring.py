@@ -1,6 +1,12 @@
-"""Dilated attention over ranks: the plan pair by pair, one rank beside the plain module, three under torchrun."""
+"""Dilated attention over ranks: the plan pair by pair, one rank beside the plain module, several under torchrun."""
 
 from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +22,13 @@ from ranks_of_torchrun import told_by_ranks
 import attnbench as ab
 from attnbench import masks
 from attnbench.errors import InvalidWorkload, UsageError
-from attnbench.kernels.ring import layouts
-from attnbench.kernels.ring.dilated_plan import calls
+from attnbench.kernels.ring import schedule
+from attnbench.kernels.ring.dilated_work import calls
 from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
+    MultiheadDilatedAttention,
     RingDilatedAttention,
     RingMultiheadDilatedAttention,
 )
@@ -37,7 +44,7 @@ def problems(draw):
     sizes = draw(st.integers(1, 40)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     blocks = draw(st.none() | st.integers(1, 12))
     limit = draw(st.none() | st.integers(0, sizes[0]))
-    return branches, sizes, draw(st.sampled_from(layouts.LAYOUTS)), draw(st.booleans()), blocks, limit
+    return branches, sizes, draw(st.sampled_from(schedule.LAYOUTS)), draw(st.booleans()), blocks, limit
 
 
 @given(problems())
@@ -56,9 +63,9 @@ def test_all_ranks_together_compute_each_pair_as_often_as_it_meets(problem):
         want = want * kept.repeat(size, 1).repeat(size, 2)[:, :tokens, :tokens]
     want[:, :, tokens if limit is None else limit :] = 0
     found = np.zeros_like(want)
-    held = [layouts.runs(layout, tokens, world, rank) for rank in range(world)]
-    seen = held if limit is None else [layouts.before(runs, limit) for runs in held]
-    places = [layouts.positions(layout, tokens, world, rank) for rank in range(world)]
+    held = [schedule.runs(layout, tokens, world, rank) for rank in range(world)]
+    seen = held if limit is None else [schedule.before(runs, limit) for runs in held]
+    places = [schedule.positions(layout, tokens, world, rank) for rank in range(world)]
     for rank in range(world):
         for source in range(world):
             for call in calls(pattern, heads, held[rank], seen[source], causal, blocks):
@@ -207,3 +214,69 @@ def test_what_one_rank_refuses_all_refuse(told, what, of_rank_1):
 def test_ranks_that_disagree_are_told_on_what(told, what, name):
     for found in told:
         assert found["refused"][what] == f"ranks disagree on {name}: every rank gives the same."
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def told_of_lengths(request, tmp_path_factory):
+    return told_by_ranks("ring_length_ranks.py", request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("what", ["dilated", "detached", "block sparse", "dense"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_ranks_give_what_one_device_and_the_oracle_give(told_of_lengths, layout, what):
+    for rank, found in enumerate(told_of_lengths):
+        assert max(found[layout][what]) < 1e-13, f"rank {rank}: {found[layout][what]}"
+
+
+def test_lengths_that_differ_from_rank_to_rank_are_refused_by_all(told_of_lengths):
+    for found in told_of_lengths if len(told_of_lengths) > 1 else ():
+        assert found["unlike"] == "kv_lengths differ from rank to rank: every rank gives those of the whole sequence."
+
+
+def test_whatever_else_differs_from_rank_to_rank_is_refused_by_all(told_of_lengths):
+    for found in told_of_lengths if len(told_of_lengths) > 1 else ():
+        for name, answer in found["disagreements"]:
+            assert answer == f"ranks disagree on {name}: every rank gives the same."
+
+
+def test_multihead_with_lengths():
+    torch.manual_seed(1)
+    plain = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2], causal=True)
+    ring = RingMultiheadDilatedAttention(32, 4, [8, 16], [1, 2], causal=True)
+    ring.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 29, 32)
+    torch.testing.assert_close(ring(x, kv_lengths=[29, 9]), plain(x, kv_lengths=[29, 9]))
+
+
+@pytest.mark.parametrize(
+    "lengths, words",
+    [
+        ([5], "names 1 batch rows"),
+        ([5, 99], "lie in 0 ... 53"),
+        ([5, -1], "negative"),
+        ([5, 2.5], "whole numbers"),
+    ],
+)
+def test_impossible_lengths_are_refused(lengths, words):
+    with pytest.raises(UsageError, match=words):
+        RingDilatedAttention([8], [1])(*[torch.randn(2, 53, 4, 8)] * 3, kv_lengths=lengths)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "ring.md"
+
+
+def test_the_program_of_the_documentation_runs_under_torchrun(tmp_path):
+    text = PAGE.read_text()
+    (program,) = re.findall(r"```python\n(# ring\.py.*?)```", text, re.DOTALL)
+    (tmp_path / "ring.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "ring.py"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip() == "(2, 500, 8, 64) (2, 500, 8, 64) (2, 1000, 8, 64)"
+    assert f"prints `{done.stdout.strip()}`" in text
+    assert program.splitlines()[-1].startswith("dist.destroy_process_group()")

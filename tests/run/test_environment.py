@@ -95,8 +95,10 @@ def test_ceilings_are_kept_per_environment_and_dtype(cache):
 def test_a_broken_or_unwritable_cache_costs_a_measurement_and_nothing_else(cache):
     store_ceilings(HERE, "float32", Ceilings(1e12, 1e11))
     (file,) = cache.iterdir()
-    file.write_text('{"flops_per_s": "much"}')
-    assert load_ceilings(HERE, "float32") is None
+    zero, negative = (f'{{"flops_per_s": {n}, "bytes_per_s": {n}, "cache_bytes": 0}}' for n in (0, -1e12))
+    for text in ('{"flops_per_s": "much"}', zero, negative, "[" * 5000, "\N{SNOWMAN}"):
+        file.write_text(text)
+        assert load_ceilings(HERE, "float32") is None, text
     file.unlink()
     cache.rmdir()
     cache.write_text("a file where the folder should be")

@@ -15,6 +15,7 @@ from cli_process import wait_for
 
 from attnbench import masks, processes, registry
 from attnbench.comparing.compare import compare
+from attnbench.frameworks.numpy import _blas_counters
 from attnbench.run import protocol as p
 from attnbench.run.pool import Pool
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Workload
@@ -171,6 +172,33 @@ def test_another_affinity_is_refused(lab, kernel):
         },
     )
     assert seen.by_name["numpy.float32"].environment.cores == len(os.sched_getaffinity(0))
+
+
+def test_another_number_of_threads_of_numpy_is_refused(lab, kernel):
+    """As threadpoolctl sets it."""
+    counters = _blas_counters()
+    if not counters or counters[0]() < 2:
+        pytest.skip("this NumPy's BLAS has one thread, or does not tell")
+    sets = """
+        import ctypes
+        from attnbench.frameworks.numpy import _blas_counters
+        (count,) = _blas_counters()[:1]
+        path = next(l.split()[-1] for l in open("/proc/self/maps") if "blas" in l.split()[-1])
+        set_threads = getattr(ctypes.CDLL(path), count.__name__.replace("get_num", "set_num"))
+        """
+    seen = lab(
+        kernel("sets_blas", f"{textwrap.dedent(sets)}\nset_threads(1)"),
+        kernel("sets_blas_late", sets, "set_threads(1)"),
+        "numpy.float32",
+    )
+    judge(
+        seen,
+        {
+            "sets_blas": (Failed, r"threads of NumPy's BLAS from \(\d+,\) to \(1,\) while it was loaded: .* --threads"),
+            "sets_blas_late": (Failed, "threads of NumPy's BLAS from .* while it was built and checked"),
+            "numpy.float32": (Ok, ""),
+        },
+    )
 
 
 def test_user_functions_never_share_a_process(lab, kernel, importers):

@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,26 @@ def test_names_that_are_taken_get_a_number():
         ("<lambda>", "ok"),
         ("<lambda>-2", "incorrect"),
     ]
+
+
+class Deprecated:
+    """Warns whenever somebody asks what it is, as torch.distributed.reduce_op does."""
+
+    @property
+    def __class__(self):
+        warnings.warn("deprecated", FutureWarning, stacklevel=2)
+        return type(self)
+
+
+def test_what_warns_when_it_is_looked_at_travels_all_the_same():
+    old = Deprecated()
+
+    def mine(q, k, v):
+        return attend(q, k, v) if old else None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert from_object(mine, "numpy", set()) is not None
 
 
 def test_what_holds_a_lock_cannot_travel():

@@ -82,6 +82,25 @@ def test_four_rows_of_every_head_between_the_sampled_ones_are_found(bench, dtype
     assert "rows are wrong" in reason
 
 
+@pytest.mark.parametrize("factor", [1.01, 0.99])
+def test_one_head_among_four_that_is_off_by_a_percent_is_found_in_16_bits(bench, factor):
+    """Over all heads the error is too small to be seen."""
+
+    class OneHead(mutations.Mutant):
+        def build(self, workload, config):
+            def call(q, k, v):
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                return (out * torch.tensor([1, 1, factor, 1], dtype=out.dtype)[:, None, None]).transpose(1, 2)
+
+            return call
+
+    workload = Workload(batch=1, q_len=512, heads=4, head_dim=64, dtype="bfloat16", mask=masks.causal())
+    status, reason = bench.verdict(OneHead("one head", mutations.Kernel(workload)), workload)
+    assert status == "incorrect"
+    assert "out: as if in batch 0, head 2 scale were" in reason
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("softcap", [None, 5.0, 50.0, 100.0, 1000.0])
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 128])

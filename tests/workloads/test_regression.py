@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     "jax.cudnn", "jax.cudnn-split", "jax.flash-attn", "jax.kvax", "jax.tokamax-cudnn", "jax.tokamax-mosaic",
     "jax.tokamax-triton", "torch.block-sparse-triton", "torch.fa3", "torch.fa4", "torch.flash-attn",
-    "torch.flashinfer", "torch.ring-context-parallel", "torch.sageattention", "torch.sdpa-cudnn",
+    "torch.flashinfer", "torch.sageattention", "torch.sdpa-cudnn",
     "torch.sdpa-cudnn-split", "torch.sdpa-efficient", "torch.transformer-engine", "torch.xformers",
 }  # fmt: skip
 """What needs an accelerator: each says so itself."""

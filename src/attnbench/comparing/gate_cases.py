@@ -23,10 +23,9 @@ from msgspec.structs import replace
 from attnbench.comparing.statistics import CONTRADICTION
 from attnbench.comparison import ALPHA, FAILING, FLOOR, OPEN, Case, CaseStatus, Comparison, Control, Outcome
 from attnbench.errors import BrokenFile
-from attnbench.reading import convert, read_toml
+from attnbench.reading import convert, line_of, lines_of, read_toml
 from attnbench.results.ratios import LEAST_DIFFERENCE, Ratio, geometric_mean
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
-from attnbench.workloads.suite_file import line_of, lines_of
 
 Floors = Callable[[str, str], float]
 """Function of (implementation, workload id): share that a case must be slower by before it counts."""

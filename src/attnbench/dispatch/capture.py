@@ -50,10 +50,10 @@ from attnbench.spec import Workload
 from attnbench.workloads.suite_file import write_suite
 
 SEEN_ONCE = "traced, so counted once however often it runs"
-TRACED = "attention was traced, and what a compiler makes of it runs where we cannot time it"
+TRACED = "attention was traced, and the compiled code that computes it cannot be timed"
 RECOMPUTED = "made again in the backward pass (checkpointing), which is neither counted nor timed"
 IN_BACKWARD = "made in a backward pass, and counted as a call of its own"
-LEFT_OUT = "an operator of its backward pass could not be told from what it recomputes, and is not timed"
+LEFT_OUT = "an operator of its backward pass could not be separated from the recomputation, and is not timed"
 LESS = "without what the backward pass recomputes"
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import platform
+import re
 import time
 import tracemalloc
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,10 +20,20 @@ from typing import Any
 import numpy as np
 
 from attnbench.errors import UnknownName, Unsupported
-from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, WallClock, unseen
+from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Setting, WallClock, unseen
 from attnbench.frameworks.host_memory import host_memory, large_blocks
 from attnbench.masks import Namespace
+from attnbench.processes import mapped_files
 from attnbench.spec import Array, Call, Environment, Layout, Pass
+
+BLAS_COUNTERS = (
+    "scipy_openblas_get_num_threads64_",
+    "scipy_openblas_get_num_threads",
+    "openblas_get_num_threads64_",
+    "openblas_get_num_threads",
+    "MKL_Get_Max_Threads",
+)
+THREADS = "remove that call and pass --threads, which holds for all that are measured"
 
 
 def cpu_name() -> str:
@@ -52,6 +67,21 @@ def _openmp_threads() -> int:
     return int(first) if first.isdecimal() else 0
 
 
+@cache
+def _blas_counters() -> tuple[Callable[[], int], ...]:
+    """Return the functions that count the threads of the BLAS libraries in this process; none but on Linux."""
+    found: list[Callable[[], int]] = []
+    for path in mapped_files():
+        if not re.search(r"/[^/]*(openblas|mkl_rt)[^/]*\.so[^/]*$", path):
+            continue
+        with suppress(OSError):
+            library = ctypes.CDLL(path)
+            name = next((one for one in BLAS_COUNTERS if hasattr(library, one)), None)
+            if name is not None:
+                found.append(getattr(library, name))
+    return tuple(found)
+
+
 def versions(*names: str) -> dict[str, str]:
     """Return the versions of the distributions that are installed."""
     found = {}
@@ -82,6 +112,10 @@ class NumpyFramework(Framework):
             packages=versions("numpy"),
             **facts,
         )
+
+    def settings(self) -> Mapping[str, Setting]:
+        threads = tuple(count() for count in _blas_counters())
+        return {"threads of NumPy's BLAS": Setting(threads, refused=True, remedy=THREADS)}
 
     def namespace(self, device: str) -> Namespace:
         return np  # pyright: ignore[reportReturnType]

@@ -103,7 +103,7 @@ class Pairing(Implementation):
         if not workload.needs_gradients:
             return "is for training only: without a backward pass there is no second library"
         if has_large_bias(workload.visible_mask):
-            return "passes the LSE from one library to the other, and a bias so large leaves no precision in it"
+            return "passes the LSE from one library to the other, which would be rounded away beside such a large bias"
         forward, backward = self.names.values()
         if forward == backward != AUTO:
             return f"both passes are {forward}: ask for {forward} itself"

@@ -1,7 +1,7 @@
 """torch.chunked: exact attention over very long sequences on one device, chunk by chunk of queries and of keys.
 
-Only a chunk's accumulators and one tile's temporaries live beside inputs and outputs, whatever the length: results are
-merged in float32 by their LSE, dK and dV summed in float32. Tiles are computed by any kernel with a partial form.
+Besides inputs and outputs it needs the accumulators of one chunk and the temporaries of one tile, whatever the length:
+results are merged in float32 by their LSE, dK and dV summed in float32. Any kernel with a partial form computes tiles.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, Self
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_device
 from attnbench.impls.partial.torch_passes import merge_, nothing_yet
-from attnbench.kernels.ring.kernels import Kernels
-from attnbench.kernels.ring.layouts import Run
+from attnbench.kernels.ring.schedule import Run, Tile, block_tiles
 from attnbench.kernels.ring.settings import check_inner, needs_dense_mask, problem_of
-from attnbench.kernels.ring.tiles import Tile, block_tiles
+from attnbench.kernels.ring.work import Kernels
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 if TYPE_CHECKING:
     import torch
 
 LEAST_CHUNKS = 4
-"""Short sequences are cut too, so that what is verified small is what runs large."""
+"""Fewest chunks of a sequence: short sequences are cut too, so that what is verified small is what runs large."""
 
 
 class Chunked(Implementation):
@@ -75,7 +74,7 @@ class Plan:
         self.kernels = lru_cache(lambda device: Kernels(workload, str(config["inner"]), device))
 
     def chunks(self) -> Iterator[tuple[slice, list[Tile]]]:
-        """Rows of a query chunk, and its tiles with rows counted from the chunk's first."""
+        """Yield the rows of each query chunk, and its tiles with rows counted from the chunk's first row."""
         one = self._problem
         for row in range(0, one.q_len, self._chunk):
             queries, tiles = Run(row, min(self._chunk, one.q_len - row)), []
@@ -88,7 +87,7 @@ class Plan:
 
 @lru_cache(maxsize=1)
 def _operation() -> Any:
-    """`(q, k, v, plan) -> (out, lse)`; the LSE carries no gradient."""
+    """Return the operation `(q, k, v, plan) -> (out, lse)`; the LSE carries no gradient."""
     from attnbench.impls.partial.torch_autograd import Operation, once
 
     def keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:

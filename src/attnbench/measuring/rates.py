@@ -7,9 +7,10 @@ files too.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from attnbench.spec import Cost, Ok, Record, Throughput, Workload
 from attnbench.workloads.cost import demand
@@ -21,9 +22,9 @@ IMPLAUSIBLE = 1.10
 class Ceilings(Struct, frozen=True):
     """Rates that this device reached in a large matrix product and a large copy, measured here."""
 
-    flops_per_s: float
-    bytes_per_s: float
-    cache_bytes: int = 0
+    flops_per_s: Annotated[float, Meta(gt=0)]
+    bytes_per_s: Annotated[float, Meta(gt=0)]
+    cache_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of data that may be served from cache, for which the copy ceiling does not hold."""
 
 

@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
     def _grown(self, k: Array, v: Array, cache: Cache) -> Cache:
         if k.shape[1] != 1:
-            raise UsageError(f"a cache takes one new token at a time, not {k.shape[1]}.")
+            raise UsageError(f"a cache takes one new token, not {k.shape[1]}.")
         slot, k_cache, v_cache = cache
         k_cache, v_cache = (
             jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot[0], 0, 0))

@@ -20,12 +20,20 @@ import torch
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.impls._arguments import check_causal, check_scale, check_tensors, check_whole, dtype_name, number
-from attnbench.kernels.block_sparse import gate as heads_first
-from attnbench.kernels.block_sparse.attend import attend
-from attnbench.kernels.block_sparse.content import estimate
-from attnbench.kernels.block_sparse.gate import LEARNING_RATE, BlockGate
-from attnbench.kernels.block_sparse.select import POOL, Choice, by_threshold, calibrated, choice, within_budget
+from attnbench.kernels.block_sparse import selection as heads_first
+from attnbench.kernels.block_sparse.selection import (
+    LEARNING_RATE,
+    POOL,
+    BlockGate,
+    Choice,
+    by_threshold,
+    calibrated,
+    choice,
+    estimate,
+    within_budget,
+)
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
+from attnbench.kernels.block_sparse.torch_impls import attend
 from attnbench.masks import Mask, MaskShape, causal, full
 from attnbench.masks.block_patterns import BLOCK_SIZE, PATTERNS, check_sparsity, sparse_mask
 from attnbench.masks.cuts import block_layout

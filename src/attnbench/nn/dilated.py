@@ -19,8 +19,7 @@ from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls._arguments import check_causal, check_mix_grad, check_scale, check_tensors, workload_of
-from attnbench.kernels.dilated.conditions import problem_of
-from attnbench.kernels.dilated.task import Task
+from attnbench.kernels.dilated.pieces import Task, problem_of
 from attnbench.kernels.dilated.torch_function import dilated
 from attnbench.masks.base import whole_number
 from attnbench.tracing import outside_graphs

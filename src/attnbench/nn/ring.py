@@ -19,7 +19,7 @@ from attnbench.frameworks.torch.internals import under_autocast
 from attnbench.impls._arguments import check_tensors
 from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
 from attnbench.kernels.ring.function import check_kernel, key_lengths, ring_attention, shape_of
-from attnbench.kernels.ring.layouts import check_layout, positions
+from attnbench.kernels.ring.schedule import check_layout, positions
 from attnbench.masks import Blocks, MaskShape
 from attnbench.masks.block_patterns import BLOCK_SIZE, PATTERNS, block_pattern, check_sparsity
 from attnbench.nn.block_sparse import checked_seed

@@ -11,8 +11,8 @@ from msgspec import Struct, field
 
 from attnbench.masks import AnyMask, MaskShape
 from attnbench.masks.combine import Part
+from attnbench.masks.counting import pairs
 from attnbench.spec import DTYPE_BYTES, Pass, Workload
-from attnbench.workloads.cost import pairs
 
 REACH = 2.0
 """Largest distance, in octaves, at which a measured shape covers another: four times as many tokens."""

@@ -14,7 +14,7 @@ import msgspec
 
 from attnbench.errors import UsageError
 from attnbench.kernels.ring import pool
-from attnbench.kernels.ring.group_ranks import GroupRanks, started_by_torchrun
+from attnbench.kernels.ring.pool import GroupRanks, started_by_torchrun
 from attnbench.printable import printable_json
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.machine import isa_cap

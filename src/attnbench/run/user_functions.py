@@ -12,6 +12,7 @@ import os
 import site
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -105,6 +106,12 @@ def _pickle(what: Any) -> bytes | None:
     A worker that imported these modules instead would measure what their files hold, without later changes of this
     process.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated objects warn when they are merely looked at
+        return _pickle_quietly(what)
+
+
+def _pickle_quietly(what: Any) -> bytes | None:
     own, home = _own_modules(what), _module_of(what)
     registered: list[ModuleType] = []
     try:

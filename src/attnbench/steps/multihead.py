@@ -13,7 +13,7 @@ import numpy as np
 
 from attnbench import reference
 from attnbench.impls.conditions import first_reason, needs_no_softcap
-from attnbench.kernels.dilated.conditions import needs_dilated, problem_of
+from attnbench.kernels.dilated.pieces import needs_dilated, problem_of
 from attnbench.masks.cuts import split_blocks
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps import Outputs, Rounded, StepImplementation, StepKind, Values

@@ -242,12 +242,50 @@ def _require_estimate(
             errors.append(got.reshape(exact.shape) - exact)
             usual.append(plain - exact)
             slopes.append(slope[at])
-    mine, plain = estimate(errors, slopes), estimate(usual, slopes)
+    _require_near(f"{name}: as if {parameter} were", errors, usual, slopes, value, off)
+    if parameter == "scale":
+        _require_each_head(subject, name, errors, usual, slopes, value, off)
+
+
+def _require_each_head(
+    subject: Subject,
+    name: str,
+    errors: Sequence[np.ndarray],
+    usual: Sequence[np.ndarray],
+    slopes: Sequence[np.ndarray],
+    value: float,
+    off: float,
+) -> None:
+    """Estimate the scale of every sampled head: one wrong head among many moves the estimate over all of them little.
+
+    The arrays, [members, rows, width] or [rows, width], are those of each head on the first set, then on the next.
+    """
+    heads = subject.draws.sample.heads if name == "out" else subject.draws.gradient_heads
+    parts = [[x.reshape(-1, *x.shape[-2:]) for x in arrays] for arrays in (errors, usual, slopes)]
+    members = len(parts[0][0])
+    count = len(heads) * members
+    for n, (batch, index) in enumerate(heads) if count > 1 else ():
+        for member in range(members):
+            one = ([x[member] for x in arrays[n :: len(heads)]] for arrays in parts)
+            head = f"head {index * members + member}" if name in ("out", "dq") else f"key/value head {index}"
+            _require_near(f"{name}: as if in batch {batch}, {head} scale were", *one, value, off, TAIL / count)
+
+
+def _require_near(
+    what: str,
+    errors: Sequence[np.ndarray],
+    usual: Sequence[np.ndarray],
+    slopes: Sequence[np.ndarray],
+    value: float,
+    off: float,
+    tail: float = TAIL,
+) -> None:
+    mine, plain = estimate(errors, slopes, tail), estimate(usual, slopes, tail)
     limit = off + mine.uncertainty + PLAIN_FACTOR * abs(plain.value)
     if not abs(mine.value) <= limit:
         raise Wrong(
-            f"{name}: as if {parameter} were {value * (1 + mine.value):.5g}, not {value:.5g} (off by "
-            f"{100 * mine.value:.2g} %, {100 * limit:.2g} % allowed)"
+            f"{what} {value * (1 + mine.value):.5g}, not {value:.5g} (off by {100 * mine.value:.2g} %, "
+            f"{100 * limit:.2g} % allowed)"
         )
 
 
@@ -258,7 +296,7 @@ class Estimate(NamedTuple):
     uncertainty: float
 
 
-def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray]) -> Estimate:
+def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: float = TAIL) -> Estimate:
     """Return the multiple of the slopes [..., rows, width] that fits the errors best; (0, inf) without any slope.
 
     Errors within a row are not independent, since a rounded logit moves all of it; those of different rows are taken as
@@ -276,4 +314,4 @@ def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray]) -> Esti
         return Estimate(found, float("inf"))
     from scipy.special import stdtrit
 
-    return Estimate(found, float(-stdtrit(rows - 1, TAIL) * np.linalg.norm(rest) / size))
+    return Estimate(found, float(-stdtrit(rows - 1, tail) * np.linalg.norm(rest) / size))

@@ -8,19 +8,12 @@ Conventions (one multiply-add is 2 FLOPs; softmax, bias and masking are not coun
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from functools import wraps
-
-import msgspec
-import numpy as np
 from msgspec import Struct
 
-from attnbench.masks import AnyMask, MaskShape
+from attnbench.masks.counting import pairs, seen_keys
 from attnbench.spec import DTYPE_BYTES, Workload
 from attnbench.workloads.steps import STEPS
 
-MOST_COUNTS = 4096
 LOGIT_BYTES = 4
 """Bytes of a score or an LSE: float32 wherever they are stored."""
 
@@ -102,52 +95,3 @@ def flops_per_pair(workload: Workload) -> int:
     qk, pv = 2 * workload.head_dim, 2 * workload.value_dim
     forward, backward = qk + pv, 3 * qk + 2 * pv
     return {"forward": forward, "backward": backward, "train": forward + backward}[workload.pass_]
-
-
-def _remembered(count: Callable[[AnyMask, MaskShape], int]) -> Callable[[AnyMask, MaskShape], int]:
-    """Cache counts by a digest of the mask: a cache of large masks themselves would keep them in memory."""
-    known: dict[tuple[bytes, MaskShape], int] = {}
-
-    @wraps(count)
-    def run(mask: AnyMask, shape: MaskShape) -> int:
-        key = hashlib.sha256(msgspec.msgpack.encode(mask)).digest(), shape
-        found = known.get(key)
-        if found is None:
-            if len(known) >= MOST_COUNTS:
-                known.clear()
-            found = known[key] = count(mask, shape)
-        return found
-
-    return run
-
-
-@_remembered
-def pairs(mask: AnyMask, shape: MaskShape) -> int:
-    """Return the exact number of visible pairs, cached because a sweep asks for the same masks many times."""
-    return mask.pairs(shape)
-
-
-@_remembered
-def seen_keys(mask: AnyMask, shape: MaskShape) -> int:
-    """Return the number of (batch row, key) places that some query sees, so that they must be read.
-
-    Exact for masks made of intervals and key filters; dilated, blocks and dense parts are counted as visible.
-    """
-    seen = np.ones((1, shape.kv_len), bool)
-    for part in mask.split():
-        if (keys := part.key_filter(shape)) is not None:
-            seen = seen & keys
-        elif (interval := part.interval(shape)) is not None:
-            seen = seen & _covered(*interval, shape.kv_len)
-    return int(seen.sum()) * (shape.batch // len(seen))
-
-
-def _covered(low: np.ndarray, high: np.ndarray, kv_len: int) -> np.ndarray:
-    """Return [b or 1, kv] whether a key lies in some row's interval, by adding 1 at each start and -1 at each end."""
-    low, high = (np.clip(edge, 0, kv_len) for edge in np.broadcast_arrays(low, high))
-    high = np.maximum(low, high)
-    steps = np.zeros((len(low), kv_len + 1), np.int64)
-    rows = np.broadcast_to(np.arange(len(low))[:, None], low.shape)
-    np.add.at(steps, (rows, low), 1)
-    np.add.at(steps, (rows, high), -1)
-    return np.cumsum(steps, axis=1)[:, :kv_len] > 0

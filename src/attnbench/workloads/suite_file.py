@@ -20,7 +20,7 @@ from attnbench.drafts import write_texts
 from attnbench.errors import BrokenFile, InvalidWorkload, UnknownName, UsageError
 from attnbench.masks import MaskShape
 from attnbench.masks.text import MOST_DIGITS, mask_value, read_mask
-from attnbench.reading import read_toml
+from attnbench.reading import line_of, lines_of, read_toml
 from attnbench.spec import SAME, Workload
 from attnbench.workloads.steps import STEPS
 
@@ -56,17 +56,6 @@ def read_suite(path: Path) -> Suite:
             raise BrokenFile(path, _line_of_problem(text, number, entry, str(error)), str(error)) from error
     name, description = str(table.get("name", path.stem)), str(table.get("description", f"from {path}"))
     return Suite(name, description, tuple(workloads.values()))
-
-
-def line_of(text: str, key: str, after: int = 0) -> int | None:
-    """Return the number of the first line after line `after` that sets the key."""
-    return next((number for number in lines_of(text, key) if number > after), None)
-
-
-def lines_of(text: str, key: str) -> Iterator[int]:
-    """Return the numbers of the lines that set the key or open a table of that name."""
-    pattern = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*[=.]|^\s*\[+\s*{re.escape(key)}\s*\]+""")
-    return (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
 
 
 def _line_of_problem(text: str, number: int, entry: Mapping[str, Any], message: str) -> int | None:

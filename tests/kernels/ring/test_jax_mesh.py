@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnbench.kernels.ring.jax_slots import EMPTY, Slots
-from attnbench.kernels.ring.layouts import LAYOUTS, positions
+from attnbench.kernels.ring.jax_engine import EMPTY, Slots
+from attnbench.kernels.ring.schedule import LAYOUTS, positions
 
 pytestmark = pytest.mark.jax
 HERE = Path(__file__).parent

@@ -28,12 +28,12 @@ from attnbench.errors import UsageError
 from attnbench.frameworks import Inputs, Program
 from attnbench.frameworks.torch.programs import cpu_peak
 from attnbench.kernels.chunked import CHUNKED, Plan
-from attnbench.kernels.ring import apparatus
+from attnbench.kernels.ring import torch_ring
 from attnbench.kernels.ring.engine import Engine
 from attnbench.kernels.ring.function import ring_attention
 from attnbench.kernels.ring.schedule import Problem
 from attnbench.kernels.ring.settings import Settings
-from attnbench.kernels.ring.virtual import VirtualRing
+from attnbench.kernels.ring.torch_calls import VirtualRing
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -72,7 +72,7 @@ def test_a_chunk_of_nothing_is_refused():
 @pytest.fixture
 def one_accelerator(monkeypatch):
     """A CPU taken for a device that can host one rank only."""
-    monkeypatch.setattr(apparatus, "is_virtual", lambda device, world: True)
+    monkeypatch.setattr(torch_ring, "is_virtual", lambda device, world: True)
 
 
 def test_the_record_of_virtual_ranks_says_so(one_accelerator):
@@ -94,7 +94,7 @@ def test_memory_per_virtual_rank_falls_as_ranks_are_added(pass_):
     work = varied(q_len=512, batch=1)
     inputs = Inputs(*draws(work))
     rings = [VirtualRing(work, Settings.of({"world": world})) for world in (1, 2, 4)]
-    peaks = [max(ring.weigh(inputs, pass_, rank)[0].bytes for rank in range(ring.settings.world)) for ring in rings]
+    peaks = [max(one.peak_bytes for one in ring.inspect(inputs, pass_)) for ring in rings]
     assert peaks[0] > 1.2 * peaks[1] > 1.2 * 1.2 * peaks[2], peaks
 
 

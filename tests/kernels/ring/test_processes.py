@@ -15,7 +15,7 @@ from attnbench import masks
 from attnbench.errors import Unsupported as Unsupported_
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
-from attnbench.spec import Cell, Environment, Failed, Ok, Unsupported
+from attnbench.spec import Cell, Failed, Ok, Unsupported
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -32,10 +32,10 @@ from ring_cases import (
 
 from attnbench.kernels.ring import messages as m
 from attnbench.kernels.ring import pool
-from attnbench.kernels.ring.call import RingCall
-from attnbench.kernels.ring.launcher import RankFailed
+from attnbench.kernels.ring.pool import RankFailed
 from attnbench.kernels.ring.settings import Settings, problem_of
-from attnbench.kernels.ring.torch_own import CONTEXT_PARALLEL, TEMPLATED
+from attnbench.kernels.ring.torch_calls import RingCall
+from attnbench.kernels.ring.torch_own import TEMPLATED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -199,14 +199,7 @@ def test_the_ring_inside_torch_gives_the_same(case):
     require_the_numbers_of_one_device(call, work)
 
 
-def test_what_torch_has_of_context_parallelism_on_a_cpu():
-    """Refused in words that torch itself still uses; unequal shards are refused by the other one."""
-    reason = CONTEXT_PARALLEL.available(Environment(device="cpu", device_name="test"))
-    work = varied(q_len=64)
-    q, k, v, _ = draws(work)
-    with pytest.raises(Unsupported_, match="does not have a sharding strategy"):
-        RingCall(work, settings(), "context-parallel")(q, k, v)
-    assert "has no sharding strategy" in reason
+def test_the_ring_inside_torch_takes_equal_shards_only():
     with pytest.raises(Unsupported_, match="4 equal parts"):
         TEMPLATED.build(varied(q_len=66), {})
 

@@ -6,28 +6,36 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ring_model import idle_share
 
 from attnbench.errors import UsageError
-from attnbench.kernels.ring import layouts
-from attnbench.kernels.ring.layouts import Run
-from attnbench.kernels.ring.schedule import Problem, idle_share, pairs, schedule
-from attnbench.kernels.ring.tiles import block_tiles, causal_tiles
+from attnbench.kernels.ring.schedule import (
+    LAYOUTS,
+    Problem,
+    Run,
+    block_tiles,
+    causal_tiles,
+    pairs,
+    positions,
+    schedule,
+    sizes,
+)
 
-LAYOUTS = st.sampled_from(layouts.LAYOUTS)
+ANY_LAYOUT = st.sampled_from(LAYOUTS)
 
 
-@given(LAYOUTS, st.integers(0, 60), st.integers(1, 7))
+@given(ANY_LAYOUT, st.integers(0, 60), st.integers(1, 7))
 def test_every_token_has_one_place(layout, length, world):
-    order = layouts.order(layout, length, world)
+    order = np.concatenate([positions(layout, length, world, rank) for rank in range(world)])
     assert sorted(order) == list(range(length))
-    sizes = layouts.sizes(layout, length, world)
-    assert sum(sizes) == length
-    assert max(sizes) - min(sizes) <= (2 if layout == "zigzag" else 1)
+    held = sizes(layout, length, world)
+    assert sum(held) == length
+    assert max(held) - min(held) <= (2 if layout == "zigzag" else 1)
 
 
 def test_the_three_layouts():
     def held(layout):
-        return [list(layouts.positions(layout, 8, 2, rank)) for rank in range(2)]
+        return [list(positions(layout, 8, 2, rank)) for rank in range(2)]
 
     assert held("contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert held("zigzag") == [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -50,9 +58,9 @@ def computed(problem, limit=None):
     """How often each (query, key) pair is computed by all ranks over all steps."""
     count = np.zeros((problem.q_len, problem.kv_len), int)
     for rank in range(problem.world):
-        rows = layouts.positions(problem.layout, problem.q_len, problem.world, rank)
+        rows = positions(problem.layout, problem.q_len, problem.world, rank)
         for step in schedule(problem, rank, limit):
-            keys = layouts.positions(problem.layout, problem.kv_len, problem.world, step.source)
+            keys = positions(problem.layout, problem.kv_len, problem.world, step.source)
             for tile in step.tiles:
                 m, n = tile.shape
                 block = np.ix_(rows[tile.row : tile.row_end], keys[tile.key : tile.key_end])
@@ -60,7 +68,7 @@ def computed(problem, limit=None):
     return count
 
 
-@given(LAYOUTS, st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.booleans(), st.booleans())
+@given(ANY_LAYOUT, st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.booleans(), st.booleans())
 def test_the_ring_computes_each_visible_pair_once(layout, q_len, kv_len, world, causal, bottom_right):
     shift = kv_len - q_len if bottom_right else 0
     problem = Problem(q_len, kv_len, world, layout, causal, shift)
@@ -69,7 +77,7 @@ def test_the_ring_computes_each_visible_pair_once(layout, q_len, kv_len, world, 
     assert sum(pairs(problem)) == wanted.sum()
 
 
-@given(LAYOUTS, st.integers(1, 40), st.integers(1, 5), st.booleans(), st.integers(0, 40))
+@given(ANY_LAYOUT, st.integers(1, 40), st.integers(1, 5), st.booleans(), st.integers(0, 40))
 def test_keys_from_a_limit_on_are_hidden(layout, tokens, world, causal, limit):
     problem = Problem(tokens, tokens, world, layout, causal)
     wanted = np.tri(tokens, dtype=int) if causal else np.ones((tokens, tokens), int)
@@ -77,7 +85,7 @@ def test_keys_from_a_limit_on_are_hidden(layout, tokens, world, causal, limit):
     assert (computed(problem, limit) == wanted).all()
 
 
-@given(LAYOUTS, st.integers(1, 6))
+@given(ANY_LAYOUT, st.integers(1, 6))
 def test_each_rank_meets_each_once_and_receives_from_the_one_before(layout, world):
     problem = Problem(16, 16, world, layout, True)
     plans = [schedule(problem, rank) for rank in range(world)]
@@ -89,11 +97,11 @@ def test_each_rank_meets_each_once_and_receives_from_the_one_before(layout, worl
 
 
 def test_zigzag_and_striped_balance_what_contiguous_does_not():
-    shares = {layout: idle_share(Problem(4096, 4096, 4, layout, True)) for layout in layouts.LAYOUTS}
+    shares = {layout: idle_share(Problem(4096, 4096, 4, layout, True)) for layout in LAYOUTS}
     assert shares["contiguous"] > 0.3
     assert shares["zigzag"] < 0.01
     assert shares["striped"] < 0.01
-    spread = {layout: pairs(Problem(4096, 4096, 4, layout, True)) for layout in layouts.LAYOUTS}
+    spread = {layout: pairs(Problem(4096, 4096, 4, layout, True)) for layout in LAYOUTS}
     assert max(spread["zigzag"]) / min(spread["zigzag"]) < 1.001
     assert max(spread["contiguous"]) / min(spread["contiguous"]) > 4
 

@@ -1,1 +1,1 @@
-"""Block-sparse attention: tables of kept blocks, the CPU way and Triton kernels over them, and selection by content."""
+"""Block-sparse attention: only the blocks of queries by keys that a mask or a choice by content keeps are computed."""

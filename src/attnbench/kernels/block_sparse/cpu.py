@@ -14,37 +14,37 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_ELEMENTS = 1 << 22
-"""Gathered keys, or bias, held at once."""
+"""Most elements of gathered keys, or of bias, held at once."""
 
 
 class Chunk(NamedTuple):
     """Rows with equally many kept blocks."""
 
     queries: torch.Tensor
-    """[r] flat (batch, head, query block)."""
+    """Flat (batch, head, query block) of each row [r]."""
     keys: torch.Tensor
-    """[r, c] flat (batch, key/value head, key block)."""
+    """Flat (batch, key/value head, key block) of each row's blocks [r, c]."""
     partial: int
-    """How many of the last blocks may need masking in some row."""
+    """Number of last blocks that may need masking in some row."""
     bounds: torch.Tensor | None
-    """[r, 2, size] first and one-past-last key of each query; None when no block is partial."""
+    """First and one-past-last key of each query [r, 2, size]; None if no block is partial."""
     starts: torch.Tensor | None
-    """[r, partial] first key of each such block."""
+    """First key of each partial block [r, partial]."""
     dead: torch.Tensor | None
-    """[r, size] queries that see no key; None when all see one."""
+    """Mask of the queries that see no key [r, size]; None if every query sees a key."""
 
 
 class Plan(NamedTuple):
-    """What is made once for a mask."""
+    """Chunks of rows, made once for a mask."""
 
     size: int
     blocks: tuple[int, int]
-    """Query and key blocks."""
+    """Numbers of query and key blocks."""
     chunks: list[Chunk]
 
 
 def plan(tables: BlockTables, kv_heads: int, dim: int) -> Plan:
-    """Group the rows and cut the groups so that what is gathered stays small."""
+    """Group rows by their number of kept blocks, and cut the groups into chunks whose gathered keys stay small."""
     import torch
 
     batch, heads = tables.shape.batch, tables.shape.heads
@@ -86,7 +86,7 @@ def _chunk(tables: BlockTables, rows: torch.Tensor, keys: torch.Tensor, columns:
 
 
 def _visible(bounds: torch.Tensor, starts: torch.Tensor, size: int) -> torch.Tensor:
-    """[r, size, partial * size] which keys of the partial blocks each query sees."""
+    """Return which keys of the partial blocks each query sees: [r, size, partial * size]."""
     import torch
 
     keys = (starts[:, :, None] + torch.arange(size)).flatten(1)[:, None]
@@ -108,7 +108,7 @@ def _bias(chunk: Chunk, size: int, dtype: torch.dtype) -> torch.Tensor | None:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [b, h, t, d], k and v [b, g, s, d] -> out [b, h, t, d], lse [b, h, t] in the precision of the softmax."""
+    """Attend: q [b, h, t, d], k, v [b, g, s, d] -> out [b, h, t, d], lse [b, h, t] in the precision of the softmax."""
     import torch
 
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -131,7 +131,7 @@ def backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     plan: Plan, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients; `out` and `lse` may be those of a larger whole."""
+    """Return (dq, dk, dv); `out` and `lse` may be those of a larger whole."""
     import torch
 
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -157,7 +157,7 @@ def backward(
 
 
 def _cut(x: torch.Tensor, size: int, blocks: int) -> torch.Tensor:
-    """[b, h, tokens, d] -> [b * h * blocks, size, d], the last block filled up with zeros."""
+    """Cut [b, h, tokens, d] into [b * h * blocks, size, d], the last block filled up with zeros."""
     import torch
 
     missing = blocks * size - x.shape[2]
@@ -166,5 +166,5 @@ def _cut(x: torch.Tensor, size: int, blocks: int) -> torch.Tensor:
 
 
 def _joined(blocks: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
-    """The reverse of `_cut`, with the filling."""
+    """Join what `_cut` cut, without removing the zeros of the last block."""
     return blocks.reshape(*lead, -1, *blocks.shape[2:])

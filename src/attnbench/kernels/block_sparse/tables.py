@@ -1,4 +1,4 @@
-"""Which blocks each row (and each column) of blocks visits, as tensors on a device: what kernels walk along."""
+"""Tables of kept blocks as tensors on a device: the blocks that each row, and each column, of blocks visits."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ if TYPE_CHECKING:
 
 
 class BlockLists(NamedTuple):
-    """Kept blocks of every row, one row after another, int32; in a row those that need no masking come first."""
+    """Kept blocks of every row, one row after another, int32; in a row, blocks that need no masking come first."""
 
     begin: torch.Tensor
-    """[rows + 1] where a row's blocks begin."""
+    """Beginnings [rows + 1] of the rows' blocks."""
     wholes: torch.Tensor
-    """[rows] how many of them need no masking."""
+    """Numbers [rows] of blocks that need no masking."""
     columns: torch.Tensor
-    """[kept + 1] their columns; the last entry is padding, so that a kernel may read one ahead."""
+    """Columns [kept + 1] of the blocks; the last entry is padding, so that a kernel may read one entry ahead."""
 
 
 class BlockTables(NamedTuple):
-    """Everything about a block-sparse mask that a kernel needs. Batch and head axes are 1 where all are alike."""
+    """Everything about a block-sparse mask that a kernel needs. Batch and head axes are 1 if all of them agree."""
 
     block_size: int
     kept: torch.Tensor
-    """[b or 1, h or 1, q blocks, kv blocks]"""
+    """Kept blocks [b or 1, h or 1, q blocks, kv blocks]."""
     whole: torch.Tensor
+    """Kept blocks that need no masking, of the same shape."""
     low: torch.Tensor
-    """[b or 1, q_len] first visible key of a row where a block is not whole, int32."""
+    """First visible key [b or 1, q_len] of each row, for blocks that are not whole, int32."""
     high: torch.Tensor
-    """[b or 1, q_len] one past the last."""
+    """One past the last visible key [b or 1, q_len] of each row, int32."""
     shape: MaskShape
 
     @property
     def by_row(self) -> BlockLists:
-        """Rows are (batch, head, query block), flat, over the kept axes."""
+        """Lists of rows (batch, head, query block), flat, over the kept axes."""
         return _lists(self.kept, self.whole)
 
     @property
     def by_column(self) -> BlockLists:
-        """Rows are (batch, head, key block), flat, over the kept axes."""
+        """Lists of rows (batch, head, key block), flat, over the kept axes."""
         return _lists(self.kept.transpose(2, 3), self.whole.transpose(2, 3))
 
 
 def tables_of(layout: BlockLayout, shape: MaskShape, device: torch.device) -> BlockTables:
-    """A fixed layout on a device."""
+    """Put a fixed layout of blocks on a device."""
     import torch
 
     kept, whole, low, high = (

@@ -1,9 +1,10 @@
-"""Tile sizes of the Triton kernels: as text in a config, and cut down to what a mask's blocks allow."""
+"""Tile sizes of the Triton kernels: as text in a config, and cut down to the blocks of a mask; Triton's interpreter."""
 
 from __future__ import annotations
 
+import os
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,9 +13,9 @@ from attnbench.impls.conditions import first_reason, needs_dtype, needs_head_dim
 from attnbench.spec import Config, Workload
 
 SMALLEST = 16
-"""Of a tile's sides: what tensor cores take."""
+"""Smallest side of a tile that tensor cores take."""
 WIDEST = 256
-"""Of a head."""
+"""Largest head dimension."""
 _FORM = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(-late)?")
 
 
@@ -31,18 +32,18 @@ class Tile(NamedTuple):
     late: bool = False
 
     def fitted(self, block_size: int) -> Tile:
-        """Sides that divide the block."""
+        """Cut the sides down so that they divide the block."""
         widest = largest_tile(block_size)
         return self._replace(rows=min(self.rows, widest), keys=min(self.keys, widest))
 
 
 def largest_tile(block_size: int) -> int:
-    """The largest power of two that divides a block size."""
+    """Return the largest power of two that divides a block size."""
     return block_size & -block_size
 
 
 def read_tile(text: str) -> Tile:
-    """`128x64w4s2` -> Tile."""
+    """Read a tile from text such as `128x64w4s2`; raise UsageError for other forms."""
     found = _FORM.fullmatch(text)
     numbers = [int(number) for number in found.groups()[:4]] if found else [0, 0, 0, 0]
     if any(side < SMALLEST or side & (side - 1) for side in numbers[:2]) or not all(numbers[2:]):
@@ -54,7 +55,7 @@ def read_tile(text: str) -> Tile:
 
 
 def beyond_the_kernels(workload: Workload, block_size: int) -> str | None:
-    """Why the kernels cannot compute a workload whose mask has blocks of this size; None when they can."""
+    """Return why the kernels cannot compute a workload whose mask has blocks of this size; None if they can."""
     tiled = largest_tile(block_size) >= SMALLEST
     return first_reason(
         None if tiled else f"takes blocks of a multiple of {SMALLEST} tokens, not {block_size}",
@@ -66,7 +67,7 @@ def beyond_the_kernels(workload: Workload, block_size: int) -> str | None:
 
 
 def candidates(workload: Workload) -> list[dict[str, str]]:
-    """Configs worth trying, the default first: the tiles of each kernel, and how dQ is made.
+    """List configs to try, the default first: the tiles of each kernel, and how dQ is computed.
 
     Tiles for head_dim 128 either fill a Hopper SM with one program of two warp groups (w8), or are small enough for
     two programs that hide each other's loads and softmax (w4); in the order of their times on an H200.
@@ -99,7 +100,7 @@ def candidates(workload: Workload) -> list[dict[str, str]]:
 
 
 def read_config(workload: Workload, config: Config) -> tuple[dict[str, Tile], bool]:
-    """The tiles of each kernel by name, defaults filled in, and whether dQ is added up atomically."""
+    """Return the tiles of each kernel by name, defaults filled in, and whether dQ is added up atomically."""
     defaults = candidates(msgspec.structs.replace(workload, pass_="train"))[0]
     unknown = [name for name in config if name not in defaults]
     if unknown:
@@ -109,3 +110,24 @@ def read_config(workload: Workload, config: Config) -> tuple[dict[str, Tile], bo
     if way not in ("rows", "atomic"):
         raise UsageError(f'dq is "rows" (by rows of blocks, the same bits every time) or "atomic", not "{way}".')
     return {name: read_tile(text) for name, text in chosen.items()}, way == "atomic"
+
+
+def interpreted() -> bool:
+    """Return whether Triton kernels of this process run in the interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def mend_interpreter() -> None:
+    """Patch Triton's interpreter before 3.9 for NumPy 2.4, whose int() refuses loop bounds of one-element arrays."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+    if getattr(patch, "mended", False):
+        return
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patch_and_mend.mended = True  # pyright: ignore[reportFunctionMemberAccess]
+    interpreter._patch_lang_tensor = patch_and_mend

@@ -12,12 +12,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnbench.kernels.block_sparse.tables import BlockLists, BlockTables
 from attnbench.kernels.block_sparse.tiles import Tile
-from attnbench.kernels.block_sparse.triton_backward import (
+from attnbench.kernels.block_sparse.triton_kernels import (
+    LOG2_E,
     block_sparse_delta,
+    block_sparse_forward,
     block_sparse_key_gradients,
     block_sparse_query_gradient,
 )
-from attnbench.kernels.block_sparse.triton_forward import LOG2_E, block_sparse_forward
 
 DELTA_ROWS = 64
 SMALLEST_DIM = 16
@@ -31,12 +32,12 @@ class Ordered(NamedTuple):
 
     @property
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """As the kernels take them."""
+        """Arguments of the kernels, in their order."""
         return (self.order, *self.lists)
 
 
 class Plan(NamedTuple):
-    """What is made once for a mask on a device."""
+    """Tables and orders of work, made once for a mask on a device."""
 
     tables: BlockTables
     rows: Ordered
@@ -45,14 +46,14 @@ class Plan(NamedTuple):
     """Whether any block needs masking."""
 
     def strides(self, axis: int) -> tuple[int, int]:
-        """Rows (axis 2) or columns (axis 3) of blocks from one batch row, and from one head, to the next."""
+        """Return how many rows (axis 2) or columns (axis 3) of blocks lie between batch rows, and between heads."""
         batch, heads = self.tables.kept.shape[:2]
         count = self.tables.kept.shape[axis]
         return count * heads * (batch > 1), count * (heads > 1)
 
 
 def plan(tables: BlockTables, group: int) -> Plan:
-    """Lists and orders; columns of a group of query heads are ordered by their common work."""
+    """Make lists and orders; columns of a group of query heads are ordered by their common work."""
     kept = tables.kept
     by_row, by_column = (kept.sum(axis) for axis in (3, 2))
     if kept.shape[1] > 1:
@@ -65,9 +66,9 @@ def plan(tables: BlockTables, group: int) -> Plan:
 def pair(
     plan_of: Callable[[torch.device], Plan], scale: float, tiles: Mapping[str, Tile], atomic: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(forward, backward) on parts of a larger whole; q [b, h, t, d], k [b, g, s, d], v [b, g, s, e].
+    """Return (forward, backward) on parts of a larger whole; q [b, h, t, d], k [b, g, s, d], v [b, g, s, e].
 
-    `atomic`: the gradient of Q is added up by the kernel over columns.
+    If `atomic`, the kernel over columns adds up the gradient of Q.
     """
 
     def run_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,7 +174,7 @@ def _width(x: torch.Tensor) -> int:
 
 
 def _tiles(x: torch.Tensor, tokens: int) -> TensorDescriptor:
-    """[b, h, tokens, d] as tiles of one head; copied if TMA does not take its strides or its address."""
+    """Describe [b, h, tokens, d] as tiles of one head; copy it if TMA does not take its strides or its address."""
     aligned = x.data_ptr() % 16 == 0
     if x.stride(3) != 1 or not aligned or any(stride * x.itemsize % 16 or stride == 0 for stride in _outer_strides(x)):
         x = x.clone(memory_format=torch.contiguous_format)
@@ -181,6 +182,6 @@ def _tiles(x: torch.Tensor, tokens: int) -> TensorDescriptor:
 
 
 def _outer_strides(x: torch.Tensor) -> list[int]:
-    """Of the first three axes; an axis of one element may claim any stride, so it gets a harmless one."""
+    """Return the strides of the first three axes; an axis of one element may have any, so it gets a valid one."""
     harmless = x.shape[1] * x.shape[2] * x.shape[3]
     return [x.stride(axis) if x.shape[axis] > 1 else harmless for axis in range(3)]

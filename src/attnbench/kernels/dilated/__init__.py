@@ -1,1 +1,1 @@
-"""Dilated attention (LongNet): each branch is a few dense calls on strided views, merged by their denominators."""
+"""Dilated attention (LongNet): every branch keeps some tokens of each segment, and all branches share one softmax."""

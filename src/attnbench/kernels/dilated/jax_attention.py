@@ -1,7 +1,7 @@
 """jax.dilated: dilated attention as one pure function of jax.numpy, for jit, grad and vmap.
 
-Each branch is a reshape to [segments, kept, rate], a static choice of one residue a head, and dense attention in blocks
-of at most `BLOCK_PAIRS` logits; several blocks are recomputed in the backward. Grouped K and V are repeated.
+Each branch is a reshape to [segments, kept, rate], a static choice of one residue for each head, and dense attention in
+blocks of at most `BLOCK_PAIRS` logits; several blocks are recomputed in the backward pass. Grouped K, V are repeated.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from attnbench.errors import UsageError
 from attnbench.frameworks.jax.plain import in_usual_promotion
 from attnbench.impls._arguments import check_causal, check_mix_grad, kind_of, workload_of
 from attnbench.impls.conditions import first_reason, needs_no_softcap
-from attnbench.kernels.dilated.conditions import needs_dilated, problem_of
+from attnbench.kernels.dilated.pieces import needs_dilated, problem_of
 from attnbench.masks import Dilated
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 BLOCK_PAIRS = 1 << 27
-"""Logits computed at once."""
+"""Most logits that are computed at once."""
 
 
 class _Branch(NamedTuple):
@@ -50,7 +50,7 @@ def dilated_attention(
     kv_lengths: Array | Sequence[int] | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """[b, s, h, d], and with `return_lse` also the LSE [b, h, s] in float32; k and v may have fewer heads."""
+    """Return the output [b, s, h, d], with `return_lse` also the float32 LSE [b, h, s]; k, v may have fewer heads."""
     import jax
     import jax.numpy as jnp
 
@@ -108,7 +108,7 @@ def _compute(
 def _check(
     q: Array, k: Array, v: Array, pattern: Dilated, causal: Any, scale: Any, mix_grad: str, kv_lengths: Any
 ) -> None:
-    """What cannot be meant; lengths that are traced are taken at their word, all but how many they are."""
+    """Raise UsageError for arguments that do not fit together; of traced lengths only their number is checked."""
     from jax.core import Tracer
 
     check_mix_grad(mix_grad)
@@ -130,7 +130,7 @@ def _cut(pattern: Dilated, branch: int, tokens: int, heads: int) -> _Branch:
 def _attend(
     branch: _Branch, q: Array, k: Array, v: Array, lengths: Array, causal: bool, scale: float
 ) -> tuple[Array, Array]:
-    """One branch's output [b, s, h, d] and LSE [b, s, h]; 0 and -inf where a head skips a token."""
+    """Return one branch's output [b, s, h, d] and LSE [b, s, h]; 0 and -inf for tokens that a head skips."""
     import jax
     import jax.numpy as jnp
 
@@ -141,7 +141,7 @@ def _attend(
     real = jnp.asarray(exists) & (jnp.asarray(place) < lengths[:, None, None, None])
 
     def rows(x: Array) -> Array:
-        """[b, segments, kept, h, ...] -> [b * segments * h, kept, ...]"""
+        """Reshape [b, segments, kept, h, ...] to [b * segments * h, kept, ...]."""
         return jnp.moveaxis(x, 3, 2).reshape(-1, branch.kept, *x.shape[4:])
 
     def one(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -160,7 +160,7 @@ def _attend(
 
 
 def _kept(branch: _Branch, x: Array) -> Array:
-    """[b, s, h, d] -> [b, segments, kept, h, d], padded with zeros where a segment or the sequence ends early."""
+    """Pick [b, segments, kept, h, d] from [b, s, h, d], with zeros if a segment or the sequence ends early."""
     import jax.numpy as jnp
 
     batch, tokens, heads, dim = x.shape
@@ -172,7 +172,7 @@ def _kept(branch: _Branch, x: Array) -> Array:
 
 
 def _scattered(branch: _Branch, x: Array, tokens: int, elsewhere: float) -> Array:
-    """[b, segments, kept, h, ...] -> [b, s, h, ...]"""
+    """Put [b, segments, kept, h, ...] back into [b, s, h, ...], with `elsewhere` for tokens that a head skips."""
     import jax.numpy as jnp
 
     batch, segments, kept, heads, *rest = x.shape
@@ -183,7 +183,7 @@ def _scattered(branch: _Branch, x: Array, tokens: int, elsewhere: float) -> Arra
 
 
 def _dense(q: Array, k: Array, v: Array, real: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
-    """One head of one segment: q, k [n, d], v [n, e], real [n] -> (out [n, e], lse [n]), both wide."""
+    """Attend in one head of one segment: q, k [n, d], v [n, e], real [n] -> (out [n, e], lse [n]), both wide."""
     import jax
     import jax.numpy as jnp
 
@@ -204,7 +204,7 @@ def _dense(q: Array, k: Array, v: Array, real: Array, *, causal: bool, scale: fl
 
 
 class DilatedJax(Implementation):
-    """The function above as an implementation."""
+    """`dilated_attention` as an implementation."""
 
     name = "jax.dilated"
     framework = "jax"
@@ -212,16 +212,15 @@ class DilatedJax(Implementation):
     untested = ("cuda", "rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """One dilated mask, with causal and lengths."""
         return first_reason(needs_dilated(workload), needs_no_softcap(workload))
 
     def build(self, workload: Workload, config: Config) -> Call:
-        """The function with the mask's parts as arguments."""
+
         call = self.build_lse(workload, config)
         return lambda q, k, v: call(q, k, v)[0]
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        """The same with LSE."""
+
         problem, scale = problem_of(workload), workload.softmax_scale
         pattern = problem.pattern
 

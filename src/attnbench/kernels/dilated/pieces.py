@@ -6,6 +6,7 @@ Pure arithmetic, no arrays. Head h of a branch of rate r keeps tokens offset(h),
 - Heads of one offset are one call (`shift` 0). Without grouped heads, neighbouring offsets are one call as well: head n
   starts n tokens later, a diagonal that is still one stride (`shift` 1). Whichever needs fewer calls is taken.
 - Keys beyond a row's length are left out; queries there remain, and see the keys that are left.
+- `Task` adds scale and options to a problem; `problem_of` reads a workload.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from attnbench.masks import Dilated
+from attnbench.masks import Causal, Dilated, Lengths
+from attnbench.spec import Workload
 
 
 class Heads(NamedTuple):
@@ -32,7 +34,7 @@ class Heads(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One dense call: `stack` segments, `apart` tokens from one to the next, begun at `start` of batch row `row`."""
+    """One dense call: `stack` segments, `apart` tokens from one to the next, from token `start` of batch row `row`."""
 
     branch: int
     heads: Heads
@@ -42,14 +44,14 @@ class Piece(NamedTuple):
     apart: int
     rate: int
     skip: int
-    """Queries left out at the front (they are another piece's); keys always begin at the first."""
+    """Queries left out at the front, which belong to another piece; keys always begin at the first."""
     queries: int
     keys: int
     causal: bool
 
 
 class Problem(NamedTuple):
-    """What is computed, up to scale and precision; `lengths` are key lengths a batch row, or None."""
+    """A dilated pattern over arrays of a given shape; `lengths` are the key lengths of the batch rows, or None."""
 
     pattern: Dilated
     batch: int
@@ -73,9 +75,9 @@ class _Segments(NamedTuple):
 
 @lru_cache(maxsize=256)
 def pieces(problem: Problem, fold: bool = True, diagonal: bool = True) -> tuple[Piece, ...]:
-    """The dense calls, branch by branch; together they hold every pair exactly as often as the pattern counts it.
+    """Return the dense calls, branch by branch; together they hold every pair exactly as often as the pattern does.
 
-    `fold`: batch rows follow each other in memory as segments do. `diagonal`: offsets may share a call.
+    `fold`: batch rows follow each other in memory as segments do. `diagonal`: heads of several offsets share calls.
     """
     found: list[Piece] = []
     for branch, (width, rate) in enumerate(zip(problem.pattern.segment_lengths, problem.pattern.dilation_rates)):
@@ -86,7 +88,7 @@ def pieces(problem: Problem, fold: bool = True, diagonal: bool = True) -> tuple[
 
 
 def computed_pairs(problem: Problem) -> int:
-    """(query, key) pairs that the pieces compute, over all batch rows and heads: one in two branches counts twice."""
+    """Count the pairs that the pieces compute, over all batch rows and heads: a pair in two branches counts twice."""
     total = 0
     for piece in pieces(problem):
         square = piece.queries * (piece.queries + 1) // 2
@@ -131,7 +133,7 @@ def _head_sets(problem: Problem, rate: int, segments: _Segments, diagonal: bool)
 
 
 def _same_offset(members: Sequence[int], group: int, offset: int) -> Iterator[Heads]:
-    """Runs whose key/value heads are evenly spaced and shared by equally many query heads, as a grouped call wants."""
+    """Yield runs of heads for grouped calls: key/value heads evenly spaced, each shared by equally many query heads."""
     blocks = [list(block) for _, block in groupby(members, key=lambda head: head // group)]
     step = members[1] - members[0] if len(members) > 1 else 1
     while blocks:
@@ -146,7 +148,7 @@ def _same_offset(members: Sequence[int], group: int, offset: int) -> Iterator[He
 
 
 def _diagonals(offsets: Sequence[int], rate: int, segments: _Segments) -> Iterator[Heads]:
-    """Heads of offsets 0, 1, 2, ..., one of each, in runs that keep equally many tokens."""
+    """Yield runs of heads of offsets 0, 1, 2, ..., one of each, that keep equally many tokens."""
     rank = {head: offsets[:head].count(offset) for head, offset in enumerate(offsets)}
     for nth in range(max(rank.values()) + 1):
         line = sorted((head for head in rank if rank[head] == nth), key=lambda head: offsets[head])
@@ -159,7 +161,7 @@ def _diagonals(offsets: Sequence[int], rate: int, segments: _Segments) -> Iterat
 
 
 def _counts(offset: int, rate: int, segments: _Segments) -> tuple[int, int]:
-    """Queries and keys that an offset keeps of a segment."""
+    """Count the queries and the keys that an offset keeps of a segment."""
     queries, keys = (max(0, -(-(size - offset) // rate)) for size in (segments.queries, segments.keys))
     return queries, keys
 
@@ -170,6 +172,41 @@ def _calls(problem: Problem, branch: int, rate: int, segments: _Segments, heads:
     if not problem.causal or queries == keys:
         yield Piece(*place, 0, queries, keys, problem.causal)
         return
-    # Cut where the keys end: a causal square, and queries after it that see every key. No kernel need align T != S.
+    # Cut where the keys end: a causal square, and queries after it that see every key. No kernel has to align T != S.
     yield Piece(*place, 0, keys, keys, True)
     yield Piece(*place, keys, queries - keys, keys, False)
+
+
+class Task(NamedTuple):
+    """One call of dilated attention, without its arrays; hashable."""
+
+    problem: Problem
+    scale: float
+    detached: bool = False
+    """True if mixing weights count as constants in the backward pass, as in torchscale."""
+    kernel: str = "auto"
+    """Name of the implementation whose partial form computes the pieces."""
+    merge: str = "auto"
+    """Method of merging partial results: "triton" (one fused kernel), "eager", or "auto"."""
+    diagonal: bool = True
+    """Whether heads of different offsets may share a call."""
+
+
+def problem_of(workload: Workload) -> Problem:
+    """Read a workload's mask, which `needs_dilated` accepts, as a problem."""
+    parts = workload.visible_mask.split()
+    pattern = next(part for part in parts if isinstance(part, Dilated))
+    limits = [part.kv_lengths.array for part in parts if isinstance(part, Lengths)]
+    lengths = tuple(int(min(row)) for row in zip(*limits)) if limits else None
+    causal = any(isinstance(part, Causal) for part in parts)
+    w = workload
+    return Problem(pattern, w.batch, w.q_len, w.heads, w.kv_heads, causal, lengths)
+
+
+def needs_dilated(workload: Workload) -> str | None:
+    """Refuse every mask but one dilated mask, alone or with causal and lengths."""
+    kinds = workload.visible_mask.kinds
+    other = [kind for kind in kinds if kind not in ("dilated", "causal", "lengths")]
+    if kinds.count("dilated") != 1:
+        return "takes one dilated mask" + (f", not {kinds.count('dilated')}" if "dilated" in kinds else " and no other")
+    return f"takes a dilated mask with causal and lengths, not with {other[0]}" if other else None

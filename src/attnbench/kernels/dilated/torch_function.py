@@ -1,4 +1,4 @@
-"""Dilated attention as one differentiable torch operation. This module needs torch, so it is imported on first use."""
+"""Dilated attention as one differentiable torch operation. This module imports torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from typing import Any
 import torch
 
 from attnbench.impls.partial.torch_autograd import Operation, of_both, once, through_lse
-from attnbench.kernels.dilated import torch_gathered, torch_strided
-from attnbench.kernels.dilated.task import Engine, Task
-from attnbench.kernels.dilated.torch_views import readable
-
-ENGINES = {
-    "gathered": Engine(torch_gathered.forward, torch_gathered.backward),
-    "strided": Engine(torch_strided.forward, torch_strided.backward),
-}
+from attnbench.kernels.dilated.pieces import Task
+from attnbench.kernels.dilated.torch_engines import ENGINES, Engine
+from attnbench.kernels.dilated.torch_pieces import readable
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, engine: Engine, task: Task) -> tuple[Any, ...]:
-    """Output and LSE of the whole, under which the backward runs every piece, so no branch is mixed twice."""
+    """Return the output and LSE of the whole, under which the backward pass runs every piece, and what it keeps."""
     out, lse, kept = engine.forward(task, q, k, v, True)
     return out, lse, *kept
 
@@ -60,14 +55,14 @@ _DILATED = Operation(_forward, _keep, _backward)
 
 
 def _under_whole(engine: Engine, task: Task, *arrays: torch.Tensor) -> tuple[Any, Any, Any]:
-    """Every piece under the output and LSE given, whatever weights are detached: the LSE is no mixing weight."""
+    """Run the backward pass of every piece under a given output and LSE; the LSE is not a mixing weight."""
     return engine.backward(task, *arrays, ())
 
 
 def dilated(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, engine: str, task: Task
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [b, s, h, d], lse [b, h, s]) of arrays in layout bshd."""
+    """Compute (out [b, s, h, d], lse [b, h, s]) of arrays in layout bshd, by the engine of that name."""
     q, k, v = readable(q), readable(k), readable(v)
     recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if recorded or torch._C._are_functorch_transforms_active():  # vmap needs the operation's own rule

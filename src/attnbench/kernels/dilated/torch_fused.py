@@ -1,6 +1,8 @@
-"""Merging and adding up in one pass: the launches of the Triton kernels.
+"""Merging and adding up partial results in one pass: tables of where their rows lie, and launches of Triton kernels.
 
-Not where keys have lengths of their own (segments are then cut differently in each batch row), nor in float64.
+What depends on strides is made on the host once and stays on the device; a kernel adds where the arrays of this call
+lie. So nothing waits, nothing is copied from the host, and a CUDA graph replays it. Key lengths (segments are then cut
+differently in each batch row) and float64 are not fused.
 """
 
 from __future__ import annotations
@@ -8,24 +10,190 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import find_module
-from attnbench.kernels.dilated.pieces import Problem
-from attnbench.kernels.dilated.strands import strands
-from attnbench.kernels.dilated.task import Task
-from attnbench.kernels.dilated.torch_tables import Tables
+from attnbench.kernels.dilated.pieces import Piece, Problem, Task, pieces
+from attnbench.kernels.dilated.torch_pieces import readable
 
 if TYPE_CHECKING:
     import torch
+
+
+class Strands(NamedTuple):
+    """Place of each head's rows among the pieces, in arrays [batch, heads, branches, strands, 2].
+
+    A strand is one offset of a branch; the last axis is for whole segments and for the shorter segment at the end.
+    """
+
+    piece: np.ndarray
+    """Number of the piece, or -1."""
+    stacked: np.ndarray
+    """Place in the piece's stack of the batch row's first segment."""
+    head: np.ndarray
+    """Place among the piece's heads."""
+    offset: np.ndarray
+
+    @property
+    def ragged(self) -> tuple[bool, ...]:
+        """Whether some segment is shorter than the width, for each branch."""
+        return tuple(bool((self.piece[:, :, n, :, 1] >= 0).any()) for n in range(self.piece.shape[2]))
+
+
+@lru_cache(maxsize=256)
+def strands(problem: Problem, fold: bool, diagonal: bool, keys: bool) -> Strands:
+    """Make the strands of the query heads, or of the key/value heads, whose query heads may differ in offset."""
+    branches, heads = len(problem.pattern.segment_lengths), problem.kv_heads if keys else problem.heads
+    widest = problem.heads // problem.kv_heads if keys else 1
+    found = Strands(*(np.full((problem.batch, heads, branches, widest, 2), -1, np.int64) for _ in range(4)))
+    for number, piece in enumerate(pieces(problem, fold, diagonal)):
+        whole = problem.tokens // problem.pattern.segment_lengths[piece.branch]
+        kind = 0 if piece.start == 0 and whole else 1
+        for nth, head, offset in _members(piece, keys):
+            slot = _slot(found.offset[:, head, piece.branch], offset)
+            for row, first in _rows(piece, problem.tokens):
+                at = (row, head, piece.branch, slot, kind)
+                found.piece[at], found.stacked[at], found.head[at] = number, first, nth
+            found.offset[:, head, piece.branch, slot] = offset
+    return found
+
+
+def _members(piece: Piece, keys: bool) -> list[tuple[int, int, int]]:
+    """List (place in the piece, head, offset) of each of its heads."""
+    heads = piece.heads
+    first, step, number = (
+        (heads.kv_first, heads.kv_step, heads.kv_number) if keys else (heads.first, heads.step, heads.number)
+    )
+    return [(n, first + n * step, heads.offset + n * heads.shift) for n in range(number)]
+
+
+def _slot(offsets: np.ndarray, offset: int) -> int:
+    """Return the strand of [batch, strands, 2] that has this offset, or the first free one."""
+    known = offsets[0, :, 0].tolist()
+    return known.index(offset) if offset in known else known.index(-1)
+
+
+def _rows(piece: Piece, tokens: int) -> list[tuple[int, int]]:
+    """List (batch row, place in the stack of its first segment)."""
+    rows = piece.row + (piece.start + np.arange(piece.stack) * piece.apart) // tokens
+    return [(int(row), int(first)) for row, first in zip(*np.unique(rows, return_index=True))]
+
+
+POINTERS = 64
+"""Most arrays that one launch takes."""
+BLOCK = 128
+
+
+class _Source(NamedTuple):
+    """A table whose first rows are counted from each array's own beginning."""
+
+    table: torch.Tensor
+    align: int
+    """Number that every row is a multiple of, if all arrays begin at a multiple of 16 bytes."""
+    copied: tuple[int, ...]
+    """Arrays that must be copied, since no kernel could read their rows where they lie."""
+
+
+class Tables:
+    """Tables for one or more wholes of equally many pieces; with `has_lse`, for one whole and its LSE."""
+
+    def __init__(self, found: Sequence[Strands], pieces: int, has_lse: bool = False) -> None:
+        self._found, self._pieces, self._has_lse = tuple(found), pieces, has_lse
+        # Nearly always one: the kernels of one plan give their results the same strides in every call.
+        self._sources: dict[tuple[Any, ...], _Source] = {}
+        ends = np.cumsum([one.piece.size for one in found]).tolist()
+        self._spans = tuple(zip([0, *ends[:-1]], (one.piece.size for one in found)))
+        self._entries = ends[-1]
+
+    def placed(self, arrays: list[torch.Tensor], wholes: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], int]:
+        """Return (a table for each whole, the number that every row is a multiple of).
+
+        `arrays` are all pieces of the first whole, then of the next; those that no kernel could read are copied.
+        """
+        import torch
+
+        from attnbench.kernels.dilated import triton_kernels
+
+        place_kernel: Any = triton_kernels.place_kernel
+        source = self._source(arrays, wholes)
+        for index in source.copied:
+            arrays[index] = arrays[index].contiguous()
+        table = torch.empty((self._entries, 8), dtype=torch.int64, device=wholes[0].device)
+        grid, read = (-(-self._entries // BLOCK),), source.table
+        for first in range(0, len(arrays), POINTERS):
+            some = tuple(arrays[first : first + POINTERS])
+            place_kernel[grid](
+                read, table, self._entries, some, tuple(wholes), FIRST=first, PIECES=self._pieces,
+                HAS_LSE=self._has_lse, BLOCK=BLOCK,
+            )  # fmt: skip
+            read = table
+        tables = [table] if len(self._spans) == 1 else [table.narrow(0, begin, size) for begin, size in self._spans]
+        return tables, source.align if _aligned(self._rows(arrays)) and _aligned(wholes) else 1
+
+    def _rows(self, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
+        return arrays[: self._pieces] if self._has_lse else arrays
+
+    def _source(self, arrays: list[torch.Tensor], wholes: Sequence[torch.Tensor]) -> _Source:
+        key = tuple([x.stride() for x in arrays])
+        found = self._sources.get(key)
+        if found is None:
+            found = self._sources[key] = self._made(arrays, wholes)
+        return found
+
+    def _made(self, arrays: list[torch.Tensor], wholes: Sequence[torch.Tensor]) -> _Source:
+        import torch
+
+        if wholes[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "call dilated attention on arrays of this shape once before capturing it in a CUDA graph: its tables "
+                "are made then."
+            )
+        rows = [readable(x) for x in self._rows(arrays)]
+        pieces, parts = self._pieces, []
+        for index, found in enumerate(self._found):
+            strides = [x.stride() for x in rows[index * pieces : (index + 1) * pieces]]
+            of_lse = [x.stride() for x in arrays[pieces:]] if self._has_lse else None
+            parts.append(_entries(found, strides, of_lse, index * pieces))
+        values = np.concatenate(parts)
+        align = 16 // wholes[0].element_size()
+        dims = {x.shape[-1] for x in rows}
+        if any(dim % align for dim in dims) or (values[:, :3] % align).any():
+            align = 1
+        copied = tuple(n for n, (x, y) in enumerate(zip(rows, arrays)) if x is not y)
+        return _Source(torch.from_numpy(values).to(wholes[0].device), align, copied)
+
+
+def _aligned(arrays: Sequence[torch.Tensor]) -> bool:
+    bits = 0
+    for x in arrays:
+        bits |= x.data_ptr()
+    return bits % 16 == 0
+
+
+def _entries(found: Strands, rows: list[Any], numbers: list[Any] | None, first: int) -> np.ndarray:
+    """Make the table [entries, 8]; pieces are numbered from `first` on."""
+    columns = [*_places(found, rows), *(_places(found, numbers) if numbers else (found.offset * 0,) * 3)]
+    exists = found.piece >= 0
+    values = np.where(exists[..., None], np.stack([*columns, found.offset, found.piece + first + 1], -1), 0)
+    values[..., 6] = found.offset
+    return np.ascontiguousarray(values.reshape(-1, 8), np.int64)
+
+
+def _places(found: Strands, strides: list[Any]) -> tuple[np.ndarray, ...]:
+    """Return the distances of the first row from its array's beginning, between stacked segments and between rows."""
+    stack, head, row = (np.array([one[axis] for one in strides], np.int64)[found.piece] for axis in range(3))
+    return found.stacked * stack + found.head * head, stack, row
+
 
 BLOCK = 64
 
 
 def is_fused(task: Task, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this task's results are merged by Triton; an explicit "triton" that cannot be had is an error."""
+    """Return whether Triton merges this task's results; raise UsageError if merge="triton" is impossible."""
     if task.merge not in ("auto", "triton", "eager"):
         raise UsageError(f'merge is "auto", "triton" or "eager", not "{task.merge}".')
     reason = None if task.merge == "eager" else _why_not(task, dtype, device)
@@ -50,7 +218,7 @@ def _has_triton() -> bool:
 
 
 class Fused:
-    """The launches of one plan. Parts come as the dense kernels make them: heads first, each an array of its own."""
+    """Launches of one plan. Parts are as the dense kernels return them: heads first, each an array of its own."""
 
     def __init__(self, problem: Problem, fold: bool, diagonal: bool, pieces: int) -> None:
         queries, keys = (strands(problem, fold, diagonal, keys) for keys in (False, True))
@@ -65,9 +233,9 @@ class Fused:
     def merged(
         self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: Sequence[int], keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out of that shape [b, s, h, d], lse [b, s, h]) of the pieces' (out, lse).
+        """Merge the pieces' (out, lse) into (out of that shape [b, s, h, d], lse [b, s, h]).
 
-        With `keep` the pieces' LSEs are overwritten by the whole's.
+        With `keep` the whole's LSE overwrites the pieces' LSEs.
         """
         import torch
 
@@ -86,7 +254,7 @@ class Fused:
     def added(
         self, parts: Sequence[tuple[torch.Tensor, ...]], *likes: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv), shaped as q, k and v: the sums of the pieces' own."""
+        """Sum the pieces' gradients into (dq, dk, dv), shaped as q, k and v."""
         import torch
 
         from attnbench.kernels.dilated.triton_kernels import add_kernel
@@ -121,7 +289,7 @@ class Fused:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which is rarely another one."""
+    """Make a device the current one, on which Triton launches; usually it is already."""
     import torch
 
     if device.type != "cuda" or device.index == torch.cuda.current_device():

@@ -1,6 +1,6 @@
 """torch.dilated (copies each branch's tokens) and torch.dilated-improved (strided views, fused merge).
 
-They take one mask, `dilated`, alone or with causal and lengths: each branch is a few dense calls of another kernel of
+Both take one mask, `dilated`, alone or with causal and lengths: each branch is a few dense calls of another kernel of
 this registry. A row that no branch holds gives 0. The LSE's gradient costs a second backward pass.
 """
 
@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_no_softcap
-from attnbench.kernels.dilated.conditions import needs_dilated, problem_of
-from attnbench.kernels.dilated.task import Task
+from attnbench.kernels.dilated.pieces import Task, needs_dilated, problem_of
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 
 class DilatedTorch(Implementation):
-    """One of the two engines."""
+    """Dilated attention by one of the two engines."""
 
     framework = "torch"
     lse_gradient = True
@@ -29,12 +28,12 @@ class DilatedTorch(Implementation):
         return first_reason(needs_dilated(workload), needs_no_softcap(workload))
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        """Another kernel for the pieces; and for strided views, one call an offset instead of diagonals."""
+        """List other kernels for the pieces; and, for strided views, one call for each offset instead of diagonals."""
         kernels = ({}, {"kernel": "torch.sdpa-flash"})
         return (*kernels, {"diagonal": False}) if self.engine == "strided" else kernels
 
     def task(self, workload: Workload, config: Config) -> Task:
-        """The workload as a task; unknown options are refused."""
+        """Read the workload as a task; raise UsageError for unknown options."""
         unknown = set(config) - {"kernel", "merge", "diagonal"}
         if unknown:
             raise UsageError(f"{self.name} takes kernel, merge and diagonal, not {', '.join(sorted(unknown))}.")
@@ -56,11 +55,11 @@ class DilatedTorch(Implementation):
         return call
 
     def partial(self, workload: Workload, config: Config) -> Partial:
-        """The pattern over a part of the keys is again a part of a whole."""
+        """Return (forward, backward) of the pattern over a part of the keys, which is again part of a whole."""
         import torch
 
-        from attnbench.kernels.dilated.torch_function import ENGINES
-        from attnbench.kernels.dilated.torch_views import readable
+        from attnbench.kernels.dilated.torch_engines import ENGINES
+        from attnbench.kernels.dilated.torch_pieces import readable
 
         task, engine = self.task(workload, config), ENGINES[self.engine]
 

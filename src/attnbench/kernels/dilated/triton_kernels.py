@@ -1,14 +1,14 @@
 """Triton kernels that read every branch's partial result where it lies and write the whole once.
 
-One program has a block of tokens of one head of one batch row. Imported on first use, since it needs Triton.
+One program computes a block of tokens of one head of one batch row. This module imports Triton.
 
-A partial result is a dense array of its own; the table says where its rows lie, int64 [batch * heads, branches,
-strands, 2, 8]: a strand is one offset of a branch; its two entries are whole segments and the shorter one at the end.
-Fields: its first row, counted in numbers from `out`; numbers between stacked segments and between rows; the same three
-of its LSE, from `lse`; the offset; the partial result's number from 1 on, or 0 where there is nothing.
+A partial result is a dense array of its own. A table, int64 [batch * heads, branches, strands, 2, 8], says where its
+rows lie. A strand is one offset of a branch; its two entries are the whole segments and the shorter segment at the end.
+The fields of an entry: its first row, counted in numbers from `out`; the numbers between stacked segments and between
+rows; the same three for its LSE, from `lse`; the offset; the partial result's number from 1 on, or 0 if there is none.
 
-What shapes alone decide is made once, with first rows counted from the partial result's own beginning; `place_kernel`
-adds where the results of this call lie, so nothing is copied from the host.
+What depends on shapes alone is made once, with first rows counted from the partial result's own beginning;
+`place_kernel` adds where the results of this call lie, so nothing is copied from the host.
 """
 
 from __future__ import annotations
@@ -18,27 +18,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _apart(part, whole):  # noqa: ANN001, ANN202
-    """Numbers between the beginnings of two arrays of one type."""
+def _apart(part, whole):
+    """Return how many numbers lie between the beginnings of two arrays of one type."""
     size: tl.constexpr = part.dtype.element_ty.primitive_bitwidth // 8
     return (part.to(tl.int64) - whole.to(tl.int64)) // size
 
 
 @triton.jit
-def place_kernel(  # noqa: ANN201
-    source,  # noqa: ANN001
-    table,  # noqa: ANN001
-    entries,  # noqa: ANN001
-    parts,  # noqa: ANN001
-    wholes,  # noqa: ANN001
-    FIRST: tl.constexpr,
-    PIECES: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+def place_kernel(
+    source, table, entries, parts, wholes, FIRST: tl.constexpr, PIECES: tl.constexpr, HAS_LSE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """The table of this call. `parts` are numbered from FIRST on; each of `wholes` has PIECES of all that there are.
+):  # fmt: skip
+    """Write the table of this call. `parts` are numbered from FIRST on; each of `wholes` has PIECES of them.
 
-    With HAS_LSE every piece has a second array, numbered PIECES later, that fields 3 to 5 are about.
+    With HAS_LSE every piece has a second array, its LSE, numbered PIECES later; fields 3 to 5 are its place.
     """
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = entry < entries
@@ -59,8 +52,8 @@ def place_kernel(  # noqa: ANN201
 
 
 @triton.jit
-def _field(entry, rest, has_rest: tl.constexpr, index: tl.constexpr):  # noqa: ANN001, ANN202
-    """A field of the whole segments' entry, or of the rest's where `rest`."""
+def _field(entry, rest, has_rest: tl.constexpr, index: tl.constexpr):
+    """Load a field of the entry of whole segments, or of the shorter segment's entry if `rest`."""
     value = tl.load(entry + index)
     if has_rest:
         value = tl.where(rest, tl.load(entry + 8 + index), value)
@@ -68,8 +61,9 @@ def _field(entry, rest, has_rest: tl.constexpr, index: tl.constexpr):  # noqa: A
 
 
 @triton.jit
-def _held(entry, token, tokens, width: tl.constexpr, rate: tl.constexpr, has_rest: tl.constexpr):  # noqa: ANN001, ANN202
-    """(whether the entry has a token, whether its segment is the rest, its place there, the segment's in the stack)."""
+def _held(entry, token, tokens, width: tl.constexpr, rate: tl.constexpr, has_rest: tl.constexpr):
+    """Locate tokens: (whether the entry has it, whether its segment is the shorter one, its place in the segment,
+    the segment's place in the stack)."""
     segment, inside = token // width, token % width
     rest = segment >= tokens // width
     nth, stacked = (inside // rate).to(tl.int64), tl.where(rest, 0, segment).to(tl.int64)
@@ -78,35 +72,24 @@ def _held(entry, token, tokens, width: tl.constexpr, rate: tl.constexpr, has_res
 
 
 @triton.jit
-def _row(entry, rest, nth, stacked, has_rest: tl.constexpr, first: tl.constexpr, align: tl.constexpr):  # noqa: ANN001, ANN202
-    """Where the rows of `_held` lie, by the three fields from `first` on: at multiples of `align`.
+def _row(entry, rest, nth, stacked, has_rest: tl.constexpr, first: tl.constexpr, align: tl.constexpr):
+    """Return where the rows of `_held` lie, by the three fields from `first` on: at multiples of `align`.
 
-    The compiler is told here, since it forgets what is said of a call's result.
+    The hint about multiples stands here because the compiler drops hints about the result of a call.
     """
     row = _field(entry, rest, has_rest, first) + nth * _field(entry, rest, has_rest, first + 2)
     return tl.multiple_of(row + stacked * _field(entry, rest, has_rest, first + 1), [align])
 
 
 @triton.jit
-def merge_kernel(  # noqa: ANN201
-    table,  # noqa: ANN001
-    out,  # noqa: ANN001
-    lse,  # noqa: ANN001
-    tokens,  # noqa: ANN001
-    heads,  # noqa: ANN001
-    WIDTHS: tl.constexpr,
-    RATES: tl.constexpr,
-    RESTS: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
+def merge_kernel(
+    table, out, lse, tokens, heads, WIDTHS: tl.constexpr, RATES: tl.constexpr, RESTS: tl.constexpr,
+    BRANCHES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr,
-):
-    """out [b, s, h, d] and lse [b, s, h] of all branches, by a running softmax over their LSEs in float32.
+):  # fmt: skip
+    """Merge all branches into out [b, s, h, d] and lse [b, s, h], by a running softmax over their LSEs in float32.
 
-    With KEEP the whole's LSE also takes the place of every partial result's: its backward wants it there.
+    With KEEP the whole's LSE also overwrites the LSE of every partial result, whose backward pass needs it there.
     """
     place = tl.program_id(1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -142,24 +125,12 @@ def merge_kernel(  # noqa: ANN201
 
 
 @triton.jit
-def add_kernel(  # noqa: ANN201
-    table,  # noqa: ANN001
-    first,  # noqa: ANN001
-    second,  # noqa: ANN001
-    third,  # noqa: ANN001
-    tokens,  # noqa: ANN001
-    heads,  # noqa: ANN001
-    WIDTHS: tl.constexpr,
-    RATES: tl.constexpr,
-    RESTS: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
+def add_kernel(
+    table, first, second, third, tokens, heads, WIDTHS: tl.constexpr, RATES: tl.constexpr, RESTS: tl.constexpr,
+    BRANCHES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
     STRANDS: tl.constexpr,
-):
-    """Arrays [b, s, h, d], as many as the grid is deep: the sums of all branches' gradients, in float32."""
+):  # fmt: skip
+    """Sum all branches' gradients, in float32, into arrays [b, s, h, d], as many as the grid is deep."""
     nth_array = tl.program_id(2)
     out = tl.where(nth_array == 0, first, tl.where(nth_array == 1, second, third))
     place = tl.program_id(1)

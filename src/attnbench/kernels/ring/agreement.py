@@ -1,7 +1,7 @@
-"""What the ranks of a ring tell each other before a call: what each was given, or that it refuses.
+"""One exchange between the ranks of a ring before each call: the arguments of each rank, or that it refuses.
 
-One exchange for each call. A rank that raised by itself would leave the others waiting for its keys, so one that
-refuses says so in the same exchange, and every rank raises.
+A rank that raised by itself would leave the others waiting for its keys. So a rank that refuses says so in the same
+exchange, and every rank raises.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from attnbench.errors import UsageError
-from attnbench.kernels.ring.layouts import sizes
+from attnbench.kernels.ring.schedule import sizes
 
 if TYPE_CHECKING:
     import torch
@@ -21,12 +21,12 @@ ALIKE = (
     "kv_lengths", "layout", "dtype", "batch", "heads", "head_dim", "causal", "scale", "requires_grad", "softcap",
     "pattern", "inner", "return_lse",
 )  # fmt: skip
-"""What every rank must give alike, in the order in which it is told."""
+"""Arguments that must be the same on every rank, in the order in which their digests are sent."""
 ACCEPTS, REFUSES = 1, 0
 
 
 def rank_and_world(group: Any) -> tuple[int, int]:
-    """(0, 1) where no process group was initialised."""
+    """Return the rank and the number of ranks; (0, 1) if no process group was initialised."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -37,7 +37,7 @@ def rank_and_world(group: Any) -> tuple[int, int]:
 
 
 class RefusedByAll(AbstractContextManager[None]):
-    """What is raised inside on one rank is raised on all: the others learn of it in `global_lengths`."""
+    """A context whose errors reach every rank: if one rank raises inside, the others raise in `global_lengths`."""
 
     def __init__(self, group: Any, *arrays: Any) -> None:
         self._group, self._arrays = group, arrays
@@ -50,9 +50,10 @@ class RefusedByAll(AbstractContextManager[None]):
 def agreement(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None, **more: object
 ) -> dict[str, object]:
-    """Values of ALIKE, of which `more` has those that the arrays do not say; one that is left out is None.
+    """Return the values of ALIKE: from the arrays, and from `more`; missing values count as None.
 
-    So is whether gradients are recorded: a rank that has none would leave the others waiting in their backward pass.
+    Whether gradients are recorded is one of them: a rank that records none would leave the others waiting in their
+    backward pass.
     """
     import torch
 
@@ -64,22 +65,23 @@ def agreement(
 
 
 def global_lengths(q: torch.Tensor, k: torch.Tensor, group: Any, given: Mapping[str, object]) -> tuple[int, int]:
-    """Return the sums of all ranks' queries and keys. Every rank sees every other's, and all refuse a wrong one.
+    """Return the global numbers of queries and keys: the sums over all ranks.
 
-    So do they if values of `given` (those of ALIKE) are not the same on every rank, and if one of them refuses.
+    Every rank raises UsageError if the ranks' sizes do not fit the layout, if values of `given` (those of ALIKE) are
+    not the same on every rank, or if one rank refuses.
     """
     local, (rank, world) = (q.shape[1], k.shape[1]), rank_and_world(group)
     if world == 1:
         return local
     digests = [crc32(repr(given.get(name)).encode()) for name in ALIKE]
-    accepts, q_counts, kv_counts, *of_ranks = _exchanged([ACCEPTS, *local, *digests], group, (q, k))
+    accepts, q_counts, kv_counts, *by_name = _exchanged([ACCEPTS, *local, *digests], group, (q, k))
     if REFUSES in accepts:
         refusing = [str(other) for other, accepted in enumerate(accepts) if accepted == REFUSES]
         raise UsageError(
             f"rank {' and '.join(refusing)} of {world} refused this call, and so does rank {rank}, which would wait "
             "for it: the error there says why."
         )
-    unlike = [name for name, found in zip(ALIKE, of_ranks) if len(set(found)) > 1]
+    unlike = [name for name, found in zip(ALIKE, by_name) if len(set(found)) > 1]
     if unlike == ["kv_lengths"]:
         raise UsageError("kv_lengths differ from rank to rank: every rank gives those of the whole sequence.")
     if unlike:
@@ -95,12 +97,12 @@ def global_lengths(q: torch.Tensor, k: torch.Tensor, group: Any, given: Mapping[
 
 
 def _exchanged(mine: list[int], group: Any, arrays: tuple[Any, ...]) -> list[list[int]]:
-    """Return for each number what every rank said, in the order of the ranks."""
+    """Gather one list of numbers from every rank; return, for each number, the values in the order of the ranks."""
     import torch
     import torch.distributed as dist
 
     device = next((x.device for x in arrays if isinstance(x, torch.Tensor) and not x.is_meta), torch.device("cpu"))
-    if device.type == "cpu" and dist.get_backend(group) == "nccl":  # it moves nothing of the host's
+    if device.type == "cpu" and dist.get_backend(group) == "nccl":  # NCCL moves no arrays of the host
         device = torch.device("cuda", torch.cuda.current_device())
     told = torch.tensor(mine, dtype=torch.int64, device=device)
     by_rank = [torch.empty_like(told) for _ in range(dist.get_world_size(group))]

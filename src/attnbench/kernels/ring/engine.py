@@ -1,26 +1,130 @@
 """One rank's part of ring attention, forward and backward, over any transport and any work.
 
 Results are merged and gradients summed in float32 (float64 for float64). K and V of the next step are on their way
-while this step is computed; sums of dK and dV follow one step behind, hidden by the computation of the next.
+while this step is computed; sums of dK and dV follow one step behind, hidden by the computation of the next. A
+transport posts messages and returns at once; the computation then runs until what arrives is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Protocol
 
+from attnbench.frameworks.torch.programs import synchronize
 from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, nothing_yet
 from attnbench.kernels.ring.schedule import Problem
-from attnbench.kernels.ring.spans import Spans, Untimed
-from attnbench.kernels.ring.transport import Arrival, Pair, Transport
-from attnbench.kernels.ring.work import Sums, Work
+from attnbench.kernels.ring.work import Pair, Sums, Work
 
 if TYPE_CHECKING:
     import torch
 
 
+class Spans:
+    """Sums of wall time by kind. Timing waits for the device at both ends; with device None nothing is timed."""
+
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self.ns = {"compute": 0, "waiting": 0}
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Add the time of the `with` block to its kind."""
+        if self._device is None:
+            yield
+            return
+        synchronize(self._device)
+        start = perf_counter_ns()
+        try:
+            yield
+        finally:
+            synchronize(self._device)
+            self.ns[kind] += perf_counter_ns() - start
+
+
+Arrival = Callable[[], Pair]
+"""Function that blocks until the pair has arrived."""
+
+
+class Transport(Protocol):
+    """One rank's links to its neighbours."""
+
+    def keys(self, pair: Pair, coming: int, length: int) -> Arrival:
+        """Send K and V on; return the arrival of those of rank `coming`, which has `length` tokens."""
+        ...
+
+    def gradients(self, pair: Pair, owner: int, length: int) -> Arrival:
+        """Send the sums of dK and dV of rank `owner` on; return the arrival of the sums for `length` other tokens."""
+        ...
+
+
+class GroupTransport:
+    """Point-to-point messages of torch.distributed, all of a step posted together."""
+
+    def __init__(self, group: Any) -> None:
+        import torch.distributed as dist
+
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        around = [(rank + 1) % world, (rank - 1) % world]
+        self._group = group
+        self._next, self._before = around if group is None else [dist.get_global_rank(group, one) for one in around]
+
+    def keys(self, pair: Pair, coming: int, length: int) -> Arrival:
+        return self._pass_on(pair, length)
+
+    def gradients(self, pair: Pair, owner: int, length: int) -> Arrival:
+        return self._pass_on(pair, length)
+
+    def _pass_on(self, pair: Pair, length: int) -> Arrival:
+        import torch.distributed as dist
+
+        sent = [array.contiguous() for array in pair]
+        first, second = (array.new_empty(array.shape[0], length, *array.shape[2:]) for array in pair)
+        # A rank without tokens sends nothing, and its neighbour knows it.
+        posts = [dist.P2POp(dist.isend, array, self._next, self._group) for array in sent if array.numel()]
+        posts += [dist.P2POp(dist.irecv, array, self._before, self._group) for array in (first, second) if length]
+        works = dist.batch_isend_irecv(posts) if posts else []
+
+        def arrive() -> tuple[torch.Tensor, torch.Tensor]:
+            for work in works:
+                work.wait()
+            sent.clear()
+            return first, second
+
+        return arrive
+
+
+def transport_of(problem: Problem, group: Any) -> Any:
+    """Return the transport over a process group, or None for one rank, which never sends."""
+    return GroupTransport(group) if problem.world > 1 else None
+
+
+class VirtualTransport:
+    """Transport between ranks that one process computes in turn: arrivals are copies from the rank that holds them.
+
+    A rank thereby takes the memory that it would take on a device of its own; the time of a link is not modelled.
+    """
+
+    def __init__(self, held: Sequence[Pair], sums: list[Pair | None] | None = None) -> None:
+        self._held, self._sums = held, sums
+
+    def keys(self, pair: Pair, coming: int, length: int) -> Arrival:
+        k, v = self._held[coming]
+        copies = k.clone(), v.clone()
+        return lambda: copies
+
+    def gradients(self, pair: Pair, owner: int, length: int) -> Arrival:
+        """Add the pair to `sums`, if given; return zeros as the sums that arrive."""
+        if self._sums is not None:
+            so_far = self._sums[owner]
+            self._sums[owner] = pair if so_far is None else (so_far[0] + pair[0], so_far[1] + pair[1])
+        first, second = (array.new_zeros(array.shape[0], length, *array.shape[2:]) for array in pair)
+        return lambda: (first, second)
+
+
 class Engine:
-    """What a rank needs to take part. Shards are bshd; LSE is [b, h, tokens]."""
+    """Forward and backward pass of one rank. Shards are bshd; the LSE is [b, h, tokens]."""
 
     def __init__(self, problem: Problem, rank: int, work: Work) -> None:
         self.problem, self.rank, self.work = problem, rank, work
@@ -29,8 +133,8 @@ class Engine:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, transport: Transport, spans: Spans | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """(out, lse) of the rank's queries over all keys of the ring, and each channel's own output if several."""
-        spans, pair = spans or Untimed(), (k, v)
+        """Return (out, lse) of the rank's queries over all keys of the ring; then each channel's output if several."""
+        spans, pair = spans or Spans(None), (k, v)
         sums = [nothing_yet((*q.shape[:3], v.shape[-1]), q.dtype, q.device) for _ in range(self.work.channels)]
         for turn in range(self.problem.world):
             coming = self._post_keys(turn, pair, transport)
@@ -51,9 +155,9 @@ class Engine:
         transport: Transport,
         spans: Spans | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) of the rank's own tokens; `inputs` are q, k, v, and `results` what forward gave."""
+        """Return (dq, dk, dv) of the rank's own tokens; `inputs` are q, k, v, and `results` those of `forward`."""
         (q, k, v), (out, lse, *own) = inputs, results
-        spans, pair, sums, whole = spans or Untimed(), (k, v), None, (tuple(own) or (out,), lse, dout)
+        spans, pair, sums, whole = spans or Spans(None), (k, v), None, (tuple(own) or (out,), lse, dout)
         dq, mine = _wide_zeros(q), (k, v)
         for turn in range(self.problem.world):
             coming = self._post_keys(turn, pair, transport)
@@ -75,7 +179,7 @@ class Engine:
         return dq.to(q.dtype), mine[0].to(k.dtype), mine[1].to(v.dtype)
 
     def under_whole(self, transport: Transport) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """`(q, k, v, out, lse, dout) -> (dq, dk, dv)` under an output and LSE that all channels share."""
+        """Return a backward `(q, k, v, out, lse, dout) -> (dq, dk, dv)` with one output and LSE for all channels."""
 
         def backward(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
@@ -86,7 +190,7 @@ class Engine:
         return backward
 
     def rotate(self, k: torch.Tensor, v: torch.Tensor, transport: Transport, gradients: bool) -> None:
-        """All the communication of a pass and nothing else, to time it by itself."""
+        """Run all the communication of a pass and nothing else, to time it by itself."""
         pair, mine = (k, v), (_wide_zeros(k), _wide_zeros(v))
         for turn in range(self.problem.world):
             coming = self._post_keys(turn, pair, transport)
@@ -97,7 +201,7 @@ class Engine:
                 mine = sums()
 
     def _source(self, turn: int) -> int:
-        """Whose keys are here at a turn; after the last one, the rank's own come home."""
+        """Return the rank whose keys are here at a turn; after the last turn it is this rank again."""
         return (self.rank - turn) % self.problem.world
 
     def _post_keys(self, turn: int, pair: Pair, transport: Transport) -> Arrival | None:
@@ -113,7 +217,8 @@ class Engine:
 
 
 def _mixed(sums: Sums) -> tuple[torch.Tensor, torch.Tensor]:
-    """Channels by their softmax denominators."""
+    """Mix channels by their softmax denominators; return (out, lse)."""
+
     import torch
 
     if len(sums) == 1:

@@ -1,13 +1,14 @@
 """`ring_attention`: attention over a sequence that is sharded over a process group, torchrun's or any other.
 
-Every rank passes its own tokens, laid out as `layouts.positions` says, and gets its own rows of the result.
+Every rank passes its own tokens, laid out as `schedule.positions` says, and gets its own rows of the result. Both
+passes of a rank are one differentiable torch operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,14 +18,10 @@ from attnbench.errors import UsageError
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.impls._arguments import check_tensors, fitting
 from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
-from attnbench.kernels.ring.dilated_work import DilatedWork, Pattern
-from attnbench.kernels.ring.engine import Engine
-from attnbench.kernels.ring.kernels import Kernels
-from attnbench.kernels.ring.layouts import check_layout
-from attnbench.kernels.ring.limited_work import LimitedWork, alike
-from attnbench.kernels.ring.schedule import Problem
-from attnbench.kernels.ring.torch_passes import autograd_function
-from attnbench.kernels.ring.work import DenseWork, Work
+from attnbench.kernels.ring.dilated_work import DilatedWork, Pattern, work_of
+from attnbench.kernels.ring.engine import Engine, transport_of
+from attnbench.kernels.ring.schedule import Problem, check_layout
+from attnbench.kernels.ring.work import DenseWork, Kernels, LimitedWork, rows_of_one_length
 from attnbench.masks import Blocks, Dilated, MaskShape
 from attnbench.spec import Workload
 
@@ -50,16 +47,21 @@ def ring_attention(
     kv_lengths: Sequence[int] | torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """The rank's rows [b, tokens, heads, dim] of attention over all ranks' keys; differentiable.
+    """Return this rank's rows [b, tokens, heads, dim] of attention over all ranks' keys; differentiable.
 
-    A causal mask of unequal lengths is aligned bottom-right. `lengths` are the global numbers of queries and keys:
-    given, ranks neither ask each other at every call nor notice that they disagree, or that one of them refuses.
-    `inner` names the kernel, or "auto". Without an initialised process group there is one rank. `dilated` is
-    LongNet's pattern over the global positions; `detached` takes its mixing weights for constants in the backward
-    pass. `blocks` drops the pairs whose block, by global position, its block mask does not keep. Keys from global
-    position kv_lengths[b] on are padding, the same on every rank (lengths on a GPU are waited for); a row that sees
-    no key gives 0 and LSE -inf. A gradient through the LSE [b, heads, tokens] costs all ranks a second backward
-    pass. Under torch's autocast the arrays are taken in its dtype, as `ab.attention` takes them.
+    With `return_lse`, also return the LSE [b, heads, tokens]; a gradient through the LSE costs all ranks a second
+    backward pass. A row that sees no key gives 0 and LSE -inf. Without an initialised process group there is one
+    rank. Under torch's autocast the arrays are cast to its dtype, as in `ab.attention`.
+
+    causal: for unequal lengths the mask is aligned bottom-right.
+    inner: name of the kernel that computes the tiles, or "auto".
+    lengths: global numbers of queries and keys. If given, ranks do not communicate before the call, so they do not
+        notice if they disagree or if one of them refuses.
+    dilated: LongNet's pattern over the global positions; with `detached`, its mixing weights count as constants in
+        the backward pass.
+    blocks: drops the pairs whose block, by global position, is not kept by the block mask.
+    kv_lengths: keys from global position kv_lengths[b] on are padding; the same on every rank. Lengths on a GPU
+        cost a synchronisation.
     """
     rank, world = rank_and_world(process_group)
     with RefusedByAll(process_group, q, k, v) if lengths is None else nullcontext():
@@ -83,14 +85,14 @@ def ring_attention(
     check_shard((q.shape[1], k.shape[1]), problem, rank)
     if limits is not None:
         masks.lengths(limits).check(MaskShape(shape.batch, shape.heads, q_len, kv_len))
-    pattern = _pattern(q, k, (q_len, kv_len), dilated, detached, blocks)
+    pattern = _checked_pattern(q, k, (q_len, kv_len), dilated, detached, blocks)
     engine = engine_of(problem, rank, shape, inner, q.device, pattern, limits)
     with without_autocast(q.device.type):
-        out, lse = autograd_function().apply(q, k, v, engine, process_group, return_lse)
+        out, lse = _autograd_function().apply(q, k, v, engine, process_group, return_lse)
     return (out, lse.float()) if return_lse else out
 
 
-def _pattern(
+def _checked_pattern(
     q: torch.Tensor,
     k: torch.Tensor,
     lengths: tuple[int, int],
@@ -98,7 +100,7 @@ def _pattern(
     detached: bool,
     blocks: Blocks | None,
 ) -> Pattern | None:
-    """Checked against the whole sequence; a block mask alone is one segment that holds everything."""
+    """Return the pattern, checked against the whole sequence; a block mask alone is one segment of all tokens."""
     if dilated is None and blocks is None:
         return None
     shape = MaskShape(q.shape[0], q.shape[2], *lengths)
@@ -107,6 +109,7 @@ def _pattern(
         one.check(shape)
     if blocks is not None and blocks.per_batch:
         raise UsageError("a ring takes one block mask for all batch rows (it may differ by head).")
+
     return Pattern(mask, q.shape[2], k.shape[2], detached, blocks)
 
 
@@ -120,13 +123,13 @@ def engine_of(
     pattern: Pattern | None = None,
     limits: tuple[int, ...] | None = None,
 ) -> Engine:
-    """Plan and kernels, made once."""
+    """Make the plan and the kernels of one rank, once for each problem."""
     if limits is None or min(limits) == problem.kv_len:
         return Engine(problem, rank, _work(problem, rank, shape, inner, device, pattern, None))
-    parts = [
-        (rows, _work(problem, rank, _rows_of(shape, rows), inner, device, pattern, limit))
-        for rows, limit in alike(limits)
-    ]
+    parts = []
+    for rows, limit in rows_of_one_length(limits):
+        part = msgspec.structs.replace(shape, batch=rows.stop - rows.start)
+        parts.append((rows, _work(problem, rank, part, inner, device, pattern, limit)))
     return Engine(problem, rank, LimitedWork(parts))
 
 
@@ -139,30 +142,22 @@ def _work(
     device: torch.device,
     pattern: Pattern | None,
     limit: int | None,
-) -> Work:
-    """For some batch rows; key lengths that differ from call to call find those of earlier ones here."""
-    kernels = Kernels(shape, inner, device)
-    if pattern is None:
-        work: Work = DenseWork(problem, rank, kernels, limit)
-    else:
-        work = DilatedWork(problem, rank, kernels, pattern, limit)
+) -> DenseWork | DilatedWork:
+    """Return the prepared work of some batch rows, cached: key lengths may differ from call to call."""
+    work = work_of(problem, rank, Kernels(shape, inner, device), pattern, limit)
     work.prepare(device)
     return work
 
 
-def _rows_of(shape: Workload, rows: slice) -> Workload:
-    return msgspec.structs.replace(shape, batch=rows.stop - rows.start)
-
-
 def key_lengths(kv_lengths: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] | None:
-    """Whole numbers of this process, checked as the mask `lengths` checks them."""
+    """Return key lengths as whole numbers, checked as by the mask `lengths`; None if there are none."""
     if kv_lengths is None:
         return None
     return tuple(masks.lengths(kv_lengths).kv_lengths.array.tolist())
 
 
 def check_kernel(q: torch.Tensor, k: torch.Tensor, shape: Workload, inner: str, causal: bool) -> None:
-    """Raise Unsupported if no kernel takes this rank's own queries and keys: while the others can still be told."""
+    """Raise Unsupported if no kernel takes this rank's own queries and keys, before any message is sent."""
     if q.shape[1] and k.shape[1]:
         square = min(q.shape[1], k.shape[1])
         for q_len, kv_len, masked in ((q.shape[1], k.shape[1], False), *([(square, square, True)] if causal else [])):
@@ -170,7 +165,7 @@ def check_kernel(q: torch.Tensor, k: torch.Tensor, shape: Workload, inner: str, 
 
 
 def check_shard(local: tuple[int, int], problem: Problem, rank: int) -> None:
-    """Raises where the shard is not what the layout gives this rank."""
+    """Raise UsageError if the numbers of queries and keys are not those that the layout gives this rank."""
     problem.check()
     wanted = problem.q_sizes()[rank], problem.kv_sizes()[rank]
     if local != wanted:
@@ -181,7 +176,7 @@ def check_shard(local: tuple[int, int], problem: Problem, rank: int) -> None:
 
 
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, softcap: float | None) -> Workload:
-    """What a kernel must know besides lengths and mask; raises where the arrays do not go together."""
+    """Return what a kernel must know besides lengths and mask; raise UsageError if the arrays do not fit together."""
     of_q, of_k, of_v, dtype = fitting(q, k, v)
     return Workload(
         batch=of_q.batch,
@@ -195,3 +190,92 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | N
         scale=scale,
         softcap=softcap,
     )
+
+
+@lru_cache(maxsize=1)
+def _autograd_function() -> Any:
+    """Return the operation `(q, k, v, engine, group, with_lse) -> (out, lse)`; with_lse gives the LSE a gradient."""
+    import torch
+
+    from attnbench.impls.partial.torch_autograd import once
+
+    class Ring(torch.autograd.Function):
+        """Attention over a ring: forward sends K and V round, backward sends them with the sums of their gradients."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any, engine: Engine, group: Any, with_lse: bool) -> Any:
+            transport = transport_of(engine.problem, group)
+            out, lse, *own = engine.forward(q, k, v, transport)
+            ctx.save_for_backward(q, k, v, out, lse, *own)
+            ctx.engine, ctx.group, ctx.with_lse = engine, group, with_lse
+            ctx.set_materialize_grads(False)
+            if not with_lse:
+                ctx.mark_non_differentiable(lse)
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any, dlse: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            computed = partial(_gradients, ctx.engine, ctx.group, ctx.with_lse)
+            return *once(computed, dout, dlse, *ctx.saved_tensors), None, None, None
+
+    return Ring
+
+
+def _gradients(
+    engine: Engine,
+    group: Any,
+    with_lse: bool,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *own: torch.Tensor,
+) -> tuple[Any, Any, Any]:
+    import torch
+
+    from attnbench.impls.partial.torch_autograd import of_both, through_lse
+
+    transport = transport_of(engine.problem, group)
+    of_out, of_lse = _asked(dout, dlse, engine, group, q.device) if with_lse else (True, False)
+    if of_out and dout is None:
+        dout = torch.zeros_like(out)
+    if of_lse and dlse is None:
+        dlse = torch.zeros_like(lse)
+    return of_both(
+        lambda dout: engine.backward((q, k, v), (out, lse, *own), dout, transport),
+        lambda dlse: through_lse(
+            engine.under_whole(transport), "bshd", q, k, v, out, lse, dlse, _common_excess(dlse, out, engine, group)
+        ),
+        dout,
+        dlse if of_lse else None,
+    )
+
+
+def _asked(dout: Any, dlse: Any, engine: Engine, group: Any, device: torch.device) -> tuple[bool, bool]:
+    """Return whether any rank wants the gradient of the output, and of the LSE: all ranks must then compute it."""
+    import torch
+    import torch.distributed as dist
+
+    wanted = [dout is not None, dlse is not None]
+    if engine.problem.world > 1:
+        flags = torch.tensor(wanted, dtype=torch.int32, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        wanted = [bool(flag) for flag in flags.tolist()]
+    return wanted[0], wanted[1]
+
+
+def _common_excess(dlse: torch.Tensor, out: torch.Tensor, engine: Engine, group: Any) -> torch.Tensor | None:
+    """Return the largest float16 excess of all ranks, since dK is summed over them; None if no rank needs another's."""
+    import torch
+    import torch.distributed as dist
+
+    from attnbench.impls.partial.torch_autograd import beyond_float16
+
+    if out.dtype != torch.float16 or engine.problem.world == 1:
+        return None
+    excess = beyond_float16(dlse)
+    dist.all_reduce(excess, dist.ReduceOp.MAX, group=group)
+    return excess

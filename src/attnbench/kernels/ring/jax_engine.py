@@ -1,19 +1,175 @@
 """Attention over a sequence that is sharded over a JAX mesh, by `shard_map`, with both passes written out.
 
-Blocks that no query of a run can see are skipped, by each device for itself; no softmax ever sees an empty slot.
+`Slots` says how tokens lie on the devices. `Travel` and `Gather` are the two ways in which a device sees all keys: they
+travel round the ring, or all are gathered first. `Sharded` computes. Blocks that no query of a run can see are skipped,
+by each device for itself; no softmax ever sees an empty slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from attnbench.impls.partial.jax_passes import Rule, block_backward, block_forward, merge_parts, no_parts
-from attnbench.kernels.ring.jax_movement import AXIS, Gather, Travel
-from attnbench.kernels.ring.jax_slots import EMPTY, Slots
 from attnbench.kernels.ring.schedule import Problem
 from attnbench.spec import Array
+
+EMPTY = 1 << 30
+"""Position of a slot without a token: after every other position."""
+
+
+class Slots(NamedTuple):
+    """Slots of one side, queries or keys: equally many on each device, in runs as the layout says.
+
+    If the length does not divide, the last slots of a run are empty. Positions are arithmetic on the device's number,
+    so that a device knows the positions of the tokens it meets without a message.
+    """
+
+    layout: str
+    length: int
+    world: int
+
+    @property
+    def runs(self) -> int:
+        """Number of runs on each device."""
+        return 2 if self.layout == "zigzag" else 1
+
+    @property
+    def size(self) -> int:
+        """Number of slots of a run."""
+        return -(-self.length // (self.runs * self.world))
+
+    @property
+    def has_empty(self) -> bool:
+        """Whether any slot has no token."""
+        return self.size * self.runs * self.world != self.length
+
+    def positions(self, rank: Any, run: int, xp: Any) -> Any:
+        """Return the tokens of a run's slots; `rank` may be traced, `xp` is numpy or jax.numpy."""
+        slot = xp.arange(self.size)
+        if self.layout == "striped":
+            token = rank + self.world * slot
+            return xp.where(token < self.length, token, EMPTY)
+        parts = self.runs * self.world
+        chunk = rank if run == 0 else parts - 1 - rank
+        base, longer = divmod(self.length, parts)
+        first = chunk * base + xp.minimum(chunk, longer)
+        return xp.where(slot < base + (chunk < longer), first + slot, EMPTY)
+
+    def spread(self, array: Array) -> Array:
+        """Put [b, tokens, ...] into slot order; empty slots repeat the first token and are always masked."""
+        return array[:, np.where(self._table == EMPTY, 0, self._table)]
+
+    def gathered(self, array: Array, axis: int = 1) -> Array:
+        """Put an array in slot order back into token order."""
+        import jax.numpy as jnp
+
+        table = self._table
+        return jnp.take(array, np.argsort(table, kind="stable")[: self.length], axis=axis)
+
+    @property
+    def _table(self) -> np.ndarray:
+        """Tokens of the slots, device after device."""
+        runs = [self.positions(rank, run, np) for rank in range(self.world) for run in range(self.runs)]
+        return np.concatenate(runs)
+
+
+AXIS = "ranks"
+Meet = Callable[[Any, Any, Any], Any]
+
+
+class Travel:
+    """A ring: keys that are here are computed with while the next keys are on their way.
+
+    `meet(state, pair, source)` computes with the keys and values of device `source`; in the backward pass it returns
+    the new state and the gradients of that pair, which are brought home.
+    """
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+
+    def forward(self, meet: Meet, state: Any, pair: Any) -> Any:
+        """Return the state after the keys of all devices have passed by."""
+        import jax
+
+        me = jax.lax.axis_index(AXIS)
+
+        def turn(n: Any, carry: Any) -> Any:
+            state, pair = carry
+            coming = self._pass_on(pair)
+            return meet(state, pair, (me - n) % self._world), coming
+
+        state, pair = jax.lax.fori_loop(0, self._world - 1, turn, (state, pair))
+        return meet(state, pair, (me + 1) % self._world)
+
+    def backward(self, meet: Meet, state: Any, pair: Any, zeros: Any) -> tuple[Any, Any]:
+        """Return (state, gradients of the device's own pair); the sums travel with the keys, and one step more home."""
+        import jax
+
+        me = jax.lax.axis_index(AXIS)
+
+        def add(state: Any, pair: Any, sums: Any, source: Any) -> tuple[Any, Any]:
+            state, grads = meet(state, pair, source)
+            return state, self._pass_on(jax.tree_util.tree_map(lambda a, b: a + b, sums, grads))
+
+        def turn(n: Any, carry: Any) -> Any:
+            state, pair, sums = carry
+            coming = self._pass_on(pair)
+            state, sums = add(state, pair, sums, (me - n) % self._world)
+            return state, coming, sums
+
+        state, pair, sums = jax.lax.fori_loop(0, self._world - 1, turn, (state, pair, zeros))
+        return add(state, pair, sums, (me + 1) % self._world)
+
+    def _pass_on(self, tree: Any) -> Any:
+        import jax
+
+        links = [(n, (n + 1) % self._world) for n in range(self._world)]
+        return jax.tree_util.tree_map(lambda x: jax.lax.ppermute(x, AXIS, links), tree)
+
+
+class Gather:
+    """All-gather: every device has all keys first; their gradients are summed and scattered at the end."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+
+    def forward(self, meet: Meet, state: Any, pair: Any) -> Any:
+        """Return the state after each device's part of the gathered keys."""
+        import jax
+
+        parts = self._gathered(pair)
+        return jax.lax.fori_loop(0, self._world, lambda n, state: meet(state, _part(parts, n), n), state)
+
+    def backward(self, meet: Meet, state: Any, pair: Any, zeros: Any) -> tuple[Any, Any]:
+        """Return (state, gradients of the device's own pair)."""
+        import jax
+        import jax.numpy as jnp
+
+        tree, parts = jax.tree_util, self._gathered(pair)
+        sums = tree.tree_map(lambda x: jnp.zeros((self._world, *x.shape), x.dtype), zeros)
+
+        def turn(n: Any, carry: Any) -> Any:
+            state, sums = carry
+            state, grads = meet(state, _part(parts, n), n)
+            return state, tree.tree_map(lambda all_, one: all_.at[n].set(one), sums, grads)
+
+        state, sums = jax.lax.fori_loop(0, self._world, turn, (state, sums))
+        return state, tree.tree_map(lambda x: jax.lax.psum_scatter(x, AXIS, scatter_dimension=0), sums)
+
+    def _gathered(self, pair: Any) -> Any:
+        import jax
+
+        return jax.tree_util.tree_map(lambda x: jax.lax.all_gather(x, AXIS), pair)
+
+
+def _part(parts: Any, n: Any) -> Any:
+    import jax
+
+    return jax.tree_util.tree_map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), parts)
 
 
 class Sharded:
@@ -26,7 +182,7 @@ class Sharded:
         self.kv_slots = Slots(problem.layout, problem.kv_len, problem.world)
 
     def call(self, with_lse: bool = False) -> Callable[..., Any]:
-        """`(q, k, v) -> out [b, slots, h, d]`, or (out, lse [b, h, slots]); differentiable, all in slot order."""
+        """Return `(q, k, v) -> out [b, slots, h, d]`, or (out, lse [b, h, slots]); differentiable, in slot order."""
         import jax
 
         tokens, rows = self.specs
@@ -56,13 +212,13 @@ class Sharded:
 
     @property
     def specs(self) -> tuple[Any, Any]:
-        """How [b, slots, h, d] and [b, h, slots] are spread."""
+        """Partition specs of [b, slots, h, d] and [b, h, slots]."""
         from jax.sharding import PartitionSpec
 
         return PartitionSpec(None, AXIS), PartitionSpec(None, None, AXIS)
 
     def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """One device's queries over everybody's keys."""
+        """Compute one device's queries over the keys of all devices; return (out, lse)."""
         import jax.numpy as jnp
 
         queries = self._runs(q, self.q_slots)
@@ -82,7 +238,7 @@ class Sharded:
     def _backward(
         self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array
     ) -> tuple[Array, Array, Array]:
-        """Gradients of one device's tokens."""
+        """Return the gradients of one device's tokens."""
         import jax.numpy as jnp
 
         queries, outs, douts = (self._runs(x, self.q_slots) for x in (q, out, dout))
@@ -112,7 +268,7 @@ class Sharded:
         return jnp.concatenate(state, 1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
     def _fold(self, kept: Any, n: int, keys: Any, source: Any, block: Any, first: int = 0) -> Any:
-        """`kept` after query run n has met these key runs of a device; what it cannot see is not computed."""
+        """Return `kept` after query run n has met these key runs of a device; hidden runs are not computed."""
         import jax
 
         for m, one in enumerate(keys, first):
@@ -124,7 +280,8 @@ class Sharded:
         return kept
 
     def _seen(self, n: int, source: Any, m: int) -> tuple[Any, Any]:
-        """Which pairs of query run n and key run m of a device see each other, and whether any: None for all."""
+        """Return the visible pairs of query run n and key run m of a device, and whether any is; None, None if all."""
+
         import jax
         import jax.numpy as jnp
 

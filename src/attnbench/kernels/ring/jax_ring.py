@@ -5,17 +5,146 @@ Arrays are brought into slot order and onto the devices before the clock starts,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from time import perf_counter_ns
 from typing import Any, Self
 
 from attnbench.errors import UsageError
+from attnbench.frameworks.base import OUTPUTS, Clock, Inputs, OwnClock, Peak, Program, Programs, Stopwatch
+from attnbench.frameworks.jax.framework import JaxFramework, import_jax, precision_of
+from attnbench.frameworks.jax.programs import Compiler
 from attnbench.impls.conditions import first_reason, needs_dtype
 from attnbench.impls.partial.jax_passes import Rule
-from attnbench.kernels.ring.jax_movement import AXIS, Gather, Travel
-from attnbench.kernels.ring.layouts import check_layout
-from attnbench.kernels.ring.settings import BY_NAME_ONLY, needs_dense_mask, problem_of
-from attnbench.spec import Call, Config, Environment, Implementation, Workload
+from attnbench.kernels.ring.jax_engine import AXIS, Gather, Sharded, Travel
+from attnbench.kernels.ring.schedule import check_layout, pairs
+from attnbench.kernels.ring.settings import BY_NAME_ONLY, balance, needs_dense_mask, problem_of, shard_bytes
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Pass, Ranks, Workload
 
 FORCE = "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+
+
+class MeshCall:
+    """`(q, k, v) -> out`, or (out, lse), of whole arrays; `make(kind)` shards the problem over devices of a kind."""
+
+    def __init__(self, workload: Workload, make: Callable[[str], Sharded], with_lse: bool) -> None:
+        self.workload, self._make, self._with_lse = workload, make, with_lse
+        self._made: dict[str, Sharded] = {}
+
+    def on(self, array: Array) -> Sharded:
+        """Return the problem over the devices of the array's kind; over the default kind while it is traced."""
+        import jax
+
+        traced = isinstance(array, jax.core.Tracer)  # pyright: ignore[reportAttributeAccessIssue]
+        kind = jax.default_backend() if traced else next(iter(array.devices())).platform
+        if kind not in self._made:
+            self._made[kind] = self._make(kind)
+        return self._made[kind]
+
+    def place(self, inputs: Inputs) -> Inputs:
+        """Put the inputs in slot order on the devices."""
+        import jax
+        from jax.sharding import NamedSharding
+
+        sharded = self.on(inputs.q)
+        where = NamedSharding(sharded.mesh, sharded.specs[0])
+        sides = (sharded.q_slots, sharded.kv_slots, sharded.kv_slots, sharded.q_slots)
+        return Inputs(*(jax.device_put(slots.spread(x), where) for slots, x in zip(sides, inputs)))
+
+    def __call__(self, q: Array, k: Array, v: Array) -> Any:
+        sharded = self.on(q)
+        placed = self.place(Inputs(q, k, v, q))
+        out, lse = sharded.compiled(placed.q, placed.k, placed.v)
+        out = sharded.q_slots.gathered(out)
+        return (out, sharded.q_slots.gathered(lse, axis=2).astype("float32")) if self._with_lse else out
+
+
+ONE_PROGRAM = "XLA makes one program of computation and communication: their times cannot be told apart"
+
+
+class MeshApparatus(JaxFramework):
+    """JaxFramework for one cell over a mesh: arrays are in place before the clock starts."""
+
+    def __init__(self) -> None:
+        self._stopwatch = Stopwatch()
+        self._calls: dict[int, MeshCall] = {}
+        self._temp: dict[int, int | None] = {}
+
+    def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
+        if not isinstance(call, MeshCall):
+            return Programs(Program(run=lambda x: (_whole(call, x),)), 0)
+        with precision_of(example.q.dtype):
+            placed = call.place(example)
+        inner = Compiler(import_jax(), call.on(example.q).call(), placed, precision_of).programs(pass_)
+        parts = {name: self._timed(call, one, name) for name, one in inner.parts.items()}
+        main = self._timed(call, inner.main, pass_)
+        self._calls[id(main)], self._temp[id(main)] = call, inner.temp_bytes
+        return Programs(main, inner.compile_ns, parts, inner.temp_bytes)
+
+    def _timed(self, call: MeshCall, inner: Program, pass_: Any) -> Program:
+        def run(state: Any) -> tuple[Array, ...]:
+            start = perf_counter_ns()
+            results = inner.run(state[0])
+            self.wait(results)
+            self._stopwatch.ns += perf_counter_ns() - start
+            return tuple(put(array) for put, array in zip(_homeward(call, state[1], pass_), results))
+
+        def prepare(inputs: Inputs) -> Any:
+            with precision_of(inputs.q.dtype):
+                return inner.prepare(call.place(inputs.settled())), inputs.q
+
+        return Program(run=run, prepare=prepare)
+
+    def clocks(self, device: str) -> tuple[str, ...]:
+        return (OwnClock.name,)
+
+    def clock(self, name: str, device: str) -> Clock:
+        if name != OwnClock.name:
+            raise UsageError(f'a mesh has no clock "{name}", only "{OwnClock.name}".')
+        return OwnClock(self, self._stopwatch)
+
+    def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
+        if temp_bytes is None:
+            return Peak(None, "the compiler did not say how much scratch memory the program needs")
+        world = self._calls[id(program)].on(inputs.q).problem.world
+        results = sum(leaf.nbytes for leaf in program.run(program.prepare(inputs)))
+        return Peak(temp_bytes + results // world, method=f"xla compiled temp + outputs, of one of {world} devices")
+
+    def ranks(self, program: Program, inputs: Inputs, device: str) -> Ranks | None:
+        call = self._calls[id(program)]
+        one = call.on(inputs.q)
+        peak, work = self.peak(program, inputs, device, self._temp[id(program)]), pairs(one.problem)
+        return Ranks(
+            world=one.problem.world,
+            how="devices of one process",
+            layout=one.problem.layout,
+            devices=1 if device == "cpu" else one.problem.world,
+            tokens=one.problem.q_sizes(),
+            pairs=work,
+            shard_bytes=shard_bytes(call.workload, one.problem),
+            peak_bytes=None if peak.bytes is None else (peak.bytes,) * one.problem.world,
+            balance=balance(work),
+            reason=ONE_PROGRAM,
+        )
+
+
+def _whole(call: Call, x: Inputs) -> Array:
+    with precision_of(x.q.dtype):
+        return call(x.q, x.k, x.v)
+
+
+def _homeward(call: MeshCall, like: Array, pass_: Pass) -> list[Callable[[Array], Array]]:
+    """Return, for each result of a pass, a function that orders its tokens and moves it to the inputs' device."""
+    sharded, device = call.on(like), next(iter(like.devices()))
+
+    def home(slots: Any) -> Callable[[Array], Array]:
+        def put(array: Array) -> Array:
+            with precision_of(array.dtype):
+                return import_jax().device_put(slots.gathered(array), device)
+
+        return put
+
+    queries, keys = home(sharded.q_slots), home(sharded.kv_slots)
+    return [keys if name in ("dk", "dv") else queries for name in OUTPUTS[pass_]]
 
 
 class OverMesh(Implementation):
@@ -53,27 +182,23 @@ class OverMesh(Implementation):
         return self._call(workload, config, with_lse=True)
 
     def apparatus(self, framework: Any, config: Config) -> Any:
-        from attnbench.kernels.ring.jax_apparatus import MeshApparatus
-
         return MeshApparatus()
 
     def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
-        from attnbench.kernels.ring.jax_call import MeshCall
-
         asked, layout = self._settings(config)
         rule = Rule(workload.softmax_scale, workload.softcap)
 
-        def make(kind: str) -> Any:
+        def make(kind: str) -> Sharded:
             found = _devices(kind)
             world = asked or len(found)
             if world > len(found):
                 raise UsageError(f"world {world} is more than the {len(found)} devices of this process.")
-            return problem_of(workload, world, layout), rule, mesh_of(found[:world]), self._movement(world)
+            return Sharded(problem_of(workload, world, layout), rule, mesh_of(found[:world]), self._movement(world))
 
         return MeshCall(workload, make, with_lse)
 
     def _settings(self, config: Config) -> tuple[int, str]:
-        """World and layout; raises for what cannot be."""
+        """Read world and layout; raise UsageError for impossible values."""
         settings = {**self.tunables, **config}
         layout, world = str(settings["layout"]), settings["world"]
         check_layout(layout)
@@ -83,8 +208,6 @@ class OverMesh(Implementation):
 
 
 def _devices(kind: str) -> list[Any]:
-    from attnbench.frameworks.jax.framework import import_jax
-
     try:
         return import_jax().devices(kind)
     except RuntimeError:
@@ -92,7 +215,7 @@ def _devices(kind: str) -> list[Any]:
 
 
 def mesh_of(devices: list[Any]) -> Any:
-    """A line of devices; axes are Auto, since shard_map takes inputs from anywhere only then."""
+    """Return a mesh of one axis; the axis is Auto, since only then shard_map takes inputs with any sharding."""
     import numpy as np
     from jax.sharding import AxisType, Mesh
 

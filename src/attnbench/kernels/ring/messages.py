@@ -1,4 +1,4 @@
-"""What is said between the driver of a ring and its rank processes: a message, then the arrays that it announces."""
+"""Messages between the driver of a ring and its rank processes: a message, then the arrays that it announces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Open(Struct, tag="open"):
-    """Plan a problem and choose its kernels, under a number."""
+    """Plan a problem and choose its kernels; later messages refer to it by the number."""
 
     number: int
     problem: Problem
@@ -26,26 +26,26 @@ class Open(Struct, tag="open"):
 
 
 class Forward(Struct, tag="forward"):
-    """Compute; q, k, v follow. `kept` is a number to keep the state under for a backward pass, or -1."""
+    """Compute; q, k, v follow. `kept` is the number under which the state is kept for a backward pass, or -1."""
 
     number: int
     kept: int = -1
 
 
 class Backward(Struct, tag="backward"):
-    """Gradients from a kept state; dout follows."""
+    """Compute gradients from a kept state; dout follows."""
 
     kept: int
 
 
 class Forget(Struct, tag="forget"):
-    """Kept states that nobody will ask for again."""
+    """Drop kept states that no backward pass will need."""
 
     kept: list[int]
 
 
 class Inspect(Struct, tag="inspect"):
-    """Compute in slow motion: memory, kernels, where the time goes. q, k, v and dout follow."""
+    """Measure memory, kernels, and the times of computation and communication; q, k, v and dout follow."""
 
     number: int
     pass_: Pass
@@ -55,7 +55,7 @@ Question = Open | Forward | Backward | Forget | Inspect
 
 
 class Ready(Struct, tag="ready"):
-    """Done, nothing to tell but the kernels that were chosen."""
+    """Done; `inner` names the kernels that were chosen."""
 
     inner: list[str] = []
 
@@ -67,21 +67,21 @@ class Stepped(Struct, tag="stepped"):
     end_ns: int
 
 
-class Inspected(Struct, tag="inspected"):
-    """One rank's facts."""
+class Inspected(Struct, tag="inspected", kw_only=True):
+    """Figures of one rank; None if they could not be measured."""
 
     compute_ns: float | None
-    waiting_ns: float | None
-    communication_ns: float | None
+    waiting_ns: float | None = None
+    communication_ns: float | None = None
     peak_bytes: int | None
     peak_reason: str | None
     peak_method: str
-    kernels: list[str] | None
-    kernels_reason: str | None
+    kernels: list[str] | None = None
+    kernels_reason: str | None = None
 
 
 class Broke(Struct, tag="broke"):
-    """It raised. `kind`: unsupported, out_of_memory or failed."""
+    """The rank raised; `kind` is "unsupported", "out_of_memory" or "failed"."""
 
     kind: str
     reason: str
@@ -117,7 +117,8 @@ def post(connection: Connection, message: Question | Answer, arrays: tuple[torch
 
 
 def fetch(connection: Connection) -> tuple[bytes, list[torch.Tensor]]:
-    """The next message, still encoded, and its arrays on the CPU."""
+    """Receive the next message, still encoded, and its arrays on the CPU."""
+
     import torch
 
     envelope = _open_envelope(connection.recv_bytes())

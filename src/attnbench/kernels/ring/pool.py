@@ -1,21 +1,296 @@
-"""Rings of this process: started when first needed, shared by all cells of the same size, replaced when they fail."""
+"""The rings of this process, as the driver sees them: ask all ranks at once, and name the rank that fails.
+
+`RankProcesses` starts rank processes on this machine; they are shared by all cells of the same size and replaced when
+they fail. If one rank dies, hangs or raises, the others would wait for it for ever, so every answer has a deadline, and
+after a failure all ranks are ended. `GroupRanks` is a group that torchrun started: rank 0 asks, the others serve, with
+the same messages, so that a cell under torchrun is built, verified, timed and recorded like any other.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from attnbench.errors import Unsupported, UsageError
 from attnbench.kernels.ring import messages as m
-from attnbench.kernels.ring.launcher import RankProcesses, Reply
+from attnbench.kernels.ring.rank import Rank, broke
 
 if TYPE_CHECKING:
     import torch
 
-    from attnbench.kernels.ring.group_ranks import GroupRanks
+LAST = None
+"""Scattered to the ranks of a group when there are no more questions."""
+GRACE_S = 2.0
+"""Wait for the other answers after a failure, to tell the rank that failed from those that waited for it."""
+START_S = 60.0
+"""Time for a fresh process to import torch on a busy machine."""
+
+
+class RankFailed(RuntimeError):
+    """A rank died, hung or raised; all ranks of its ring were ended."""
+
+
+class Reply(NamedTuple):
+    """Answer of a rank, with its arrays."""
+
+    answer: m.Answer
+    arrays: list[torch.Tensor]
+
+
+class RankProcesses:
+    """A ring of processes on one machine."""
+
+    def __init__(self, world: int, device: str, threads: int, timeout_s: float) -> None:
+        self.world, self._timeout_s = world, timeout_s
+        self._folder = tempfile.mkdtemp(prefix="attnbench-ring-")
+        self._log = Path(self._folder, "stderr").open("w+b")  # noqa: SIM115 (lives as long as the ranks)
+        control, theirs = socket.socketpair()
+        ends = [socket.socketpair() for _ in range(world)]
+        for ours, _ in ends:
+            _never_block(ours, timeout_s + GRACE_S)
+        numbers = [theirs.fileno(), *(end.fileno() for _, end in ends)]
+        facts = [str(world), device, str(max(1, threads // world)), str(timeout_s), f"{self._folder}/store"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "attnbench.kernels.ring.rank", *facts, *map(str, numbers)],
+            pass_fds=numbers,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=_environment(),
+            start_new_session=True,  # it survives if the driver's process group is killed, and then clears up
+        )
+        for end in (theirs, *(end for _, end in ends)):
+            end.close()
+        self._control, self._received = control, ""
+        self._connections = [Connection(ours.detach()) for ours, _ in ends]
+        self.alive, self._fresh = True, True
+        atexit.register(self.close)
+
+    def ask(
+        self, questions: Sequence[tuple[m.Question, tuple[torch.Tensor, ...]]], patience: float = 1.0
+    ) -> list[Reply]:
+        """Send one question to each rank and return one answer from each, within `patience` timeouts.
+
+        Raise RankFailed, Unsupported or MemoryError if a rank does not answer or raised.
+        """
+        failed: dict[int, str] = {}
+        for rank, (question, arrays) in enumerate(questions):
+            try:
+                m.post(self._connections[rank], question, arrays)
+            except (BrokenPipeError, ConnectionResetError):
+                failed[rank] = "died"
+            except BlockingIOError:
+                failed[rank] = "hung"
+        replies = self._collect(failed, patience * self._timeout_s)
+        broken = {rank: one.answer for rank, one in replies.items() if isinstance(one.answer, m.Broke)}
+        if not failed and not broken:
+            return [replies[rank] for rank in range(self.world)]
+        if not failed and all(one.kind == "unsupported" for one in broken.values()):
+            raise Unsupported(next(iter(broken.values())).reason)
+        raise self._failure(failed, broken)
+
+    def _collect(self, failed: dict[int, str], limit_s: float) -> dict[int, Reply]:
+        """Collect the answers by rank; enter ranks that give none in time in `failed`."""
+        replies: dict[int, Reply] = {}
+        deadline = time.monotonic() + limit_s + GRACE_S + (START_S if self._fresh else 0.0)
+        waiting = {self._connections[rank]: rank for rank in range(self.world) if rank not in failed}
+        while waiting:
+            if failed or any(isinstance(one.answer, m.Broke) for one in replies.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failed |= dict.fromkeys(waiting.values(), "hung")
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    message, arrays = m.fetch(connection)
+                    replies[rank] = Reply(m.decode_answer(message), arrays)
+                except (EOFError, OSError):
+                    failed[rank] = "died"
+        self._fresh = False
+        return replies
+
+    def _failure(self, failed: dict[int, str], broken: dict[int, m.Broke]) -> Exception:
+        """End the ring; return an error that names a dead rank, else one that raised by itself, else a silent one."""
+        dead, silent = ([rank for rank, how in failed.items() if how == kind] for kind in ("died", "hung"))
+        # A rank that complains of another one did not raise by itself.
+        lost = ("closed by peer", "Timed out", "timed out")
+        own = [rank for rank, one in broken.items() if not any(words in one.reason for words in lost)]
+        culprit = None
+        if dead:
+            what = f"{_ranks(dead)} of {self.world} {self._ends(dead)}"
+        elif own or not silent:
+            first = own[0] if own else min(broken)
+            culprit = broken[first]
+            what = f"rank {first} of {self.world} raised {culprit.reason}"
+        else:
+            what = f"{_ranks(silent)} of {self.world} gave no answer within {self._timeout_s:g} s"
+        details = [f"rank {rank}: {one.reason}\n{one.detail}" for rank, one in broken.items()]
+        log = self._tail()
+        self.close()
+        text = "\n".join([what, *details, log]).strip()
+        return MemoryError(text) if culprit is not None and culprit.kind == "out_of_memory" else RankFailed(text)
+
+    def _ends(self, dead: Sequence[int]) -> str:
+        """Describe how those ranks ended, as reported by the process that forked them."""
+        deadline = time.monotonic() + GRACE_S
+        while (codes := self._reported("end")).keys().isdisjoint(dead) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        ends = [codes[rank] for rank in dead if rank in codes]
+        if not ends:
+            return "ended without a report"
+        return f"crashed with {signal.Signals(-ends[0]).name}" if ends[0] < 0 else f"ended with code {ends[0]}"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of each rank, once the ranks are up."""
+        found = self._reported("pid")
+        return [found[rank] for rank in sorted(found)]
+
+    def _reported(self, what: str) -> dict[int, int]:
+        """Return, by rank, the numbers that were reported so far under a word: "pid" or "end"."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            while chunk := self._control.recv(4096, socket.MSG_DONTWAIT):
+                self._received += chunk.decode()
+        whole = self._received.rpartition("\n")[0].splitlines()
+        return {int(rank): int(number) for word, rank, number in map(str.split, whole) if word == what}
+
+    def _tail(self) -> str:
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - 2000))
+        return self._log.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """End every rank at once, and only processes that this ring started."""
+        if not self.alive:
+            return
+        self.alive = False
+        atexit.unregister(self.close)
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._control.close()
+        self._log.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _never_block(end: socket.socket, seconds: float) -> None:
+    """Set a time limit on sending and receiving: a stopped rank reads nothing."""
+    limit = struct.pack("ll", int(seconds), 0)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _environment() -> dict[str, str]:
+    variables = dict(os.environ)
+    root = str(Path(__file__).parents[3])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    # The ring is on one machine: it must work even if the host name does not resolve.
+    variables.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    return variables
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def started_by_torchrun() -> bool:
+    """Return whether this process is one of a group that torchrun started."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+class GroupRanks:
+    """One process of torchrun's group: rank 0 asks, the others serve. If a rank dies, torchrun ends all of them."""
+
+    def __init__(self, device: str, timeout_s: float) -> None:
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=timeout_s)
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._mine = Rank(self.rank, self.world, device, None, timeout_s, None, int(os.environ.get("LOCAL_RANK", 0)))
+        # Questions and arrays go over the host whatever the ranks' own links are.
+        self._messages: Any = dist.new_group(backend="gloo", timeout=limit)
+        self.alive = True
+
+    def ask(
+        self, questions: Sequence[tuple[m.Question, tuple[torch.Tensor, ...]]], patience: float = 1.0
+    ) -> list[Reply]:
+        """Send one question to each rank and return the answers; only on rank 0. Deadlines are the group's own."""
+        del patience
+        letters = [(question, [array.detach().cpu() for array in arrays]) for question, arrays in questions]
+        self._scatter(letters)
+        replies = self._gather(self._answer(*letters[0]))
+        broken = {rank: reply.answer for rank, reply in enumerate(replies) if isinstance(reply.answer, m.Broke)}
+        if not broken:
+            return replies
+        if all(one.kind == "unsupported" for one in broken.values()):
+            raise Unsupported(next(iter(broken.values())).reason)
+        self.alive = False
+        rank, one = next(iter(broken.items()))
+        text = f"rank {rank} of {self.world} raised {one.reason}\n{one.detail}"
+        raise MemoryError(text) if one.kind == "out_of_memory" else RankFailed(text)
+
+    def of_size(self, world: int) -> GroupRanks:
+        """Return this group; raise UsageError if it has another number of ranks, which torchrun decides."""
+        if self.world != world:
+            raise UsageError(f"torchrun started {self.world} ranks, {world} were asked for: set world={self.world}.")
+        return self
+
+    def serve(self) -> None:
+        """Answer until rank 0 closes; on every rank but 0."""
+        while (letter := self._scatter(None)) is not LAST:
+            self._gather(self._answer(*letter))
+
+    def close(self) -> None:
+        """End the serving of the other ranks; on rank 0."""
+        if self.alive:
+            self.alive = False
+            self._scatter([LAST] * self.world)
+
+    def _answer(self, question: m.Question, arrays: list[torch.Tensor]) -> Reply:
+        try:
+            answer, results = self._mine.answer(question, arrays)
+        except Exception as error:
+            answer, results = broke(error), ()
+        return Reply(answer, [array.detach().cpu() for array in results])
+
+    def _scatter(self, letters: list[Any] | None) -> Any:
+        import torch.distributed as dist
+
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, letters, src=0, group=self._messages)
+        return received[0]
+
+    def _gather(self, reply: Reply) -> list[Reply]:
+        import torch.distributed as dist
+
+        found: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(reply, found, dst=0, group=self._messages)
+        return found or []
 
 
 class RingOfRanks(Protocol):
-    """Ranks that can be asked, whoever started them."""
+    """Ranks that can be asked, whether started here or by torchrun."""
 
     world: int
     alive: bool
@@ -23,7 +298,7 @@ class RingOfRanks(Protocol):
     def ask(
         self, questions: Sequence[tuple[m.Question, tuple[torch.Tensor, ...]]], patience: float = 1.0
     ) -> list[Reply]:
-        """One question for each rank, one answer from each."""
+        """Send one question to each rank and return one answer from each."""
         ...
 
 
@@ -32,17 +307,17 @@ _group: list[GroupRanks] = []
 
 
 def adopt(group: GroupRanks) -> None:
-    """From now on every ring of this process is the group that torchrun started."""
+    """Use the group that torchrun started as every ring of this process from now on."""
     _group[:] = [group]
 
 
 def adopted() -> bool:
-    """Whether the ranks are torchrun's."""
+    """Return whether the ranks of this process were started by torchrun."""
     return bool(_group)
 
 
 def ring(world: int, device: str, threads: int, timeout_s: float) -> RingOfRanks:
-    """The living ring of that kind."""
+    """Return the living ring of that kind; start one if there is none."""
     if _group:
         return _group[0].of_size(world)
     key = (world, device, threads, timeout_s)
@@ -52,7 +327,8 @@ def ring(world: int, device: str, threads: int, timeout_s: float) -> RingOfRanks
 
 
 def close_all() -> None:
-    """End every ring."""
+    """End every ring of this process."""
+
     while _rings:
         _rings.popitem()[1].close()
     while _group:

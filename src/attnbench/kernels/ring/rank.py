@@ -1,7 +1,8 @@
-"""`python -m attnbench.kernels.ring.rank WORLD DEVICE THREADS TIMEOUT STORE CONTROL FD...`: rank processes of a ring.
+"""Rank processes of a ring: `python -m attnbench.kernels.ring.rank WORLD DEVICE THREADS TIMEOUT STORE CONTROL FD...`.
 
 One process imports torch, forks the ranks (importing takes longer than starting) and then only waits for their ends,
-which it tells line by line over the control socket. A rank serves its driver until that hangs up.
+which it reports line by line over the control socket. A rank serves its driver until the driver closes the connection:
+it computes with a method, our ring or the one in torch, which takes shards and returns shards.
 """
 
 from __future__ import annotations
@@ -15,30 +16,122 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attnbench.errors import AttnBenchError
-from attnbench.frameworks.base import Inputs
-from attnbench.frameworks.torch.programs import kernel_names, synchronize
+from attnbench.frameworks.base import Inputs, Peak, Program
+from attnbench.frameworks.torch.programs import accelerator_peak, cpu_peak, kernel_names, synchronize
 from attnbench.kernels.ring import messages as m
-from attnbench.kernels.ring.methods import METHODS, peak_of, program_of
-from attnbench.kernels.ring.spans import Spans
+from attnbench.kernels.ring.dilated_work import pattern_of, work_of
+from attnbench.kernels.ring.engine import Engine, Spans, transport_of
+from attnbench.kernels.ring.torch_own import TemplatedRing
+from attnbench.kernels.ring.work import Kernels
 from attnbench.processes import die_with_parent
 from attnbench.spec import Pass
 
 if TYPE_CHECKING:
     import torch
 
+
+Arrays = Sequence["torch.Tensor"]
+
+
+class Method(Protocol):
+    """One way to attend over a sharded sequence, as a rank sees it."""
+
+    @property
+    def used(self) -> Iterable[str]:
+        """Names of the kernels."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return (out, lse) of the rank's own rows, then whatever else `backward` needs."""
+        ...
+
+    def backward(
+        self, inputs: Arrays, results: Arrays, dout: torch.Tensor, spans: Spans | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (dq, dk, dv) of the rank's own tokens."""
+        ...
+
+    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> bool:
+        """Run the communication alone; return False if it cannot be separated from the computation."""
+        ...
+
+
+class Ours:
+    """The engine of this package over one transport."""
+
+    def __init__(self, engine: Engine, transport: Any) -> None:
+        self.used = engine.work.kernels.used
+        self._engine, self._transport = engine, transport
+
+    @classmethod
+    def open(cls, question: m.Open, rank: int, device: torch.device) -> Ours:
+        """Open a problem in a rank process, over the default process group."""
+        problem, kernels = question.problem, Kernels(question.shape, question.inner, device)
+        work = work_of(problem, rank, kernels, pattern_of(question.shape))
+        work.prepare(device)
+        return cls(Engine(problem, rank, work), transport_of(problem, None))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        return self._engine.forward(q, k, v, self._transport, spans)
+
+    def backward(
+        self, inputs: Arrays, results: Arrays, dout: torch.Tensor, spans: Spans | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._engine.backward(inputs, results, dout, self._transport, spans)
+
+    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> bool:
+        self._engine.rotate(k, v, self._transport, gradients)
+        return True
+
+
+METHODS: dict[str, Callable[[m.Open, int, Any], Method]] = {
+    "ring": Ours.open,
+    "templated": TemplatedRing,
+}
+
+
+def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Program:
+    """Return a rank's part of a pass as a program; its time is added to the spans."""
+
+    def ahead(x: Inputs, spans: Spans | None = None) -> Any:
+        return x, method.forward(x.q, x.k, x.v, spans)
+
+    def back(state: Any) -> tuple[torch.Tensor, ...]:
+        x, results = state
+        return method.backward((x.q, x.k, x.v), results, x.dout, spans)
+
+    if pass_ == "forward":
+        return Program(run=lambda x: ahead(x, spans)[1])
+    if pass_ == "backward":
+        return Program(run=back, prepare=ahead)
+    return Program(run=lambda x: back(ahead(x, spans)))
+
+
+def peak_of(program: Program, inputs: Inputs, device: torch.device) -> Peak:
+    """Measure the extra memory at the peak of a rank's part."""
+    if device.type == "cpu":
+        return cpu_peak(program, inputs)
+    return accelerator_peak(program, inputs, str(device))
+
+
 PRELOADED = ("torch.distributed",)
-"""Modules that every rank has from its parent."""
-LOOKS = 3
-"""Passes that are timed in an inspection; the median is told."""
+"""Modules that the parent imports before the ranks are forked."""
+TIMED_PASSES = 3
+"""Passes that are timed in an inspection; the median is reported."""
 ROTATIONS: dict[Pass, tuple[bool, ...]] = {"forward": (False,), "backward": (True,), "train": (False, True)}
-"""Each pass of K and V round the ring, and whether the sums of their gradients go with them."""
+"""Journeys of K and V round the ring in each pass: True if the sums of their gradients travel with them."""
 
 
 class Rank:
@@ -54,7 +147,7 @@ class Rank:
         store: str | None,
         local_rank: int | None = None,
     ) -> None:
-        """`store` is a file to meet at; None: by the variables that torchrun sets."""
+        """Join the process group: by the file `store`, or, if that is None, by the variables that torchrun sets."""
         import torch
         import torch.distributed as dist
 
@@ -70,7 +163,7 @@ class Rank:
         self._rank, self._methods, self._kept = rank, {}, {}
 
     def answer(self, question: m.Question, arrays: list[torch.Tensor]) -> tuple[m.Answer, tuple[torch.Tensor, ...]]:
-        """One question, one answer with its arrays."""
+        """Answer one question; return the answer and its arrays."""
         given = [array.to(self.device) for array in arrays]
         if isinstance(question, m.Open):
             return self._open(question), ()
@@ -105,26 +198,26 @@ class Rank:
         return m.Stepped(start, self._now()), grads
 
     def _inspect(self, question: m.Inspect, given: list[torch.Tensor]) -> m.Inspected:
-        """Every rank does the same, so that none waits for a message that nobody sends."""
+        """Measure a pass; every rank takes the same steps, so that none waits for a message that nobody sends."""
         method, inputs, kind = self._methods[question.number], Inputs(*given), self.device.type
         program = program_of(method, question.pass_)
         peak = peak_of(program, inputs, self.device)
         kernels, reason = kernel_names(program, inputs, kind)
-        looks, rotations = [], []
-        for _ in range(LOOKS):
+        spent, rotations = [], []
+        for _ in range(TIMED_PASSES):
             spans = Spans(kind)
             timed = program_of(method, question.pass_, spans)
             state = timed.prepare(inputs)
             self._together()
             timed.run(state)
-            looks.append(spans.ns)
+            spent.append(spans.ns)
             start = self._together()
             apart = [method.rotate(inputs.k, inputs.v, gradients) for gradients in ROTATIONS[question.pass_]]
             rotations.append(self._now() - start if all(apart) else None)
         known = None not in rotations
         return m.Inspected(
-            compute_ns=median(look["compute"] for look in looks) if known else None,
-            waiting_ns=median(look["waiting"] for look in looks) if known else None,
+            compute_ns=median(ns["compute"] for ns in spent) if known else None,
+            waiting_ns=median(ns["waiting"] for ns in spent) if known else None,
             communication_ns=median(rotations) if known else None,
             peak_bytes=peak.bytes,
             peak_reason=peak.reason,
@@ -134,7 +227,7 @@ class Rank:
         )
 
     def _together(self) -> int:
-        """All ranks are here and their devices idle: the time."""
+        """Wait until all ranks are here and their devices idle; return the time."""
         import torch.distributed as dist
 
         synchronize(self.device.type)
@@ -147,7 +240,7 @@ class Rank:
 
 
 def serve(connection: Connection, start: tuple[Any, ...]) -> None:
-    """Answer until the driver hangs up. What goes wrong is told; the driver decides whether the ring can go on."""
+    """Answer until the driver closes the connection. Errors are answers too: the driver decides what follows."""
     die_with_parent(connection.fileno())
     rank: Rank | None = None
     while True:
@@ -164,7 +257,7 @@ def serve(connection: Connection, start: tuple[Any, ...]) -> None:
 
 
 def broke(error: Exception) -> m.Broke:
-    """What went wrong, for the driver."""
+    """Describe an error for the driver."""
     from attnbench import frameworks
 
     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
@@ -191,7 +284,7 @@ def main() -> None:
         os.close(descriptor)
 
     def end() -> None:
-        """What a driver that was killed cannot do itself."""
+        """Kill the ranks and delete the store, which a driver that was killed cannot do itself."""
         for pid in list(ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -205,16 +298,16 @@ def main() -> None:
 
 
 def _report(ranks: dict[int, int], control: int) -> None:
-    with os.fdopen(os.dup(control), "w", buffering=1) as told:
+    with os.fdopen(os.dup(control), "w", buffering=1) as lines:
         for rank, pid in sorted((rank, pid) for pid, rank in ranks.items()):
-            told.write(f"pid {rank} {pid}\n")
+            lines.write(f"pid {rank} {pid}\n")
         while ranks:
             pid, status = os.wait()
-            told.write(f"end {ranks.pop(pid)} {os.waitstatus_to_exitcode(status)}\n")
+            lines.write(f"end {ranks.pop(pid)} {os.waitstatus_to_exitcode(status)}\n")
 
 
 def _become(rank: int, descriptors: list[int], start: tuple[Any, ...], control: int) -> None:
-    """Never returns."""
+    """Serve as one rank and exit; this function never returns."""
     os.close(control)
     for other, descriptor in enumerate(descriptors):
         if other != rank:

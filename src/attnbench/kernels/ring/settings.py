@@ -1,4 +1,4 @@
-"""What may be asked of a ring, `torch.ring[world=4,layout=striped]`, and where its ranks live."""
+"""Settings of a ring, `torch.ring[world=4,layout=striped]`, the masks it takes, and figures of its shards."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import NamedTuple
 from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import needs_mask
-from attnbench.kernels.ring.layouts import check_layout
-from attnbench.kernels.ring.schedule import Problem
+from attnbench.kernels.ring.schedule import Problem, check_layout
 from attnbench.masks import Causal
 from attnbench.masks.base import query_offset
 from attnbench.spec import DTYPE_BYTES, Config, Workload
@@ -29,7 +28,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """Raises for what cannot be."""
+        """Read a config; raise UsageError for unknown settings and impossible values."""
         unknown = sorted(set(config) - set(TUNABLES))
         if unknown:
             raise UsageError(f"a ring has no setting {', '.join(unknown)}; it has {', '.join(TUNABLES)}.")
@@ -44,33 +43,33 @@ class Settings(NamedTuple):
 
 
 def check_inner(inner: object) -> None:
-    """Raises for the kernel of a tile that no implementation is called after."""
+    """Raise UsageError unless `inner` is "auto" or an implementation with that name exists."""
     if inner != TUNABLES["inner"]:
         registry.get(str(inner))
 
 
 def problem_of(workload: Workload, world: int, layout: str) -> Problem:
-    """The workload as a ring sees it: where a causal mask shows query i the keys up to i + shift."""
+    """Shard a workload; its causal mask shows query i the keys up to i + shift."""
     causal = next((part for part in workload.visible_mask.split() if isinstance(part, Causal)), None)
     shift = 0 if causal is None else query_offset(causal.align, workload.mask_shape)
     return Problem(workload.q_len, workload.kv_len, world, layout, causal is not None, shift)
 
 
 def needs_dense_mask(workload: Workload) -> str | None:
-    """Full, or one causal mask."""
+    """Refuse every mask but full and one causal mask."""
     several = len(workload.visible_mask.kinds) > 1
     return needs_mask(workload, *DENSE) or ("takes one mask, not several" if several else None)
 
 
 def needs_ring_mask(workload: Workload) -> str | None:
-    """Full, causal, dilated, or dilated and causal; each once."""
+    """Refuse every mask but full, causal, dilated, and dilated with causal, each once."""
     kinds = workload.visible_mask.kinds
     repeated = "takes each kind of mask once" if len(set(kinds)) < len(kinds) else None
     return needs_mask(workload, *DENSE, "dilated") or repeated
 
 
 def shard_bytes(workload: Workload, problem: Problem) -> tuple[int, ...]:
-    """Bytes of q, k and v that each rank holds."""
+    """Count the bytes of q, k and v that each rank holds."""
     itemsize = DTYPE_BYTES[workload.dtype]
     per_query = workload.batch * workload.heads * workload.head_dim * itemsize
     per_key = workload.batch * workload.kv_heads * (workload.head_dim + workload.value_dim) * itemsize
@@ -78,5 +77,5 @@ def shard_bytes(workload: Workload, problem: Problem) -> tuple[int, ...]:
 
 
 def balance(work: Sequence[float]) -> float:
-    """Mean over largest: 1 when all ranks have the same to do."""
+    """Return the mean over the largest of the ranks' work: 1 if all ranks have the same to do."""
     return sum(work) / len(work) / max(work) if max(work) else 1.0

@@ -1,8 +1,8 @@
-"""How long a ring of any size would take: measured kernel times and a stated link, put together by arithmetic.
+"""A model of the time of a ring of any size, from measured kernel times and a stated link. It is not a measurement.
 
-A model, not a measurement: every rank is taken to have a device of its own, like the one whose kernels were timed; a
-step lasts as long as the slowest rank's computation or as what is sent meanwhile, whichever is longer; links do not
-disturb each other; nothing else costs time (merging is in the kernels' measured time).
+Every rank has a device of its own, like the one whose kernels were timed; a step lasts as long as the slowest rank's
+computation or as the transfer behind it, whichever is longer; links do not disturb each other; nothing else costs time
+(merging is in the kernels' measured time).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from attnbench.kernels.ring.schedule import Problem, schedule
-from attnbench.kernels.ring.tiles import Tile
+from attnbench.kernels.ring.schedule import Problem, Tile, schedule
 from attnbench.spec import DTYPE_BYTES, Pass, Workload
 
 TileTime = Callable[[Tile], tuple[float, float]]
@@ -23,25 +22,25 @@ SUM_BYTES = {"float64": 8}
 
 
 class Link(NamedTuple):
-    """What was stated, not measured."""
+    """A link as stated, not measured."""
 
     bytes_per_s: float
     latency_s: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """To send so many bytes."""
+        """Return the seconds that it takes to send `size` bytes."""
         return self.latency_s + size / self.bytes_per_s if size else 0.0
 
 
 class Modelled(Struct, frozen=True, kw_only=True):
-    """One world size. `modelled` is there to be read by whoever sees only this."""
+    """The model's figures for one number of ranks; `modelled` says so in every printed entry."""
 
     modelled: bool = True
     world: int
     layout: str
     seconds: float
     compute_s: float
-    """Of the slowest rank of each step, added up."""
+    """Computation of the slowest rank of each step, added up."""
     exposed_s: float
     """Transfers that computation does not hide, added up."""
     communication_s: float
@@ -53,7 +52,7 @@ class Modelled(Struct, frozen=True, kw_only=True):
 
 
 def model(workload: Workload, problem: Problem, tile_time: TileTime, link: Link) -> Modelled:
-    """The time of the workload's pass."""
+    """Model the time of the workload's pass."""
     single = _total(workload, problem._replace(world=1), tile_time, link)[0]
     seconds, compute, communication = _total(workload, problem, tile_time, link)
     return Modelled(
@@ -69,7 +68,7 @@ def model(workload: Workload, problem: Problem, tile_time: TileTime, link: Link)
 
 
 def _total(workload: Workload, problem: Problem, tile_time: TileTime, link: Link) -> tuple[float, float, float]:
-    """(seconds, computation, communication) over all steps of the pass."""
+    """Return (seconds, computation, communication) over all steps of the pass."""
     directions: dict[Pass, tuple[int, ...]] = {"forward": (0,), "backward": (1,), "train": (0, 1)}
     plans = [schedule(problem, rank) for rank in range(problem.world)]
     largest = max(problem.kv_sizes())
@@ -85,9 +84,18 @@ def _total(workload: Workload, problem: Problem, tile_time: TileTime, link: Link
 
 
 def _bytes(workload: Workload, problem: Problem, turn: int, tokens: int, direction: int) -> int:
-    """What a rank sends during a turn: K and V but in the last, and, going backward, the sums of their gradients."""
+    """Count the bytes a rank sends in a turn: K and V except in the last, and backward the sums of their gradients."""
     if problem.world == 1:
         return 0
     numbers = workload.batch * tokens * workload.kv_heads * (workload.head_dim + workload.value_dim)
     keys = 0 if turn == problem.world - 1 else numbers * DTYPE_BYTES[workload.dtype]
     return keys + direction * numbers * SUM_BYTES.get(workload.dtype, 4)
+
+
+def idle_share(problem: Problem) -> float:
+    """Return the share of the ranks' time spent waiting for the busiest rank of each step, if time were pairs."""
+    plans = [schedule(problem, rank) for rank in range(problem.world)]
+    work = [[sum(tile.pairs for tile in step.tiles) for step in plan] for plan in plans]
+    busiest = sum(max(row[turn] for row in work) for turn in range(problem.world))
+    total = sum(map(sum, work))
+    return 1 - total / (busiest * problem.world) if busiest else 0.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from ring_model import Link, idle_share, model
 
 from attnbench import masks
-from attnbench.kernels.ring.model import Link, model
-from attnbench.kernels.ring.schedule import Problem, idle_share
+from attnbench.kernels.ring.schedule import Problem
 from attnbench.spec import Workload
 
 TOKENS = 4096

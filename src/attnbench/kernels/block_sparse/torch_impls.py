@@ -1,0 +1,317 @@
+"""Block-sparse attention as implementations, and `attend` for tables of blocks that are made at run time.
+
+torch.block-sparse computes the kept blocks alone, on a CPU. It takes a mask with one `blocks` part, alone or with parts
+that leave each row one run of keys (causal, window, prefix, lengths, sorted documents). Dropped blocks are neither read
+nor computed, in both passes. Layout is bhsd, as in all of these.
+
+torch.block-sparse-triton takes the same masks and computes them with Triton kernels, for NVIDIA GPUs. The lists of
+blocks are made at the first call on a device, which is not timed. If TRITON_INTERPRET=1 is set before Triton is first
+imported, the kernels run in its interpreter, on a CPU too: for verifying, never for timing. Softmax is in float32;
+float32 inputs are multiplied in float32, not TF32.
+
+torch.block-sparse-dynamic and torch.block-sparse-learned choose blocks by content, then attend to them alone; they are
+approximate. They estimate the attention mass of blocks from pooled Q and K and keep, in each row of blocks, the fewest
+that reach a threshold, which is calibrated to a mean sparsity on structured draws of its own. `dynamic` pools only;
+`learned` has a gate trained on such draws. Their errors are declared for structured inputs: in random inputs there is
+no structure to find. The gate depends on the signs of its channels, which every timed call changes, so it is verified
+and never timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attnbench.errors import Unsupported
+from attnbench.frameworks.torch.plain import once_per_device
+from attnbench.impls.conditions import (
+    first_reason,
+    needs_capability,
+    needs_device,
+    needs_dtype,
+    needs_equal_dims,
+    needs_forward,
+    needs_head_dim,
+    needs_no_softcap,
+    needs_package,
+)
+from attnbench.impls.torch._compile import CompiledCall
+from attnbench.kernels.block_sparse import cpu
+from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
+from attnbench.kernels.block_sparse.tiles import (
+    beyond_the_kernels,
+    candidates,
+    interpreted,
+    mend_interpreter,
+    read_config,
+)
+from attnbench.masks.cuts import block_layout, split_blocks
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+LONGEST_TRAINED = 4096
+"""Longest sequence for which a gate is trained when the implementation is built."""
+SPARSITY, BLOCK_SIZE = 0.5, 64
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the blocks of tables: q [b, h, t, d], k and v [b, g, s, d] -> out, lse [b, h, t] in float32.
+
+    Differentiable in q, k and v, on cpu and cuda.
+    """
+    from attnbench.impls.partial.torch_autograd import differentiable
+
+    kind = q.device.type
+    if kind == "cpu":
+        plan = cpu.plan(tables, k.shape[1], q.shape[3])
+        pair = _cpu_pair(lambda _: plan, scale)
+    elif kind == "cuda":
+        pair = _triton_pair(q, k, v, tables, scale)
+    else:
+        raise Unsupported(f"block-sparse attention runs on cpu and cuda, not on {kind}.")
+    out, lse = differentiable(pair, "bhsd")(q, k, v)
+    return out, lse.float()
+
+
+def _cpu_pair(plan_of: Callable[[Any], cpu.Plan], scale: float) -> Partial:
+    return (
+        lambda q, k, v: cpu.forward(q, k, v, plan_of(q.device), scale),
+        lambda q, k, v, out, lse, dout: cpu.backward(q, k, v, out, lse, dout, plan_of(q.device), scale),
+    )
+
+
+def _triton_pair(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Partial:
+    from attnbench.kernels.block_sparse import triton_call
+
+    workload = Workload(
+        batch=q.shape[0], q_len=q.shape[2], kv_len=k.shape[2], heads=q.shape[1], kv_heads=k.shape[1],
+        head_dim=q.shape[3], v_head_dim=v.shape[3], dtype=str(q.dtype).rpartition(".")[2], scale=scale,
+    )  # fmt: skip
+    reason = beyond_the_kernels(workload, tables.block_size)
+    if reason is not None:
+        raise Unsupported(f"block-sparse attention on cuda {reason}.")
+    tiles, atomic = read_config(workload, {})
+    plan = triton_call.plan(tables, q.shape[1] // k.shape[1])
+    return triton_call.pair(lambda _: plan, scale, tiles, atomic)
+
+
+def needs_blocks(workload: Workload) -> str | None:
+    """Refuse every mask but one `blocks` part, alone or with parts that leave each row one run of keys."""
+    mask = workload.visible_mask
+    split = split_blocks(mask)
+    if split is None:
+        several = mask.kinds.count("blocks") > 1
+        return f"takes a mask with one blocks part, and this one has {'several' if several else 'none'}"
+    if split[1].weighted or split[1].interval(workload.mask_shape) is None:
+        return f"combines blocks with masks of one run of keys a row, not with {split[1].id}"
+    return None
+
+
+def block_tables(workload: Workload, device: Any) -> BlockTables:
+    """Return the blocks of a workload that `needs_blocks` accepts, on a device."""
+    layout = block_layout(workload.visible_mask, workload.mask_shape)
+    assert layout is not None
+    return tables_of(layout, workload.mask_shape, device)
+
+
+class BlockSparse(Implementation):
+    """`torch.block-sparse`: gathered blocks, batched by equal counts, through torch's fused CPU operator."""
+
+    name = "torch.block-sparse"
+    framework = "torch"
+    lse_gradient = True
+    layout = "bhsd"
+    expects = (r"_scaled_dot_product_flash_attention_for_cpu",)
+
+    def available(self, environment: Environment) -> str | None:
+        return needs_device(environment, "cpu")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return first_reason(
+            self.available(environment),
+            needs_blocks(workload),
+            needs_equal_dims(workload),
+            needs_no_softcap(workload),
+        )
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        call = self.build_lse(workload, config)
+        return lambda q, k, v: call(q, k, v)[0]
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+
+        from attnbench.impls.partial.torch_autograd import differentiable
+
+        call = differentiable(self._pair(workload), "bhsd")
+
+        def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse = call(q, k, v)
+            return out, lse.float()
+
+        return with_lse
+
+    def partial(self, workload: Workload, config: Config) -> Partial:
+        from attnbench.impls.partial.torch_autograd import turned
+
+        return turned(self._pair(workload))
+
+    def _pair(self, workload: Workload) -> Partial:
+        plans = once_per_device(
+            lambda device: cpu.plan(block_tables(workload, device), workload.kv_heads, workload.head_dim)
+        )
+        return _cpu_pair(plans, workload.softmax_scale)
+
+
+class BlockSparseTriton(Implementation):
+    """`torch.block-sparse-triton`: Triton kernels over rows and columns of kept blocks."""
+
+    name = "torch.block-sparse-triton"
+    framework = "torch"
+    lse_gradient = True
+    layout = "bhsd"
+    tunables = candidates(Workload(batch=1, q_len=128, heads=1, head_dim=128, dtype="bfloat16", pass_="train"))[0]
+
+    @property
+    def verify_only(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter" if interpreted() else ""
+
+    @property
+    def expects(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return () if interpreted() else (r"block_sparse_(forward|key_gradients)",)
+
+    def available(self, environment: Environment) -> str | None:
+        missing = needs_package("triton", "pip install triton")
+        if interpreted():
+            return missing
+        device = needs_device(environment, "cuda")
+        return first_reason(
+            f"{device}; TRITON_INTERPRET=1 verifies it in Triton's interpreter" if device else None,
+            missing,
+            needs_capability(environment, (9, 0)),  # tiles fill the shared memory of a Hopper SM
+        )
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        split = split_blocks(workload.visible_mask)
+        unknown = interpreted() and workload.dtype == "bfloat16"
+        return first_reason(
+            self.available(environment),
+            needs_blocks(workload),
+            beyond_the_kernels(workload, split[0].block_size) if split is not None else None,
+            "Triton's interpreter multiplies no bfloat16" if unknown else None,
+        )
+
+    def configs(self, workload: Workload) -> Sequence[Config]:
+        return candidates(workload)
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        call = self.build_lse(workload, config)
+        return CompiledCall(lambda q, k, v: call(q, k, v)[0])
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+
+        from attnbench.impls.partial.torch_autograd import differentiable
+
+        return differentiable(self._pair(workload, config), "bhsd")
+
+    def partial(self, workload: Workload, config: Config) -> Partial:
+        from attnbench.impls.partial.torch_autograd import turned
+
+        return turned(self._pair(workload, config))
+
+    def _pair(self, workload: Workload, config: Config) -> Partial:
+        from attnbench.kernels.block_sparse import triton_call
+
+        if interpreted():
+            mend_interpreter()
+        tiles, atomic = read_config(workload, config)
+        plans = once_per_device(lambda device: triton_call.plan(block_tables(workload, device), workload.group))
+        return triton_call.pair(plans, workload.softmax_scale, tiles, atomic)
+
+
+class Selected(Implementation):
+    """`torch.block-sparse-dynamic` and `torch.block-sparse-learned`: choose blocks, then attend to them."""
+
+    framework = "torch"
+    lse_gradient = True
+    layout = "bhsd"
+    approximate = True
+    untested = ("cuda",)
+
+    def __init__(self, learned: bool) -> None:
+        self.learned = learned
+        self.name = "torch.block-sparse-learned" if learned else "torch.block-sparse-dynamic"
+        # Measured by benchmarks/block_sparse_quality.py at this sparsity, with room for other draws.
+        self.declared_error, self.declared_recall = (0.4, 0.85) if learned else (0.6, 0.8)
+        self.verify_only = (
+            "a trained gate depends on the signs of its channels, and timed calls change them" if learned else ""
+        )
+
+    def available(self, environment: Environment) -> str | None:
+        on_gpu = environment.device == "cuda" and not interpreted()
+        return first_reason(
+            needs_device(environment, "cpu", "cuda"),
+            needs_package("triton", "pip install triton") if on_gpu else None,
+        )
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        mask, long = workload.visible_mask, self.learned and max(workload.q_len, workload.kv_len) > LONGEST_TRAINED
+        unfit = mask.weighted or mask.interval(workload.mask_shape) is None
+        kinds = ("float32", "bfloat16", "float16", *(("float64",) if environment.device == "cpu" else ()))
+        return first_reason(
+            self.available(environment),
+            None if workload.inputs == "structured" else "declares its error for structured inputs only",
+            needs_forward(workload),
+            f"chooses under masks of one run of keys a row, not under {mask.id}" if unfit else None,
+            f"trains its gate when built, which is kept to {LONGEST_TRAINED} tokens" if long else None,
+            needs_dtype(workload, *kinds),
+            needs_equal_dims(workload),
+            needs_head_dim(workload, 256, 8),
+            needs_no_softcap(workload),
+        )
+
+    def configs(self, workload: Workload) -> Sequence[Config]:
+        return [{"sparsity": sparsity, "block_size": BLOCK_SIZE} for sparsity in (SPARSITY, 0.75, 0.9)]
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        call = self.build_lse(workload, config)
+        return lambda q, k, v: call(q, k, v)[0]
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        select = self._selector(workload, config)
+        scale = workload.softmax_scale
+
+        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            return attend(q, k, v, select(q, k)[0], scale)
+
+        return call
+
+    def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]]:
+        from attnbench.kernels.block_sparse.selection import POOL
+        from attnbench.masks import blocks
+
+        select, mask, shape = self._selector(workload, config), workload.visible_mask, workload.mask_shape
+
+        def figures(q: Array, k: Array, v: Array) -> dict[str, float]:
+            tables, sparsity = select(q, k)
+            computed = (mask & blocks(tables.kept, tables.block_size)).pairs(shape) / mask.pairs(shape)
+            return {"sparsity": sparsity, "work": computed + 0.5 / POOL**2}  # the estimate, of QK^T alone
+
+        return figures
+
+    def _selector(self, workload: Workload, config: Config) -> Callable[[Array, Array], Any]:
+        """Return `(q, k) -> (tables, sparsity)`, calibrated (and trained) at the first call on a device."""
+        from attnbench.kernels.block_sparse.selection import selector
+
+        sparsity, size = float(config.get("sparsity", SPARSITY)), int(config.get("block_size", BLOCK_SIZE))
+        made = once_per_device(lambda device: selector(workload, device, sparsity, size, self.learned))
+        return lambda q, k: made(q.device)(q, k)
+
+
+BLOCK_SPARSE = BlockSparse()
+BLOCK_SPARSE_TRITON = BlockSparseTriton()
+DYNAMIC = Selected(learned=False)
+LEARNED = Selected(learned=True)

@@ -1,0 +1,251 @@
+"""The two ways to compute dilated attention on torch arrays, without autograd. This module imports torch.
+
+gathered: copy each branch's tokens out, attend, scatter back, and mix all branches at the end. Every branch's output
+lies in memory at full size in float32 until it is mixed.
+
+strided: kernels read strided views of Q, K and V, so nothing is gathered, and partial results are merged in one pass
+over the output (Triton on a GPU; piece by piece elsewhere), without a full-size copy for each branch. What depends on
+shapes and strides alone is a plan, made once: a call only takes its views, runs its dense kernels and merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from attnbench.impls.partial.torch_autograd import turned
+from attnbench.impls.partial.torch_choice import Rules, current
+from attnbench.impls.partial.torch_passes import merge_
+from attnbench.kernels.dilated.pieces import Piece, Task, pieces
+from attnbench.kernels.dilated.torch_fused import Fused, is_fused
+from attnbench.kernels.dilated.torch_pieces import (
+    Sizes,
+    View,
+    dense_strides,
+    fold,
+    folds,
+    key_view,
+    keys_of,
+    nothing_merged,
+    partial_of,
+    queries_of,
+    query_view,
+    rows_of,
+)
+from attnbench.spec import Partial
+
+Forward = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
+"""Output [b, s, h, d], LSE [b, s, h] in float32 (float64 for float64 inputs), and what else the backward needs."""
+Parts = list[tuple[torch.Tensor, ...]]
+
+
+class Engine(NamedTuple):
+    """A way to compute a task on torch arrays, without autograd."""
+
+    forward: Callable[..., Forward]
+    backward: Callable[..., tuple[Any, Any, Any]]
+
+
+def gathered_forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+    """Return (out, lse [b, s, h], each branch's own output if the backward pass needs it)."""
+    branches = [_of_branch(task, n, q, k, v) for n in range(len(task.problem.pattern.segment_lengths))]
+    lse = torch.logsumexp(torch.stack([lse for _, lse in branches]), 0)
+    seen = lse.masked_fill(lse == float("-inf"), 0.0)
+    out = torch.zeros_like(branches[0][0])
+    for branch_out, branch_lse in branches:
+        out += torch.exp(branch_lse - seen).unsqueeze(-1) * branch_out
+    kept = tuple(branch_out.to(q.dtype) for branch_out, _ in branches) if keep and task.detached else ()
+    return out.to(q.dtype), lse, kept
+
+
+def _of_branch(
+    task: Task, branch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output [b, s, h, d] and LSE [b, s, h] of one branch; 0 and -inf for tokens that a head skips."""
+    out, lse = nothing_merged(q, v)
+    for piece in _gathered_pieces(task, q, k, v):
+        if piece.branch == branch:
+            a, b, c = queries_of(q, piece).contiguous(), *(keys_of(x, piece).contiguous() for x in (k, v))
+            part, part_lse = _gathered_kernel(task, piece, a, c)[0](a, b, c)
+            queries_of(out, piece).copy_(part)
+            rows_of(lse, piece).copy_(part_lse)
+    return out, lse
+
+
+def gathered_backward(
+    task: Task,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    kept: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dq, dk, dv): each piece under the LSE and output of the whole, or its branch's own output if detached."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+    for piece in _gathered_pieces(task, q, k, v, out, lse, dout):
+        rows = (q, kept[piece.branch] if kept else out, dout)
+        a, whole, cotangent = (queries_of(x, piece).contiguous() for x in rows)
+        b, c = (keys_of(x, piece).contiguous() for x in (k, v))
+        parts = _gathered_kernel(task, piece, a, c)[1](a, b, c, whole, rows_of(lse, piece).contiguous(), cotangent)
+        for total, part, view in zip((dq, dk, dv), parts, (queries_of, keys_of, keys_of)):
+            view(total, piece).add_(part)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _gathered_pieces(task: Task, *arrays: torch.Tensor) -> tuple[Piece, ...]:
+    return pieces(task.problem, folds(*arrays), diagonal=False)
+
+
+def _gathered_kernel(task: Task, piece: Piece, q: torch.Tensor, v: torch.Tensor) -> Partial:
+    heads = piece.heads
+    sizes = Sizes(piece.stack, piece.queries, piece.keys, heads.number, heads.kv_number, q.shape[-1], v.shape[-1])
+    return partial_of(task.kernel, q.dtype, q.device, sizes, piece.causal, task.scale)
+
+
+PLANS = 64
+"""Number of plans kept; each may have small tables on its device."""
+_captured: dict[int, Plan] = {}
+"""Plans of captured calls, kept forever: a CUDA graph reads their tables at every replay."""
+
+
+class Step(NamedTuple):
+    """One dense call: views, heads first, of the arrays it reads, and the two passes of its kernel."""
+
+    piece: Piece
+    q: View
+    k: View
+    v: View
+    out: View
+    """View of out and dout."""
+    lse: View
+    """View [stack, heads, queries] of an LSE [b, s, h]."""
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+class Plan(NamedTuple):
+    """Steps of a task, the strides that out and dout must have, and the fused merge (None: piece by piece)."""
+
+    steps: tuple[Step, ...]
+    out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    fused: Fused | None
+
+
+def plan_of(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan:
+    """Return the plan for arrays of these shapes and strides."""
+    strides = (q.stride(), k.stride(), v.stride())
+    plan = _plan(task, q.dtype, q.device, (q.shape, k.shape, v.shape), strides, current())
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        _captured[id(plan)] = plan
+    return plan
+
+
+@lru_cache(maxsize=PLANS)
+def _plan(
+    task: Task, dtype: torch.dtype, device: torch.device, shapes: Sequence[Sequence[int]], strides: Sequence[Any],
+    rules: Rules,
+) -> Plan:  # fmt: skip
+    """Make a plan whose kernels were chosen under these rules."""
+    del rules  # part of the cache's key: the kernels ask for the current rules again
+    folds = all(fold(shape, stride) for shape, stride in zip(shapes, strides))
+    plan = pieces(task.problem, folds, task.diagonal)
+    head_dim, value_dim = shapes[0][-1], shapes[2][-1]
+    out_shape = (*shapes[0][:3], value_dim)
+    out_strides, row_strides = dense_strides(out_shape), (*dense_strides(out_shape[:3]), 1)
+    steps = []
+    for piece in plan:
+        views = (
+            query_view(piece, strides[0], head_dim), key_view(piece, strides[1], head_dim),
+            key_view(piece, strides[2], value_dim), query_view(piece, out_strides, value_dim),
+            query_view(piece, row_strides, 1).without_dim(),
+        )  # fmt: skip
+        stack, heads, kv_heads = piece.stack, piece.heads.number, piece.heads.kv_number
+        sizes = Sizes(stack, piece.queries, piece.keys, heads, kv_heads, head_dim, value_dim)
+        pair = turned(partial_of(task.kernel, dtype, device, sizes, piece.causal, task.scale))
+        steps.append(Step(piece, *views, *pair))
+    fused = Fused(task.problem, folds, task.diagonal, len(plan)) if is_fused(task, dtype, device) else None
+    return Plan(tuple(steps), out_shape, out_strides, fused)
+
+
+def strided_forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+    """Return (out, lse [b, s, h], and with `keep` what the backward needs: branches' own outputs, pieces' LSEs)."""
+    plan = plan_of(task, q, k, v)
+    parts = [step.forward(step.q.of(q), step.k.of(k), step.v.of(v)) for step in plan.steps]
+    if plan.fused is None:
+        out, lse = _merged(plan, parts, q, v)
+        return out, lse, _own_outputs(task, plan, parts, out) if keep and task.detached else ()
+    out, lse = plan.fused.merged(parts, plan.out_shape, keep)
+    if not keep:
+        return out, lse, ()
+    own = _own_outputs(task, plan, parts, out) if task.detached else ()
+    return out, lse, (*own, *[part for _, part in parts])
+
+
+def _merged(plan: Plan, parts: Parts, q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = nothing_merged(q, v)
+    for step, (part, part_lse) in zip(plan.steps, parts):
+        merge_(queries_of(out, step.piece), rows_of(lse, step.piece), part.transpose(1, 2), part_lse)
+    return out.to(q.dtype), lse
+
+
+def _own_outputs(task: Task, plan: Plan, parts: Parts, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return each branch's output with the strides of the whole's, which the backward pass expects."""
+    own = tuple(out.new_zeros(out.shape) for _ in task.problem.pattern.segment_lengths)
+    for step, (part, _) in zip(plan.steps, parts):
+        step.out.of(own[step.piece.branch]).copy_(part)
+    return own
+
+
+def strided_backward(
+    task: Task,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    kept: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dq, dk, dv): each piece under the LSE and output of the whole, or its branch's own output if detached."""
+    plan = plan_of(task, q, k, v)
+    branches = len(task.problem.pattern.segment_lengths) if task.detached and kept else 0
+    own, lses = kept[:branches], kept[branches:]
+    out, dout = _laid_out(out, plan.out_strides), _laid_out(dout, plan.out_strides)
+    if not lses:
+        lse = _laid_out(lse, dense_strides(lse.shape))
+        lses = [step.lse.of(lse) for step in plan.steps]
+    parts = []
+    for step, part_lse in zip(plan.steps, lses):
+        whole = step.out.of(own[step.piece.branch] if own else out)
+        parts.append(step.backward(step.q.of(q), step.k.of(k), step.v.of(v), whole, part_lse, step.out.of(dout)))
+    return _added(plan, parts, q, k, v) if plan.fused is None else plan.fused.added(parts, q, k, v)
+
+
+def _laid_out(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return the array with the strides of a new array: `contiguous` may leave any stride on an axis of 1."""
+    return x if x.stride() == strides else x.new_empty(x.shape).copy_(x)
+
+
+def _added(
+    plan: Plan, parts: Parts, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    totals = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
+    for step, part in zip(plan.steps, parts):
+        for total, gradient, view in zip(totals, part, (queries_of, keys_of, keys_of)):
+            view(total, step.piece).add_(gradient.transpose(1, 2))
+    dq, dk, dv = (total.to(q.dtype) for total in totals)
+    return dq, dk, dv
+
+
+ENGINES = {
+    "gathered": Engine(gathered_forward, gathered_backward),
+    "strided": Engine(strided_forward, strided_backward),
+}
