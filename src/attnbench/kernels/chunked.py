@@ -26,7 +26,7 @@ LEAST_CHUNKS = 4
 
 
 class Chunked(Implementation):
-    """`torch.chunked[chunk=32768,inner=torch.sdpa-flash]`."""
+    """Long sequences in tiles of another kernel: `torch.chunked[chunk=32768,inner=torch.sdpa-flash]`."""
 
     name = "torch.chunked"
     framework = "torch"

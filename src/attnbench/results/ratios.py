@@ -32,6 +32,8 @@ LARGE_DIFFERENCE = 1.1
 """Ratio that neither chance nor the layout of memory makes: a comparison that finds more need not be repeated."""
 CONTENDER = 1.5
 """Times the fastest: an implementation that takes longer will not lead after another measurement."""
+EXCELLENT, GOOD = 1.5, 1.2
+"""Least low edge of a speed-up's interval that is called excellent, and good."""
 TOO_WIDE = 10.0
 """High edge of an interval over its low one: from here on only the side of 1 on which the interval lies is printed."""
 SAME_WITHIN, SAME_WIDTH = 0.05, 0.06

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from attnbench.measuring.rates import HOST_LIMITED, notes_of, told_host_limit
 from attnbench.printable import shortened
-from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, TOO_WIDE, Ratio, paired_ratio
+from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE, RANK_LEVEL, TOO_WIDE, Ratio, paired_ratio
 from attnbench.results.records import (
     baseline,
     by_workload,
@@ -32,8 +32,6 @@ from attnbench.spec import Incorrect, Ok, Record, Unsupported
 CANNOT_TELL = "cannot tell"
 NO_DIFFERENCE = "no significant difference"
 Category = Literal["excellent", "good", "measured", "investigate", "no significant difference", "cannot tell"]
-EXCELLENT, GOOD = 1.5, 1.2
-"""Least low edge of a ratio that is excellent, and that is good."""
 ADVICE = {
     "unstable": "samples vary; close other programs, raise --budget or set --threads",
     HOST_LIMITED: "their device waits for the host, so that a call takes longer than its kernels; a graph may help",

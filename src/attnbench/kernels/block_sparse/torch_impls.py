@@ -119,7 +119,7 @@ def block_tables(workload: Workload, device: Any) -> BlockTables:
 
 
 class BlockSparse(Implementation):
-    """`torch.block-sparse`: gathered blocks, batched by equal counts, through torch's fused CPU operator."""
+    """Block-sparse masks on a CPU: kept blocks are gathered, and rows with equal counts computed together."""
 
     name = "torch.block-sparse"
     framework = "torch"
@@ -167,7 +167,7 @@ class BlockSparse(Implementation):
 
 
 class BlockSparseTriton(Implementation):
-    """`torch.block-sparse-triton`: Triton kernels over rows and columns of kept blocks."""
+    """Block-sparse masks by our Triton kernels over rows and columns of kept blocks."""
 
     name = "torch.block-sparse-triton"
     framework = "torch"
@@ -244,6 +244,8 @@ class Selected(Implementation):
     def __init__(self, learned: bool) -> None:
         self.learned = learned
         self.name = "torch.block-sparse-learned" if learned else "torch.block-sparse-dynamic"
+        way = "a learned gate" if learned else "pooled queries and keys"
+        self.description = f"Approximate attention over blocks of keys that are selected by {way}."
         # Measured by benchmarks/block_sparse_quality.py at this sparsity, with room for other draws.
         self.declared_error, self.declared_recall = (0.4, 0.85) if learned else (0.6, 0.8)
         self.verify_only = (

@@ -204,7 +204,7 @@ def _dense(q: Array, k: Array, v: Array, real: Array, *, causal: bool, scale: fl
 
 
 class DilatedJax(Implementation):
-    """`dilated_attention` as an implementation."""
+    """Dilated attention (LongNet) in JAX, each branch by dense attention on its own tokens."""
 
     name = "jax.dilated"
     framework = "jax"

@@ -15,7 +15,7 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Par
 
 
 class DilatedTorch(Implementation):
-    """Dilated attention by one of the two engines."""
+    """Dilated attention (LongNet) in PyTorch through dense kernels, by gathered copies or by strided views."""
 
     framework = "torch"
     lse_gradient = True
@@ -23,6 +23,8 @@ class DilatedTorch(Implementation):
 
     def __init__(self, name: str, engine: str) -> None:
         self.name, self.engine = name, engine
+        way = {"gathered": "copies of each branch's tokens", "strided": "strided views and a fused merge"}[engine]
+        self.description = f"Dilated attention (LongNet) in PyTorch through dense kernels, on {way}."
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(needs_dilated(workload), needs_no_softcap(workload))

@@ -148,7 +148,7 @@ def _homeward(call: MeshCall, like: Array, pass_: Pass) -> list[Callable[[Array]
 
 
 class OverMesh(Implementation):
-    """`jax.ring[world=4,layout=striped]`; world 0 means every device."""
+    """Sequence split over devices of a JAX mesh, `jax.ring[world=4,layout=striped]`; world 0 means every device."""
 
     framework = "jax"
     materialises_scores = False
@@ -158,6 +158,8 @@ class OverMesh(Implementation):
 
     def __init__(self, name: str, movement: type[Travel] | type[Gather]) -> None:
         self.name, self._movement = name, movement
+        way = "keys sent around a ring" if movement is Travel else "keys gathered on every device"
+        self.description = f"Sequence split over devices of a JAX mesh, {way}: `{name}[world=4,layout=striped]`."
 
     def configured(self, config: Config) -> Self:
         self._settings(config)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Templated(Implementation):
-    """`torch.ring-templated[world=4,layout=contiguous]`."""
+    """Sequence split over ranks by PyTorch's own ring template, `torch.ring-templated[world=4,layout=contiguous]`."""
 
     name = "torch.ring-templated"
     framework = "torch"

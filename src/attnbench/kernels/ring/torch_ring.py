@@ -140,7 +140,7 @@ def _all(values: Iterable[Number | None]) -> tuple[Number, ...] | None:
 
 
 class Ring(Implementation):
-    """`torch.ring[world=4,layout=striped,inner=torch.eager]`."""
+    """Sequence split over ranks, keys sent around a ring: `torch.ring[world=4,layout=striped,inner=torch.eager]`."""
 
     name = "torch.ring"
     framework = "torch"

@@ -13,7 +13,7 @@ from attnbench.report.html.history import History, how_looked, of_section, point
 from attnbench.report.html.layout import line_choices
 from attnbench.report.html.sections import Section
 from attnbench.report.html.tables import Table, own
-from attnbench.results.ratios import LEAST_DIFFERENCE
+from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE
 
 FEW = "The best and the plain ones are firm, the others faint until you point at their names."
 MOST_LINES = 80
@@ -111,9 +111,10 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
     speedups = View(
         "speedups",
         "Speed-up",
-        "By the edge of the 99 % interval that is nearer to 1: excellent above 1.5 times, good from 1.2, measured from "
-        "1.01, investigate below 0.99. A ratio nearer to 1, or whose interval covers 1, is no significant difference "
-        "if the interval stays within 1.2 times either way; else it cannot tell, and more rounds would.",
+        "By the edge of the 99 % interval that is nearer to 1: "
+        f"excellent above {EXCELLENT:g} times, good from {GOOD:g}, measured from 1.01, investigate below 0.99. "
+        "A ratio nearer to 1, or whose interval covers 1, is no significant difference "
+        f"if the interval stays within {GOOD:g} times either way; else it cannot tell, and more rounds would.",
         table=tables.SPEEDUPS,
     )
     nothing = derived.why_nothing(cells.records)
