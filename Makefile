@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test gallery figures policies chromium check lint types layers docs clean
+.PHONY: bench test gallery figures policies chromium check lint words types layers docs clean
 
 bench: $(STAMP)
 	$(BIN)/attnbench run quick --budget 0.5
@@ -36,11 +36,15 @@ chromium:
 
 # Pyright takes as long as everything else together: side by side on two cores.
 check: $(STAMP)
-	$(MAKE) --no-print-directory -j2 --output-sync types lint layers docs
+	$(MAKE) --no-print-directory -j2 --output-sync types lint words layers docs
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs examples
 	$(BIN)/ruff format --check src tests benchmarks docs examples
+
+# How docstrings begin, and words that are not used.
+words: $(STAMP)
+	$(BIN)/python docs/check_words.py
 
 types: $(STAMP)
 	$(BIN)/pyright
