@@ -299,7 +299,7 @@ class TestCompiled:
         assert (one.workload.id, one.count, one.seconds) == ("b2-t6-h4-d8-full-float32-train", 1, None)
         assert "counted once" in one.note
         assert calls.share is None
-        assert "compiler" in calls.reason
+        assert "compiled code" in calls.reason
 
     def test_the_values_of_its_mask_are_not_known(self):
         calls = self.run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, LOWER), *tensors(2, 4, 6, 8))
