@@ -1,4 +1,4 @@
-"""Inputs: shapes, fresh for each seed, reproducible, never zeros, ramps as in the founding document."""
+"""Inputs: shapes, fresh for each seed, reproducible, never zeros, sine, cosine and tangent ramps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_scale_leaves_dout_alone():
     np.testing.assert_array_equal(plain.dout, scaled.dout)
 
 
-def test_ramps_are_the_founding_documents():
+def test_ramps_are_sine_cosine_and_tangent():
     w = Workload(batch=1, q_len=32, heads=1, head_dim=32, inputs="sincostan")
     q, k, v, dout = draw(w, 0)
     for i in (0, 1, 157, 1023):
