@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test gallery figures policies chromium check lint types layers docs clean
+.PHONY: bench test gallery figures policies chromium check lint words types layers docs clean
 
 bench: $(STAMP)
 	$(BIN)/attnbench run quick --budget 0.5
@@ -34,11 +34,17 @@ chromium:
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } || \
 	echo "no Chromium, and no right to install it: the browser tests will be skipped" >&2
 
-check: lint types layers docs
+# Pyright takes as long as everything else together: side by side on two cores.
+check: $(STAMP)
+	$(MAKE) --no-print-directory -j2 --output-sync types lint words layers docs
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs examples
 	$(BIN)/ruff format --check src tests benchmarks docs examples
+
+# How docstrings begin, and words that are not used.
+words: $(STAMP)
+	$(BIN)/python docs/check_words.py
 
 types: $(STAMP)
 	$(BIN)/pyright
@@ -66,4 +72,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache site
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache site

@@ -35,11 +35,6 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def attnbench(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    return finish(start(folder, *arguments))
-
-
 def wait_for(look: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Look until there is something."""
     deadline = time.monotonic() + seconds

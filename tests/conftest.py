@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import standing_workers
 
 from attnbench import registry
 from attnbench.run.machine import isa_cap
+from attnbench.run.remote import Remote
 
 os.environ.update(isa_cap())  # before torch is first imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -30,10 +32,16 @@ if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     # process. Whole commands and the tests of how workers run are without it: cli_process.py, run/conftest.py.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 HERE = Path(__file__).parent
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(HERE.parent / ".pytest_cache" / "jax"))
+COMPILED = HERE.parent / ".cache" / "tests"
+for variable, folder in {
+    "JAX_COMPILATION_CACHE_DIR": "jax",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+}.items():
+    os.environ.setdefault(variable, str(COMPILED / folder))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-"""What JAX compiles is kept between test processes and between runs of the suite: most programs are the same."""
+"""What frameworks compile is kept between test processes and between runs of the suite: most programs are the same."""
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 os.environ["ATTNBENCH_CACHE"] = str(HERE.parent / ".pytest_cache" / f"attnbench-{WORKER}")
 """Of its own for each test process: who tests side by side must not find the other's lock."""
@@ -52,6 +60,9 @@ OPTIMIZE_LITTLE = "jax_disable_most_optimizations"
 
 
 def pytest_collection_modifyitems(items):
+    long = [item.nodeid[:200] for item in items if len(item.nodeid) > 600]
+    if long:  # an array as text can have megabytes, and every process of pytest-xdist sends and keeps each id
+        raise pytest.UsageError(f"the ids of these tests are too long, name their parameters: {long}")
     items.sort(key=lambda item: _turn(item.path))
     have_gpu = _have_gpu() if any("gpu" in item.keywords for item in items) else False
     for item in items:
@@ -67,6 +78,13 @@ def _registry_restored():
     """A test that registers an implementation must not change which names the next test sees."""
     with registry.restored():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _workers_are_forked(request, monkeypatch):
+    """Tests marked `standing` do not wait for workers that import a framework."""
+    if sys.platform == "linux" and request.node.get_closest_marker("standing"):
+        monkeypatch.setattr(Remote, "start", classmethod(standing_workers.start))
 
 
 @pytest.fixture(autouse=True)

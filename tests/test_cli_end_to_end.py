@@ -8,10 +8,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cli_process import attnbench
+from cli_in_process import attnbench
+from cli_process import finish, start
 
 from attnbench.results.run_file import read_run
 
+pytestmark = pytest.mark.standing
 TINY = ["--seq-len", "32", "--heads", "4:2", "--head-dim", "16", "--causal", "--budget", "0.05"]
 KERNEL = """
 import torch
@@ -99,10 +101,11 @@ def test_a_kernel_from_a_file_is_verified_and_ranked(kernel: Path):
 
 
 def test_functions_of_one_name_are_told_apart_by_their_files(tmp_path: Path):
+    """In a process of its own with workers as users have them; the other commands of this file run in this process."""
     for name, factor in (("mine", "1.01"), ("theirs", "1")):
         (tmp_path / f"{name}.py").write_text(PLAIN.format(factor=factor))
     references = ["--impl", "mine.py:attend", "theirs.py:attend", "--against", "theirs.py:attend"]
-    done = attnbench(tmp_path, "run", *references, "--framework", "numpy", "--seq-len", "32", "--trials", "3")
+    done = finish(start(tmp_path, "run", *references, "--framework", "numpy", "--seq-len", "32", "--trials", "3"))
     assert done.returncode == 0, done.stderr
     assert "against theirs:attend" in done.stdout
     assert "mine:attend is not ranked: output" in done.stdout

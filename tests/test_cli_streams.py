@@ -81,7 +81,7 @@ def test_a_closed_terminal_leaves_nothing_behind(tmp_path: Path):
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGHUP)
     assert finish(process).returncode == 130
-    wait_for(lambda: not any(map(alive, pids)), 15)
+    wait_for(lambda: not any(map(alive, pids)))
     assert list(temporary.iterdir()) == []
 
 

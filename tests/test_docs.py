@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -13,11 +12,12 @@ from pathlib import Path
 
 import documented
 import pytest
-from cli_process import attnbench
+from cli_in_process import attnbench, script
 from documented import DOCS, README, ROOT
 
 import attnbench as ab
 
+pytestmark = pytest.mark.standing
 PAGES = sorted(DOCS.glob("*.md"))
 LINKED = [*PAGES, README, ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -105,18 +105,14 @@ def test_what_is_shown_is_what_comes_out(command: str):
             assert not missing, f"{command} does not print {missing[0]}"
 
 
-def script(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    path = folder / "script.py"
-    path.write_text(text)
-    caches = os.environ | {"ATTNBENCH_CACHE": str(folder.parent / "attnbench-cache")}
-    return subprocess.run([sys.executable, path], cwd=folder, env=caches, capture_output=True, text=True, timeout=240)
+def run_script(text: str, folder: Path) -> list[str]:
+    (folder / "script.py").write_text(text)
+    return script(folder / "script.py")
 
 
 def test_the_script_of_the_python_page_runs(tmp_path: Path):
     text = "\n".join(block.text for block in documented.blocks(DOCS / "python.md", "python"))
-    done = script(text, tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run_script(text, tmp_path)
     assert lines[0] == "b2-t128-h8:2-d64-causal-float32-forward"
     assert lines[2].startswith("ok ")
     assert "numpy.float32" in lines
@@ -126,17 +122,13 @@ def test_the_script_of_the_python_page_runs(tmp_path: Path):
 @pytest.mark.torch
 def test_the_script_of_the_attention_page_runs(tmp_path: Path):
     text = "\n".join(block.text for block in documented.blocks(DOCS / "attention.md", "python"))
-    done = script(text, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "2 x 128 tokens" in done.stdout
+    assert "2 x 128 tokens" in "\n".join(run_script(text, tmp_path))
 
 
 @pytest.mark.torch
 def test_the_python_of_the_tutorial_runs(tmp_path: Path):
     (block,) = documented.blocks(DOCS / "tutorial.md", "python")
-    done = script(block.text, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "torch.sdpa-flash" in done.stdout
+    assert "torch.sdpa-flash" in "\n".join(run_script(block.text, tmp_path))
 
 
 PACKAGE = """

@@ -155,7 +155,9 @@ class TestNoCompilationForOneCall:
         {"mask": ab.masks.documents(np.arange(512) // 100) & CAUSAL, "softcap": 30.0},
         {"mask": ab.masks.dense(np.random.default_rng(0).standard_normal((8, 512, 512)).astype(np.float32))},
         {"mask": ab.masks.lengths([300]), "softcap": 30.0, "pass_": "train"},
-    ], ids=str)  # fmt: skip
+    ], ids=[
+        "even", "odd", "few queries", "causal", "float32", "lengths", "documents", "dense", "train",
+    ])  # fmt: skip
     def test_the_fixed_order(self, chip, fields):
         name = picked(shape(**{"dtype": "bfloat16", **fields}))
         assert not registry.get(name).compiles_each_plan

@@ -189,7 +189,7 @@ def test_pi0_trains_with_an_array_and_without():
         ({"head_dim": 512, "v_head_dim": 512}, "head_dim up to 256"),
         ({"softcap": 3.0}, "no softcap"),
     ],
-    ids=str,
+    ids=["full", "prefix", "window", "hole", "lengths", "float32", "wide heads", "softcap"],
 )
 def test_refusals(changes, why):
     from msgspec.structs import replace

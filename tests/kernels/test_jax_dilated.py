@@ -80,7 +80,7 @@ def test_blocks_and_detached_weights(monkeypatch):
         ({"k": np.zeros((1, 7, 2, 4), np.float32)}, "do not go together"),
         ({"v": np.zeros((1, 8, 1, 4), np.float32)}, "do not go together"),
     ],
-    ids=str,
+    ids=["mix_grad", "long", "two rows", "causal", "segments", "scale", "k", "v"],
 )
 def test_what_cannot_be_meant_is_refused(given, words):
     from attnbench.errors import UsageError

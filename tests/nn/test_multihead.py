@@ -94,7 +94,7 @@ def test_training_mode_and_device_arguments():
 
 
 @pytest.mark.parametrize("sizes,options,words", [
-    ((25, 6), {}, "no multiple of num_heads"),
+    ((25, 6), {}, "not a multiple of num_heads"),
     ((24, 6), {"num_kv_heads": 4}, "does not divide"),
     ((24, 6), {"dropout": 0.5}, "no dropout"),
 ])  # fmt: skip

@@ -23,6 +23,7 @@ from attnbench.report.html.page import Page, render
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_CHROMIUM)
 CUDNN = ("cudnn_fprop",)
 SPEEDS = {"torch.eager": 9e6, "torch.sdpa-cudnn": 1e6, "torch.sdpa": 1.001e6, "torch.fa3": 1.5e6, "torch.slow": 8e6}
+SPEEDS |= {"torch.near-b": 2.101e6}
 SPEEDS |= {f"torch.{letter}": 2e6 + 1e5 * place for place, letter in enumerate("abcd")}
 LENGTHS = (128, 256, 512)
 
@@ -65,6 +66,29 @@ def test_hiding_the_plainest_leaves_the_kernel_its_other_name(opened: Opened):
     opened.page.locator(".labels summary").click()
     opened.page.get_by_label("torch.sdpa", exact=True).uncheck()
     assert set(opened.column("winners", 2)) == {"torch.sdpa-cudnn"}
+    opened.page.locator(".labels summary").click()
+
+
+HIDDEN = [(), ("torch.sdpa", "torch.sdpa-cudnn"), ("torch.sdpa", "torch.sdpa-cudnn", "torch.fa3", "torch.a")]
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_what_a_filter_leaves_has_the_winners_of_the_standing(opened: Opened, page: Page, hidden: tuple[str, ...]):
+    standings = page.parts[0].cells.standings.overall.values()
+    left = [one.only(lambda record: record.implementation not in hidden) for one in standings]
+    opened.page.locator(".labels summary").click()
+    for name in hidden:
+        opened.page.get_by_label(name, exact=True).uncheck()
+    headings = opened.headings("winners")
+    shown = [opened.column("winners", headings.index(name) + 1) for name in ("fastest", "next best", "certain")]
+    expected = []
+    for one in left:
+        first, second = one.kernels[:2]
+        told = "no, too close to call" if one.close else "yes"
+        expected.append((first[0].implementation, second[0].implementation, told))
+    assert sorted(zip(*shown)) == sorted(expected)
+    assert any(one.close for one in left) == (len(hidden) > 2)
+    opened.page.locator("button[type=reset]").click()
     opened.page.locator(".labels summary").click()
 
 

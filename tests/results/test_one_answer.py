@@ -33,7 +33,7 @@ from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import RANK_LEVEL, paired_ratio
 from attnbench.results.records import framework_of, label, on_one_clock
 from attnbench.results.run_file import read_run
-from attnbench.results.sentences import answer
+from attnbench.results.sentences import answer, counted
 from attnbench.results.standings import Standings, rank
 from attnbench.spec import Ok, Record
 
@@ -41,10 +41,13 @@ pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
+import gallery_captions as captions
+
 from attnbench.report.html.cells import winner_rows
+from attnbench.report.html.derived import side_by_side
 from attnbench.report.html.markdown import summarise
 from attnbench.report.html.packing import pack, unpack
-from attnbench.report.html.page import Page, compose, measured
+from attnbench.report.html.page import Page, Part, compose, measured
 from attnbench.report.summaries import summary_text
 from attnbench.report.summary_documents import performance
 
@@ -146,10 +149,45 @@ def check_page(page: Page) -> None:
         for one in part.headline[:1] if len(page.parts) == 1 else ():
             assert one.pick is not None
             assert one.pick.name in text
+        check_speedups(part, {row["workload"]: row for row in winners}, tied)
+        check_sides(part, {row["workload"]: row for row in winners}, tied)
+        if winners:
+            counts = Counter(row["label"] for row in winners)
+            caption = captions.winners(part, part.views[0].charts[0]) if part.views[0].charts else ""
+            for name, count in counts.items() if caption else ():
+                assert re.search(rf"{re.escape(name)} {count}( times|,|;| \()", caption), caption
+            if caption:
+                assert f"({counted(sum(row['close'] for row in winners), 'shape')})" in caption
         for one in part.advice:
             if one.pick is not None and one.family.startswith("Overall"):
                 names = {one.pick.name, *one.pick.same}
                 assert one.pick.led == sum(not names.isdisjoint(tied[key]) for key in one.workloads)
+
+
+def check_speedups(part: Part, winners: dict[str, dict[str, Any]], tied: dict[str, set[str]]) -> None:
+    """A category of a speed-up, on the page and in the documents, calls tied what the ranking calls tied."""
+    named = {one.title: one for one in measured(Page([], [part], [], []))}
+    for row in performance(list(named.values()))["speedups"]:
+        first, ratio = winners.get(row["workload"]), row["ratio"]
+        assert (row["category"] in ("no significant difference", "cannot tell")) == (ratio.sign == 0)
+        if first is None or first["label"] != row["baseline"] or first["same"] or row["approximate"]:
+            continue
+        if row["implementation"] in {r["label"] for r in part.cells.rows if r.get("group") == first["group"]}:
+            assert (row["implementation"] in tied[row["workload"]]) == (row["category"] != "investigate"), row
+
+
+def check_sides(part: Part, winners: dict[str, dict[str, Any]], tied: dict[str, set[str]]) -> None:
+    """The table of both frameworks names the faster of two as the winner map does."""
+    for row in side_by_side(part.cells):
+        standing = part.cells.standings.overall[row["workload"]]
+        pair = {"torch": row["torch"], "JAX": row["jax"]}
+        if not set(pair.values()) <= standing.ranked.keys():
+            continue
+        assert tied[row["workload"]] & set(pair.values()), "the first is the best of its framework"
+        if row["side"] in pair:
+            slower = pair["JAX" if row["side"] == "torch" else "torch"]
+            assert winners[row["workload"]]["label"] != slower
+            assert slower not in tied[row["workload"]]
 
 
 def _tied(rows: list[dict[str, Any]], first: dict[str, Any]) -> set[str]:

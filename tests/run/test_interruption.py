@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from cli_process import alive, attnbench, finish, start, wait_for, workers
+from cli_in_process import attnbench
+from cli_process import alive, finish, start, wait_for, workers
 
 from attnbench.results.run_file import read_run
 
@@ -47,7 +48,7 @@ def test_ctrl_c_keeps_everything_and_says_how_to_go_on(second_workload, tmp_path
     assert str(shown) in done.stdout
     assert lengths(path) == [16]
     assert pids
-    wait_for(lambda: not any(map(alive, pids)), 15)
+    wait_for(lambda: not any(map(alive, pids)))
 
 
 def test_kill_loses_only_the_workload_in_progress_and_resume_goes_on(second_workload, tmp_path):
@@ -55,7 +56,7 @@ def test_kill_loses_only_the_workload_in_progress_and_resume_goes_on(second_work
     process.kill()
     process.wait()
     assert lengths(path) == [16]
-    wait_for(lambda: not any(map(alive, pids)), 15)
+    wait_for(lambda: not any(map(alive, pids)))
     kept = path.read_bytes()
     path.write_bytes(kept + b'{"line":"record","record":{"status":"ok","impl')
     done = attnbench(tmp_path, "run", "--resume", path, "--impl", SLOW)
@@ -76,4 +77,4 @@ def test_a_busy_worker_ends_with_its_parent(tmp_path):
     assert "workload" in process.stderr.readline()  # the plan is made: the cells come next
     process.kill()
     process.wait()
-    wait_for(lambda: not any(map(alive, pids)), 15)
+    wait_for(lambda: not any(map(alive, pids)))

@@ -12,6 +12,7 @@ from attnbench.frameworks.host_memory import HostMemory
 from attnbench.run import remote
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Timeout
 
+pytestmark = pytest.mark.standing
 OUTPUT = r"output: [\d.]+ x the .* error allowed .* first at batch 0, head {}, row {}"
 TIMED = "a timed call returned a wrong out, right when checked"
 STORED = r"wrong out when other values lie where its inputs lay: a stored result\?"

@@ -103,6 +103,21 @@ REFUSED = {
         "",
         "attnbench.measuring.session.examine",
     ),
+    "patches_the_list_of_checks": (
+        "from attnbench.verifying import checks; checks.examine.__defaults__ = (None, None, ())",
+        "",
+        "attnbench.verifying.checks.examine",
+    ),
+    "patches_a_check": (
+        "from attnbench.verifying.checks import CHECKS; CHECKS[0].run.__code__ = (lambda e: ()).__code__",
+        "",
+        r"attnbench.verifying.checks.CHECKS \(one value in all of V\)",
+    ),
+    "patches_a_field": (
+        "from attnbench.verifying.tolerance import Compared; Compared.fault = ''",
+        "",
+        "attnbench.verifying.tolerance.Compared.fault",
+    ),
     "patches_the_message": (
         "from attnbench.run import protocol; real = protocol.encode; protocol.encode = lambda m: real(m)",
         "",

@@ -17,6 +17,7 @@ import attnbench as ab
 from attnbench import registry
 from attnbench.comparing.compare import IN_PROCESS
 from attnbench.errors import UsageError
+from attnbench.run import user_functions
 from attnbench.run.launch import Listener, Request, launch, plan_only
 from attnbench.run.user_functions import CannotSend, from_object, from_reference, name_references
 from attnbench.spec import Implementation, Workload
@@ -306,3 +307,12 @@ def test_the_file_is_named_where_functions_share_a_name(
 
 def test_what_is_no_reference_is_left_alone_and_its_name_is_not_given_twice():
     assert name_references(["torch.sdpa", len, "a.py:f"], {"f"}) == {"a.py:f": "f-2"}
+
+
+def test_a_module_in_any_site_packages_is_installed(tmp_path, monkeypatch):
+    for folder, own in (("site-packages", False), ("project", True)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"in_{folder.partition('-')[0]}.py").write_text("VALUE = 1\n")
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+        module = importlib.import_module(f"in_{folder.partition('-')[0]}")
+        assert user_functions._is_own(module) is own

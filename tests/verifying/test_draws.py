@@ -145,7 +145,7 @@ def test_a_gradient_that_is_wrong_on_the_smaller_shape_is_caught(worker, monkeyp
             call.vjp = lambda *arrays: tuple(1.1 * g for g in honest(*arrays))
             return call
 
-    registry.register(Subject("subject", np.float32))
+    registry.register(Subject("subject", np.float32, "A variant of the reference."))
     workload = Workload(batch=1, q_len=2 * TOKENS, heads=2, head_dim=8, pass_="train")
     monkeypatch.setitem(module.BACKWARD_FLOPS, "cpu", 10 * 16 * TOKENS * TOKENS * 2)
     record = worker.ask(p.Open(Cell("subject", workload), False, False, None, 1), 60).record

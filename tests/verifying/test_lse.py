@@ -31,7 +31,7 @@ def liar(change):
             honest = super().build_lse(workload, config)
             return lambda q, k, v: change(*honest(q, k, v))
 
-    return Liar("numpy.liar", np.float32)
+    return Liar("numpy.liar", np.float32, "The reference with another LSE.")
 
 
 def test_an_honest_one_is_right():
@@ -92,10 +92,10 @@ def test_prefill_and_decode_give_the_whole(monkeypatch):
                 )
             return super().build(workload, config)
 
-    tried = record_of(TopLeft("numpy.top-left", np.float32), causal, thorough=True)
+    tried = record_of(TopLeft("numpy.top-left", np.float32, "A variant of the reference."), causal, thorough=True)
     assert tried.status == "ok", "what somebody tries is judged by what it was given to do"
     monkeypatch.setattr(session, "origin", lambda name: "a-package")
-    record = record_of(TopLeft("numpy.top-left", np.float32), causal, thorough=True)
+    record = record_of(TopLeft("numpy.top-left", np.float32, "A variant of the reference."), causal, thorough=True)
     assert record.status == "incorrect"
     assert record.reason.startswith("decode alone gives another output")
 
@@ -112,7 +112,7 @@ def test_clamped_logits_are_found():
 
             return call
 
-    subject = Clamped("numpy.clamped", np.float32)
+    subject = Clamped("numpy.clamped", np.float32, "A variant of the reference.")
     for thorough in (False, True):
         record = record_of(subject, thorough=thorough)
         assert record.status == "incorrect"

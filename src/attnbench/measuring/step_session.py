@@ -93,7 +93,8 @@ class StepSession(Session):
                 states = [self._state(small, one) for one in drawn]
                 errors, limits = self._check(small, drawn, self._programs(small, states[0]), states)
             good = [self._finished(self.programs, state) for state in self._states]
-            deterministic = self._same(good[0], self._finished(self.programs, self._states[0]))
+            again = self._finished(self.programs, self._states[0])
+            deterministic = all(self._framework.same_bits(x, y) for x, y in zip(good[0], again))
             self.findings = Findings(errors, _verified_at(small), deterministic, good, *limits)
         self._checks = self._checks_of_timed_calls()
         with stages.timed("profile"):
@@ -192,9 +193,6 @@ class StepSession(Session):
         if values.dtype.kind != "f":
             return values
         return self._framework.numpy(self._framework.array(values, dtype, self._device)).astype(np.float64)
-
-    def _same(self, a: tuple[Array, ...], b: tuple[Array, ...]) -> bool:
-        return all(self._framework.same_bits(x, y) for x, y in zip(a, b))
 
 
 def _verified_at(workload: Workload) -> VerifiedAt:

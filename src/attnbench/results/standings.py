@@ -367,6 +367,12 @@ class Standings:
         ]  # fmt: skip
         return [whole, *others]
 
+    def together(self, key: str, *names: str) -> Standing | None:
+        """Return the standing in which names took turns on a workload: the one that decides if it ranks them all, else
+        that of the newest run that does; None if no run does."""
+        runs = (run[key] for run in reversed(self.by_run) if key in run)
+        return next((one for one in (self.overall[key], *runs) if one.ranked.keys() >= set(names)), None)
+
     def order(self, key: str) -> list[Position]:
         """Return the ranked rows of a workload, one standing of `apart` after the other.
 

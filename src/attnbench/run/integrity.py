@@ -34,9 +34,11 @@ from attnbench.frameworks import Framework
 from attnbench.frameworks.base import TOOLS, Setting, Untrusted, Watched
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Pass, Passes, Workload
 from attnbench.steps import StepImplementation
+from attnbench.verifying.checks import CHECKS
 
 HOOKED_BY_MANY = {"print", "input", "open", "breakpoint", "exit", "quit", "help", "__import__", "__build_class__"}
 """Built-in functions that consoles and import hooks replace, and that nothing here relies on."""
+TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
 SIGNALS = ("SIGINT", "SIGTERM", "SIGALRM", "SIGVTALRM", "SIGPROF")
 VARIABLES = re.compile(
     r"^(OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|MALLOC_|XLA_FLAGS$|NVIDIA_TF32_OVERRIDE$|CUDA_VISIBLE_DEVICES$|CUDA_LAUNCH_BLOCKING$)"
@@ -106,13 +108,16 @@ def _in_words(value: object) -> str:
 
 def _settings(framework: Framework) -> dict[str, Setting]:
     """Return the settings of the process and its framework, by the names that messages use."""
+    timers = tuple(kind for kind in TIMERS if signal.getitimer(getattr(signal, kind)) != (0.0, 0.0))
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tools = () if monitoring is None else tuple(monitoring.get_tool(tool) for tool in range(TOOLS))
     found = {
-        "running interval timers": Setting(_timers()),
+        "running interval timers": Setting(timers),
         "Python's garbage collection": Setting((gc.isenabled(), gc.get_threshold())),
         "Python's switch interval": Setting(sys.getswitchinterval()),
         "Python's trace function": Setting(sys.gettrace(), refused=True),
         "Python's profile function": Setting(sys.getprofile(), refused=True),
-        "Python's monitoring tools": Setting(_tools(), refused=True),
+        "Python's monitoring tools": Setting(tools, refused=True),
         "callbacks of Python's garbage collection": Setting(len(gc.callbacks)),
         "NumPy's error handling": Setting(tuple(sorted(np.geterr().items()))),
     }
@@ -133,17 +138,6 @@ def _settings(framework: Framework) -> dict[str, Setting]:
     if hasattr(os, "getpriority"):
         found["the nice value"] = Setting(os.getpriority(os.PRIO_PROCESS, 0), refused=True)
     return found | dict(framework.settings())
-
-
-def _tools() -> tuple[Any, ...]:
-    """Return the tools registered with sys.monitoring, which exists from Python 3.12 on."""
-    monitoring = getattr(sys, "monitoring", None)
-    return () if monitoring is None else tuple(monitoring.get_tool(tool) for tool in range(TOOLS))
-
-
-def _timers() -> tuple[str, ...]:
-    kinds = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
-    return tuple(kind for kind in kinds if signal.getitimer(getattr(signal, kind)) != (0.0, 0.0))
 
 
 def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
@@ -168,12 +162,16 @@ def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]
     for key, value in plain.items():
         if isinstance(value, BuiltinFunctionType):
             entries.append(_Entry(vars(builtins), key, value, key, Watched()))
+    for check in CHECKS:
+        run = check.run
+        codes.append((f"attnbench.verifying.checks.CHECKS ({check.name})", run, run.__code__, run.__defaults__))
     return entries, codes, shadows
 
 
 def _ours(framework: Framework) -> Iterator[tuple[str, Any, Watched]]:
     """Yield every loaded module and class of attnbench, and the framework's adapter."""
-    kinds = (FunctionType, BuiltinFunctionType, type, property, staticmethod, classmethod, cached_property)
+    field = type(Change.what)  # of a named tuple
+    kinds = (FunctionType, BuiltinFunctionType, type, property, staticmethod, classmethod, cached_property, field)
     watched = Watched(kinds=(*kinds, type(msgspec.msgpack.Encoder().encode), type(lambda: 0)), code=True)
     for name, module in list(sys.modules.items()):
         if (name == "attnbench" or name.startswith("attnbench.")) and isinstance(module, ModuleType):

@@ -106,14 +106,9 @@ def start(
         start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends its workers
     )
     theirs.close()
-    _pin(process.pid, threads)
+    if threads is not None and hasattr(os, "sched_setaffinity"):  # XLA starts a thread for each core it may use
+        os.sched_setaffinity(process.pid, sorted(os.sched_getaffinity(0))[:threads])
     return process, Connection(ours.detach())
-
-
-def _pin(pid: int, threads: int | None) -> None:
-    """Limit a process to as many cores as threads were asked for, since XLA starts a thread per core."""
-    if threads is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(pid, sorted(os.sched_getaffinity(0))[:threads])
 
 
 class Remote:

@@ -15,6 +15,7 @@ import msgspec
 from attnbench.errors import UsageError
 from attnbench.kernels.ring import pool
 from attnbench.kernels.ring.pool import GroupRanks, started_by_torchrun
+from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.printable import printable_json
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.machine import isa_cap
@@ -44,14 +45,10 @@ def main() -> None:
             pool.close_all()
     finally:
         destroy_process_group()  # else its threads may end with the interpreter, which then aborts
-    lines = [msgspec.json.encode(record).decode() for record in records if not _is_anchor(record)]
+    lines = [msgspec.json.encode(record).decode() for record in records if record.implementation not in ANCHORS]
     print(printable_json("\n".join(lines)))
     if options.out is not None:
         options.out.write_text("\n".join(lines) + "\n")
-
-
-def _is_anchor(record: Record) -> bool:
-    return record.implementation.startswith("anchor.")
 
 
 def _request(options: argparse.Namespace, world: int) -> Request:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import perf_counter_ns
@@ -274,8 +275,11 @@ class WorkloadRun:
         rule = StopRule(request.budget_s, request.precision, request.trials)
         gathered = interleave(timed, rule, self._rng, always=companions)
         for one in timed:
-            self._sample_other_clocks(one)
-            self._examine_after(one)
+            if one.lost is None:
+                with suppress(Dropped):  # then the cell turned out wrong, and `lost` is its record
+                    for clock in one.steady.other_clocks:
+                        one.by_other_clocks[clock] = summarise([one.sample_other(clock)], clock, 1)
+                    one.examine_after()
         # Measuring the ceilings may cost a worker its life: nothing is asked of an open cell from here on.
         self._doubt_ceilings(gathered)
         records: list[Record] = []
@@ -299,25 +303,6 @@ class WorkloadRun:
                 device = ok.environment.device
                 self._ceilings[device] = self._pool.ceilings(self._workload.dtype, device, again=True)
                 return
-
-    def _sample_other_clocks(self, one: RemoteCell) -> None:
-        """Time a cell by the other clocks that its record shows; the cell may turn out wrong (`lost`)."""
-        if one.lost is not None:
-            return
-        try:
-            for clock in one.steady.other_clocks:
-                one.by_other_clocks[clock] = summarise([one.sample_other(clock)], clock, 1)
-        except Dropped:
-            assert one.lost is not None
-
-    def _examine_after(self, one: RemoteCell) -> None:
-        """Check a cell again after its last sample, since its result may have changed with the number of calls."""
-        if one.lost is not None:
-            return
-        try:
-            one.examine_after()
-        except Dropped:
-            assert one.lost is not None
 
     def _on_one_clock(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
         """Return the cells ready for sampling by one clock: if one is published by kernel time, all are that can be."""

@@ -104,19 +104,53 @@ class Check(NamedTuple):
     """Whether it is made in thorough examinations only."""
 
 
+CHECKS = (
+    Check("one value in all of V", "1 call", lambda e: check_one_value(e.subject)),
+    Check("a key that is not seen", "2 calls", lambda e: check_unseen_key(e.subject), thorough=True),
+    Check(
+        "other batch rows and heads", "1 call",
+        lambda e: check_places(e.subject, e.outputs, {name: limits.relative for name, limits in e.limits.items()}),
+    ),
+    Check("other values in the same memory", "2 calls",
+          lambda e: check_overwritten_inputs(e.subject, e.found.good[1], e.limits)),
+    Check("every row", "the reference of all rows",
+          lambda e: whole_output.check_first(e.subject, e.outputs, e.limits), exact=True),
+    Check("keys counted", "2 calls, the reference of all rows",
+          lambda e: whole_output.check_counted(e.subject), exact=True),
+    Check("logits far below 0", "1 call, the reference of the different heads",
+          lambda e: whole_output.check_steep(e.subject), exact=True),
+    Check("pairs counted", "1 call, the reference of all gradients",
+          lambda e: whole_output.check_counted_pairs(e.subject), exact=True),
+    Check("gradients at edges of the mask", "1 call, the reference of all gradients",
+          lambda e: whole_output.check_pointed(e.subject), exact=True),
+    Check("rows at edges of the mask", "1 call, the reference of sampled rows",
+          lambda e: _check_pointed_rows(e.subject), exact=True),
+    Check("scale and soft cap", "1 to 33 calls, the reference of sampled rows for two values of each",
+          lambda e: _check_parameters(e.subject, e.outputs), exact=True),
+    Check("LSE", "another program, 5 to 10 calls, the reference of sampled rows", lambda e: _check_lse(e)),
+    Check("magnitudes", "5 to 7 calls, the reference of sampled rows at two scales", lambda e: _check_magnitudes(e)),
+    Check("prefill and decode", "2 programs, 2 calls", lambda e: _check_prefill_and_decode(e), thorough=True),
+    Check("partial form", "2 calls, the reference of a head", lambda e: _check_partial_form(e), thorough=True),
+    Check("a hidden NaN", "1 call; only noted", lambda e: _check_hidden_nan(e)),
+)  # fmt: skip
+"""Checks after the comparison of sampled rows with the reference, the cheap ones first."""
+
+
 def examine(
     subject: Subject,
     thorough: bool,
     build: Build | None = None,
     partial: Callable[[], Partial | None] | None = None,
+    checks: Sequence[Check] = CHECKS,
 ) -> Findings:
-    """Compare the outputs with the reference, then make all CHECKS in order; raises Wrong at the first that fails.
+    """Compare the outputs with the reference, then make all checks in order; raises Wrong at the first that fails.
 
-    `build` and `partial` are as in Examination; without them the checks that need them are left out.
+    `build` and `partial` are as in Examination; without them the checks that need them are left out. CHECKS is a
+    default so that a kernel which puts other checks in its place is noticed (run/integrity.py watches defaults).
     """
     examination = Examination(subject, examine_again(subject), thorough, build, partial)
     held: list[str] = []
-    for check in CHECKS:
+    for check in checks:
         if (thorough or not check.thorough) and not (check.exact and subject.declared_error is not None):
             held += check.run(examination)
     errors = msgspec.structs.replace(
@@ -368,35 +402,3 @@ def _check_partial_form(examination: Examination) -> tuple[str, ...]:
 def _check_hidden_nan(examination: Examination) -> tuple[str, ...]:
     examination.hidden_nan = hidden_nan(examination.subject)
     return ()
-
-
-CHECKS = (
-    Check("one value in all of V", "1 call", lambda e: check_one_value(e.subject)),
-    Check("a key that is not seen", "2 calls", lambda e: check_unseen_key(e.subject), thorough=True),
-    Check(
-        "other batch rows and heads", "1 call",
-        lambda e: check_places(e.subject, e.outputs, {name: limits.relative for name, limits in e.limits.items()}),
-    ),
-    Check("other values in the same memory", "2 calls",
-          lambda e: check_overwritten_inputs(e.subject, e.found.good[1], e.limits)),
-    Check("every row", "the reference of all rows",
-          lambda e: whole_output.check_first(e.subject, e.outputs, e.limits), exact=True),
-    Check("keys counted", "2 calls, the reference of all rows",
-          lambda e: whole_output.check_counted(e.subject), exact=True),
-    Check("logits far below 0", "1 call, the reference of the different heads",
-          lambda e: whole_output.check_steep(e.subject), exact=True),
-    Check("pairs counted", "1 call, the reference of all gradients",
-          lambda e: whole_output.check_counted_pairs(e.subject), exact=True),
-    Check("gradients at edges of the mask", "1 call, the reference of all gradients",
-          lambda e: whole_output.check_pointed(e.subject), exact=True),
-    Check("rows at edges of the mask", "1 call, the reference of sampled rows",
-          lambda e: _check_pointed_rows(e.subject), exact=True),
-    Check("scale and soft cap", "1 to 33 calls, the reference of sampled rows for two values of each",
-          lambda e: _check_parameters(e.subject, e.outputs), exact=True),
-    Check("LSE", "another program, 5 to 10 calls, the reference of sampled rows", _check_lse),
-    Check("magnitudes", "5 to 7 calls, the reference of sampled rows at two scales", _check_magnitudes),
-    Check("prefill and decode", "2 programs, 2 calls", _check_prefill_and_decode, thorough=True),
-    Check("partial form", "2 calls, the reference of a head", _check_partial_form, thorough=True),
-    Check("a hidden NaN", "1 call; only noted", _check_hidden_nan),
-)  # fmt: skip
-"""Checks after the comparison of sampled rows with the reference, the cheap ones first."""

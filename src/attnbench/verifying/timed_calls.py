@@ -189,6 +189,9 @@ class TimedChecks:
         self.boxes, self._device, self._sets, self._names = boxes, device, sets, names
         self._findings, self._transforms, self._rng = findings, transforms, transforms.rng
         self._on_host = device in ("cpu", "mps") or self._framework.compiles
+        self._namespace: Any = np if self._on_host else self._framework.namespace(device)
+        self._float64: Any = np.float64 if self._on_host else self._framework.dtype("float64")
+        """Library that computes the truth: NumPy, or the framework on its device."""
         self._typical: dict[str, float] = {}
         self._keys_compared: set[bool] = set()
         """Whether gradients of K and V were compared with the reference, of the main program and of a part."""
@@ -255,10 +258,9 @@ class TimedChecks:
     ) -> dict[str, tuple[np.ndarray, np.ndarray | float]]:
         """Return output and dQ [g, rows, width] of queries [g, rows, d] at these rows, each with what rounding may
         leave in its rows."""
-        fw, w, whole = self._framework, self._workload, Box(*at, 0, self._workload.kv_len)
+        w, whole = self._workload, Box(*at, 0, self._workload.kv_len)
         k, v = (self.boxes.cut(x, whole, of_keys=True) for x in (self._sets[which].k, self._sets[which].v))
-        namespace: Any = np if self._on_host else fw.namespace(self._device)
-        wide: Any = np.float64 if self._on_host else fw.dtype("float64")
+        namespace, wide = self._namespace, self._float64
         head = reference.Head(self._put(q), self._wide(k)[0], self._wide(v)[0], *at)
         truth: dict[str, tuple[np.ndarray, np.ndarray | float]] = {}
         if forward:
@@ -346,17 +348,12 @@ class TimedChecks:
         """
         w, outputs, of = self._workload, held.outputs, held.transform
         keys, queries, values, cotangents = (_Sum(self._number) for _ in range(4))
-        seen, given = _rows_that_see(w, at[0]), self._sets[held.which]
+        seen = _rows_that_see(w, at[0])
         for box in _blocks(at, w.kv_len, max(w.head_dim, w.value_dim)):
             dk, dv = (self._wide(self.boxes.cut(outputs[name], box, of_keys=True)) for name in ("dk", "dv"))
-            k, v = (
-                self._framework.multiply(
-                    self.boxes.cut(array, box, of_keys=True), self.boxes.row_factors([factors], at, 1, of_keys=True)
-                )
-                for array, factors in ((given.k, of.k), (given.v, of.v))
-            )
-            keys.add_outer(self._wide(k), dk)
-            values.add_outer(self._wide(v), dv) if "out" in outputs else values.add(dv)
+            k, v = self._keys_and_values(held, box)
+            keys.add_outer(k, dk)
+            values.add_outer(v, dv) if "out" in outputs else values.add(dv)
         for box in _blocks(at, w.q_len, max(w.head_dim, w.value_dim) * w.group):
             rows = np.arange(box.row, box.row + box.rows)
             dq, q = self.boxes.cut(outputs["dq"], box), self._queries(held.which, [of], at, rows)
@@ -369,6 +366,18 @@ class TimedChecks:
         self._require_sum("dk", keys, queries, at)
         if "out" in outputs or seen is not None:
             self._require_sum("dv", values, cotangents, at)
+
+    def _keys_and_values(self, held: Held, box: Box) -> tuple[Array, Array]:
+        """Return a box of K and V in float64, as a held call got them."""
+        given, of = self._sets[held.which], held.transform
+        k, v = (
+            self._framework.multiply(
+                self.boxes.cut(array, box, of_keys=True),
+                self.boxes.row_factors([factors], (box.batch, box.head), 1, of_keys=True),
+            )
+            for array, factors in ((given.k, of.k), (given.v, of.v))
+        )
+        return self._wide(k), self._wide(v)
 
     def _wants_keys(self, main: bool) -> bool:
         """Return whether a visit's gradients of K and V are compared with the reference: the first time, then at
@@ -383,23 +392,15 @@ class TimedChecks:
 
     def _compare_keys(self, held: Held, at: tuple[int, int]) -> None:
         """Compare all rows of dK and dV of one head with the truth."""
-        fw, w, of, given = self._framework, self._workload, held.transform, self._sets[held.which]
+        w = self._workload
         rows, box = np.arange(w.q_len), Box(*at, 0, w.kv_len)
-        k, v = (
-            self._wide(
-                fw.multiply(
-                    self.boxes.cut(array, box, of_keys=True), self.boxes.row_factors([factors], at, 1, of_keys=True)
-                )
-            )[0]
-            for array, factors in ((given.k, of.k), (given.v, of.v))
-        )
-        q, dout = (self._wide(make(held.which, [of], at, rows)) for make in (self._queries, self._cotangents))
-        namespace: Any = np if self._on_host else fw.namespace(self._device)
-        wide: Any = np.float64 if self._on_host else fw.dtype("float64")
-        head, found = reference.Head(q, k, v, *at), list[Any]([0.0, 0.0, 0.0])
+        k, v = self._keys_and_values(held, box)
+        made = (make(held.which, [held.transform], at, rows) for make in (self._queries, self._cotangents))
+        q, dout = map(self._wide, made)
+        head, found = reference.Head(q, k[0], v[0], *at), list[Any]([0.0, 0.0, 0.0])
         size = reference.BLOCK_PAIRS if self._on_host else DEVICE_BLOCK_PAIRS
         for some in reference.row_blocks(w, rows, size):
-            part = reference.backward_rows(w, head, dout, some, namespace, wide, terms=True)
+            part = reference.backward_rows(w, head, dout, some, self._namespace, self._float64, terms=True)
             found = [whole + one for whole, one in zip(found, (part.dk, part.dv, part.key_terms))]
         dk, dv, terms = (self._number(x)[None] for x in found)
         least = {"dk": rounded_terms(np.sqrt(terms), w.dtype, w.head_dim), "dv": 0.0}

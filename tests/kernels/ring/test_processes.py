@@ -163,7 +163,7 @@ def test_ranks_end_with_the_process_that_drives_them(tmp_path):
         assert all(_runs(pid) for pid in ranks)
         assert list(tmp_path.glob("attnbench-ring-*"))
         os.killpg(driver.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (any(map(_runs, ranks)) or any(tmp_path.glob("attnbench-ring-*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(_runs(pid) for pid in ranks)

@@ -94,6 +94,19 @@ def refuse_modes() -> None:
         raise RuntimeError(f"the call left a mode of torch active ({names}): its time cannot be trusted")
 
 
+def outside_modes() -> AbstractContextManager[object]:
+    """Return a context in which what is made has numbers and is no part of a graph that is traced, unless it is fake.
+
+    make_fx traces real tensors by a mode, under which a mask that is kept would be a tensor of that graph.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils import _python_dispatch as modes
+
+    stack = modes._get_current_dispatch_mode_stack()
+    plain = not stack or any(isinstance(mode, FakeTensorMode) for mode in stack)
+    return nullcontext() if plain else modes._disable_current_modes()
+
+
 def _function_modes() -> list[Any]:
     """List the active function modes, without that of torch.set_default_device: it only says where arrays are made."""
     from torch.overrides import _get_current_function_mode_stack

@@ -7,12 +7,11 @@ are made on the device from the mask's own predicate, once per device, and passe
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from attnbench.frameworks.torch.internals import Shared, share
+from attnbench.frameworks.torch.internals import Shared, outside_modes, share
 from attnbench.masks import Full
 from attnbench.masks.large_bias import shifted
 from attnbench.spec import Call, Workload
@@ -111,19 +110,6 @@ def once_per_device(make: Callable[[torch.device], Made], constant: bool = True)
         return found
 
     return constant_when_traced(get) if constant else get
-
-
-def outside_modes() -> AbstractContextManager[object]:
-    """Return a context in which what is made has numbers and is no part of a graph that is traced, unless it is fake.
-
-    make_fx traces real tensors by a mode, under which a mask that is kept would be a tensor of that graph.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils import _python_dispatch as modes
-
-    stack = modes._get_current_dispatch_mode_stack()
-    plain = not stack or any(isinstance(mode, FakeTensorMode) for mode in stack)
-    return nullcontext() if plain else modes._disable_current_modes()
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, mask: MaskTensors, scale: float, softcap: float | None) -> torch.Tensor:

@@ -13,7 +13,6 @@ from attnbench.results.families import Track, tracks
 from attnbench.results.growth import Fit, compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.records import framework_of, is_timed, label
 from attnbench.results.sentences import CANNOT_TELL, category, counted, format_ratio
-from attnbench.results.standings import Standing
 from attnbench.spec import Cost, Ok, Record
 
 Rows = list[dict[str, Any]]
@@ -29,31 +28,30 @@ CEILINGS = {"always": "compute", "never": "memory"}
 
 
 def side_by_side(cells: Cells) -> Rows:
-    """Return a row for every shape on which the winner of torch and that of JAX took turns: by the newest such run."""
+    """Return a row for every shape on which the winner of torch and that of JAX took turns."""
     torch, jax = (cells.standings.frameworks.get(name, {}) for name in ("torch", "jax"))
     rows: Rows = []
     for key in (key for key in torch if key in jax):
         ours, theirs = torch[key].first, jax[key].first
-        runs = (run[key] for run in reversed(cells.standings.by_run) if key in run)
-        both = next((one for one in runs if ours in one.ranked and theirs in one.ranked), None)
-        if both is not None and ours is not None and theirs is not None:
-            rows.append(_beside(both, ours, theirs, cells.names))
+        both = cells.standings.together(key, ours, theirs) if ours is not None and theirs is not None else None
+        if both is None or ours is None or theirs is None:
+            continue
+        ratio = both.ratio(ours, theirs)
+        rows.append(
+            _shape(both.ranked[ours], cells.names)
+            | {
+                "torch": ours,
+                "torch_ns": both.times[ours],
+                "jax": theirs,
+                "jax_ns": both.times[theirs],
+                "gain": ratio.value,
+                "gain_low": ratio.low,
+                "gain_high": ratio.high,
+                "gain_text": format_ratio(ratio),
+                "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[ratio.sign],
+            }
+        )
     return rows
-
-
-def _beside(standing: Standing, torch: str, jax: str, names: ShapeNames) -> dict[str, Any]:
-    ratio = standing.ratio(torch, jax)
-    return _shape(standing.ranked[torch], names) | {
-        "torch": torch,
-        "torch_ns": standing.times[torch],
-        "jax": jax,
-        "jax_ns": standing.times[jax],
-        "gain": ratio.value,
-        "gain_low": ratio.low,
-        "gain_high": ratio.high,
-        "gain_text": format_ratio(ratio),
-        "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[ratio.sign],
-    }
 
 
 def _shape(record: Record, names: ShapeNames) -> dict[str, Any]:

@@ -202,8 +202,8 @@ def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
 def _frameworks(cells: Cells) -> View | None:
     rows = derived.side_by_side(cells)
     note = (
-        "The best exact implementation of each on the same shape, measured in interleaved rounds, with 99 % intervals; "
-        "of several runs of both, the newest. "
+        "The best exact implementation of each on the same shape, measured in interleaved rounds, with 99 % intervals, "
+        "by the run that decides the shape if it has both, else by the newest that has. "
         f"One is faster where the whole interval lies more than {100 * (LEAST_DIFFERENCE - 1):.0f} % from 1; grey is "
         "too close to call, or cannot be told."
     )
