@@ -260,7 +260,7 @@ def test_pairs_at_unequal_gpu_clocks_are_taken_again():
     assert not module._equal_clocks(Block({}, 0, 1980.0), Block({}, 0, 1980.0, True))
 
 
-def test_only_metrics_of_both_arms_are_judged():
+def test_only_metrics_of_both_sides_are_judged():
     launch = Launch(a=(Block({"device": 1.0, "wall": 2.0}),), b=(Block({"wall": 2.0, "cpu": 3.0}),))
     assert module._metrics(launch) == ("wall",)
 

@@ -120,8 +120,7 @@ class Experiment:
         spent = time.monotonic() - self._opened_at if self._kept and self._opened_at is not None else elapsed
         each = spent / len(self._launches)
         last = len(self._launches) >= self._terms.looks[-1] or elapsed + each > self._terms.budget_s
-        a, b = self._launches[0].a[0], self._launches[0].b[0]
-        metrics = tuple(name for name in a.ns if name in b.ns)  # the sides may run on different kinds of device
+        metrics = _metrics(self._launches[0])
         return decide(self._launches, metrics, floor=self._terms.floor, looks=self._terms.looks, last=last)
 
     def _launch(self) -> Launch:
@@ -285,6 +284,11 @@ def _equal_clocks(a: Block, b: Block) -> bool:
     if a.throttled or b.throttled:
         return False
     return a.sm_mhz is None or b.sm_mhz is None or abs(a.sm_mhz / b.sm_mhz - 1) <= CLOCKS_APART
+
+
+def _metrics(launch: Launch) -> tuple[str, ...]:
+    """Return the metrics that both sides have: one of them may run on another kind of device."""
+    return tuple(name for name in launch.a[0].ns if name in launch.b[0].ns)
 
 
 def _calls(a: SideWorker, b: SideWorker) -> int:
