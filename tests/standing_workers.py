@@ -99,7 +99,7 @@ def start(cls, framework: str, device: str | None, threads: int | None):
             parent.socket.close()
             del _parents[key]
             raise
-    remote._pin(process.pid, threads)
+    remote.pin(process.pid, threads)
     return cls(framework, process, connection, output)
 
 

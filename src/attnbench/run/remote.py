@@ -79,6 +79,12 @@ class Process(Protocol):
         ...
 
 
+def pin(process: int, threads: int | None) -> None:
+    """Keep a process on as many cores as it gets threads, since XLA starts a thread for each core it may use."""
+    if threads is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(process, sorted(os.sched_getaffinity(0))[:threads])
+
+
 def start(
     module: str,
     framework: str,
@@ -106,8 +112,7 @@ def start(
         start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends its workers
     )
     theirs.close()
-    if threads is not None and hasattr(os, "sched_setaffinity"):  # XLA starts a thread for each core it may use
-        os.sched_setaffinity(process.pid, sorted(os.sched_getaffinity(0))[:threads])
+    pin(process.pid, threads)
     return process, Connection(ours.detach())
 
 
