@@ -266,9 +266,10 @@ def _require_each_head(
     count = len(heads) * members
     for n, (batch, index) in enumerate(heads) if count > 1 else ():
         for member in range(members):
-            one = ([x[member] for x in arrays[n :: len(heads)]] for arrays in parts)
+            mine, plain, slope = ([x[member] for x in arrays[n :: len(heads)]] for arrays in parts)
             head = f"head {index * members + member}" if name in ("out", "dq") else f"key/value head {index}"
-            _require_near(f"{name}: as if in batch {batch}, {head} scale were", *one, value, off, TAIL / count)
+            what = f"{name}: as if in batch {batch}, {head} scale were"
+            _require_near(what, mine, plain, slope, value, off, TAIL / count)
 
 
 def _require_near(
