@@ -178,7 +178,7 @@ def test_wrong_words_are_refused():
         ab.attention(*turned(drawn[:3], "packed"), layout="packed", heads=5)
     with pytest.raises(InvalidWorkload, match="lengths names 3 batch rows"):
         ab.attention(*drawn[:3], mask=ab.masks.lengths([1, 2, 3]))
-    with pytest.raises(UsageError, match=r'such as "torch\.sdpa", not by None'):
+    with pytest.raises(UsageError, match=r'such as "torch\.sdpa", not None'):
         ab.attention(*drawn[:3], impl=None)
 
 
