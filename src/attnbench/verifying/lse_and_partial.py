@@ -274,8 +274,12 @@ def check_partial_form(subject: Subject, partial: Partial | None, relative: floa
     if not off <= SLACK * relative:
         raise Wrong(f"its partial form: out is off by {off:.1e}, {SLACK * relative:.1e} allowed (head {index})")
     plain = reference.forward_rows(w, head._replace(q=q1.astype("f4"), k=k1[0].astype("f4")), rows, np, np.float32)
-    if fault := compare_lse([mine_lse[batch, members]], [right.lse], [plain.lse]).fault:
-        raise Wrong(f"its partial form: {fault}")
+    # Plain arithmetic on one head errs little, so that twice its error is too little for a right kernel of 16 bits.
+    found = compare_lse([mine_lse[batch, members]], [right.lse], [plain.lse])
+    if not found.error <= SLACK * found.allowed:
+        raise Wrong(
+            f"its partial form: lse: off by {found.error:.1e}, {SLACK * found.allowed:.1e} allowed (head {index})"
+        )
     if not w.needs_gradients:
         return ("partial form",)
     # The rest of the whole: keys elsewhere, of which only their weight and their mean value are known.
@@ -285,13 +289,13 @@ def check_partial_form(subject: Subject, partial: Partial | None, relative: floa
     sees = np.isfinite(mine_lse).transpose(0, 2, 1)[..., None]
     out = fw.array(np.where(sees, own * mine + (1 - own) * mean, 0.0), w.dtype, subject.device)
     lse = fw.array(mine_lse - np.log(share), str(lse.dtype).rpartition(".")[2], subject.device)
-    found = [fw.numpy(x).astype(np.float64) for x in backward(q, k, v, out, lse, dout)]
+    gradients = [fw.numpy(x).astype(np.float64) for x in backward(q, k, v, out, lse, dout)]
     whole = fw.numpy(out).astype(np.float64)[batch, :, members].transpose(1, 0, 2)
     lives = np.isfinite(right.lse)
     ratio = np.where(lives, np.exp(np.where(lives, right.lse - fw.numpy(lse)[batch, members], 0.0)), 0.0)[..., None]
     exact = _gradients(subject, head, dout1, whole, ratio)
     parts = (members, slice(index, index + 1), slice(index, index + 1))
-    for name, array, want, part in zip(("dq", "dk", "dv"), found, exact, parts):
+    for name, array, want, part in zip(("dq", "dk", "dv"), gradients, exact, parts):
         off = relative_error([array[batch, :, part].transpose(1, 0, 2)], [want])
         if not off <= (allowed := GRADIENT_OFF[DTYPE_BYTES[w.dtype]]):
             raise Wrong(f"its partial form with a larger whole: {name} is off by {off:.1e}, {allowed:.1e} allowed")
