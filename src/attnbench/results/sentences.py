@@ -131,7 +131,12 @@ def speedups(standing: Standing, base: str) -> Iterator[Speedup]:
         if record is other or not together or not is_one_machine(record, other):
             continue
         ranked = {name, label(other)} <= standing.ranked.keys()
-        ratio = standing.ratio(name, label(other)) if ranked else paired_ratio(record, other, RANK_LEVEL)
+        if not ranked:
+            ratio = paired_ratio(record, other, RANK_LEVEL)
+        elif standing.times[label(other)] < standing.times[name]:  # as the ranking resamples them: the faster one first
+            ratio = standing.ratio(label(other), name).inverse
+        else:
+            ratio = standing.ratio(name, label(other))
         yield Speedup(
             implementation=name,
             workload=record.workload.id,
